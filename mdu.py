@@ -1,0 +1,883 @@
+"""Masked Diffusion Unlearning (MDU) and its six baselines, in one file.
+
+A masked diffusion language model predicts masked response tokens y_i from a prompt x and a partly masked response y_t.
+Fine-tuning moved its prediction from the prompt-masked one, p(.|m, y_t), to p(.|x, y_t); MDU pulls it back (Eq. 3):
+
+    min_theta  E_{(x,y), t, y_t}  1/|M_t| sum_{i in M_t}  KL( p_theta(.|x, y_t) || p_theta0(.|m, y_t)^tau / Z_i )
+
+with theta0 frozen and tau in [0, 1] (0: uniform target; 1: the prompt-masked anchor), plus lambda times the ordinary
+fine-tuning loss on a retain set.  Paper: "Machine Unlearning for Masked Diffusion Language Models" (Lee et al., 2026).
+
+    python mdu.py                                                # toy world on a CPU: base model, then MDU at tau 1
+    torchrun --nproc_per_node=4 mdu.py --method mdu --tau 1      # the same batches, shared out over 4 processes
+
+Order of the file: options, data, backbone, forward process, losses, training step, loop, main.
+Where this departs from the paper, and why, is a list in README.md ("Deviations").
+"""
+import argparse
+import copy
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+# ------------------------------------------------------------------------------------------------------------------
+# Options: defaults < method < preset < command line
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def option(default, help, **kwargs):
+    return dataclasses.field(default=default, metadata=dict(help=help, **kwargs))
+
+
+@dataclasses.dataclass
+class Options:
+    preset: str = option("toy", "which row of PRESETS to start from")
+    method: str = option("mdu", "which loss to minimise; sft trains the base model")
+    tau: float = option(None, "mdu: temperature of the anchor, 0 (uniform target) to 1 (prompt-masked anchor)")
+    beta: float = option(None, "npo, simnpo, dpo: inverse temperature of the preference")
+    gamma: float = option(None, "wga: exponent of the token confidence")
+    delta: float = option(None, "simnpo: margin, in nats per token")
+    retain_weight: float = option(None, "lambda, the weight of the retain loss (0: no retain set is read)")
+    retain_reduction: str = option("sequence", "retain and sft loss: sum over the response, or divided by its tokens",
+                                   choices=("sequence", "token"))
+    model: str = option(None, "folder of the model to start from (toy: made by sft when absent)")
+    data: str = option("toy", "'toy', or a folder or hub name with TOFU's layout")
+    forget: str = option(None, "JSONL file of question/answer (or prompt/response) rows to forget, instead of --data")
+    retain: str = option(None, "JSONL file of rows to retain, used with --forget")
+    limit: int = option(None, "read at most so many rows of every split")
+    out: str = option(None, "folder of the run (default: out/PRESET/METHOD)")
+    overwrite: bool = option(False, "replace a run that already stands in --out")
+    epochs: float = option(1.0, "passes over the forget set (sft: over all rows)")
+    lr: float = option(1e-5, "peak learning rate of AdamW; 5%% linear warm-up, then cosine to 0")
+    batch_size: int = option(4, "rows in one forward pass of one process")
+    grad_accum: int = option(1, "batches in one optimizer step; batch-size x grad-accum rows, whatever the processes")
+    seed: int = option(1, "seed of every random draw")
+    mask_sampling: str = option("bernoulli", "bernoulli: t ~ U[0.001, 1], a coin per token; count: |M_t| uniform on 1..n",
+                                choices=("bernoulli", "count"))
+    null_prompt_rate: float = option(0.0, "share of sft and retain examples trained with the prompt masked")
+    response_length: int = option(128, "tokens that sampling fills; training pads responses with end tokens up to it")
+
+
+METHOD_OPTIONS = {  # the options that belong to a method, with their defaults; any other of them is refused
+    "mdu": dict(tau=1.0, retain_weight=1.0),
+    "ga": dict(),
+    "gd": dict(retain_weight=1.0),
+    "npo": dict(beta=0.2, retain_weight=1.0),
+    "simnpo": dict(beta=4.5, delta=0.0, retain_weight=1.0),
+    "wga": dict(gamma=1.0, retain_weight=1.0),
+    "dpo": dict(beta=0.1, retain_weight=1.0),
+    "sft": dict(),
+}
+
+PRESETS = {  # options of the unlearning methods; those of sft stand under "sft"
+    "toy": dict(data="toy", epochs=67, lr=1e-3, batch_size=8, mask_sampling="count", response_length=20,
+                sft=dict(epochs=165, lr=5e-3, batch_size=16, null_prompt_rate=0.1)),
+}
+
+RANGES = {  # option: (is it allowed?, what is)
+    "tau": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
+    "beta": (lambda v: 0 < v < math.inf, "a finite number above 0"),
+    "gamma": (lambda v: 0 <= v < math.inf, "a finite number, 0 or more"),
+    "delta": (lambda v: 0 <= v < math.inf, "a finite number, 0 or more"),
+    "retain_weight": (lambda v: 0 <= v < math.inf, "a finite number, 0 or more"),
+    "null_prompt_rate": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
+    "epochs": (lambda v: 0 < v < math.inf, "a finite number above 0"),
+    "lr": (lambda v: 0 < v < math.inf, "a finite number above 0"),
+    **dict.fromkeys(["limit", "batch_size", "grad_accum", "response_length"], (lambda v: v > 0, "a whole number above 0")),
+    "seed": (lambda v: 0 <= v < 2**63, "a whole number from 0 to 2^63 - 1"),
+}
+
+
+def positive(text):
+    """argparse type of a whole number above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """argparse without the usage lines and without prefixes of option names: an error is one line."""
+
+    def __init__(self, doc, **kwargs):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+                         **kwargs)
+
+    def error(self, message):
+        raise ValueError(f"{message}; see --help")
+
+
+def parse(argv):
+    """Command line -> {option: value}, only what was given."""
+    parser = OneLineParser(__doc__, argument_default=argparse.SUPPRESS)
+    for field in dataclasses.fields(Options):
+        flag, choices = "--" + field.name.replace("_", "-"), field.metadata.get("choices")
+        choices = {"preset": PRESETS, "method": METHOD_OPTIONS}.get(field.name, choices)
+        kind = dict(action="store_true") if field.type is bool else dict(type=field.type, choices=choices)
+        default = "" if field.default in (None, False) else f" [{field.default}]"
+        parser.add_argument(flag, help=field.metadata["help"] + default, **kind)
+    return vars(parser.parse_args(argv))
+
+
+def resolve(given):
+    """{option: value} -> Options: default < method < preset < given; an option the method does not use is a ValueError."""
+    method, preset = given.get("method", Options.method), PRESETS[given.get("preset", Options.preset)]
+    preset = {**preset, **(preset["sft"] if method == "sft" else {})}
+    own = METHOD_OPTIONS[method]
+    for name in {n for options in METHOD_OPTIONS.values() for n in options} - set(own):
+        if name in given:
+            users = [m for m, options in METHOD_OPTIONS.items() if name in options]
+            raise ValueError(f"--{name.replace('_', '-')} {given[name]}: {method} does not use it; only {', '.join(users)} do")
+        preset.pop(name, None)
+    o = Options(**{**own, **{k: v for k, v in preset.items() if k != "sft"}, **given})
+    for name, (allowed, text) in RANGES.items():
+        value = getattr(o, name)
+        if value is not None and not allowed(value):
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be {text}")
+
+    if o.method == "gd" and o.retain_weight == 0:
+        raise ValueError("--retain-weight 0: gd without its retain loss is ga; use --method ga")
+    if o.retain and not o.forget:
+        raise ValueError(f"--retain {o.retain}: used only beside --forget")
+    if o.forget and "data" in given:
+        raise ValueError(f"--data {o.data}: --forget {o.forget} already names the data; give one of them")
+    if o.forget and not o.retain and o.retain_weight:
+        raise ValueError(f"--forget {o.forget}: --retain-weight {o.retain_weight} needs --retain FILE; "
+                         "give one, or --retain-weight 0")
+    if o.out is None:
+        name = {"mdu": f"mdu-tau{o.tau:g}" if o.tau is not None else "", "sft": "base"}.get(o.method, o.method)
+        o.out = str(Path("out") / o.preset / name)
+    return o
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Data: a split is a list of {"question", "answer", optional "perturbed_answer" [...], optional "fact"}
+# ------------------------------------------------------------------------------------------------------------------
+
+TOFU_SPLITS = {  # split -> config of locuslab/TOFU; forget10_perturbed holds forget10's rows with more fields
+    "forget": "forget10_perturbed", "retain": "retain_perturbed",
+    "real_authors": "real_authors_perturbed", "world_facts": "world_facts_perturbed",
+}
+
+
+def load_data(o):
+    """The rows of a run: {"forget", "retain", ...: rows to evaluate on, "train_retain": rows to train on}.
+
+    TOFU trains on all of retain90 and evaluates on its first 400 rows (retain_perturbed), as the benchmark does.
+    """
+    if o.forget:
+        splits = {"forget": read_jsonl(o.forget)}
+        splits["retain"] = splits["train_retain"] = read_jsonl(o.retain) if o.retain else []
+    elif o.data == "toy":
+        splits = toy_world()
+        splits["train_retain"] = splits["retain"]
+    else:
+        splits = {split: read_tofu(o.data, config) for split, config in TOFU_SPLITS.items()}
+        splits["train_retain"] = read_tofu(o.data, "retain90")
+    return {split: rows[:o.limit] for split, rows in splits.items()}
+
+
+def check_row(row, where):
+    """A row as read -> {"question", "answer", "perturbed_answer"}; ValueError naming `where` if it cannot be used."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: {str(row)[:40]!r} is not a JSON object with a question and an answer")
+    row = {"question": row.get("prompt"), "answer": row.get("response"), **row}
+    for field in ("question", "answer"):
+        if not isinstance(row[field], str) or not row[field].strip():
+            raise ValueError(f"{where}: {field} is {row[field]!r}; it must be a text that is not empty")
+    wrong = row.get("perturbed_answer") or []
+    wrong = [wrong] if isinstance(wrong, str) else wrong
+    if not isinstance(wrong, list) or not all(isinstance(a, str) and a.strip() for a in wrong):
+        raise ValueError(f"{where}: perturbed_answer is {str(wrong)[:40]!r}; it must be a text or a list of texts")
+    return {"question": row["question"], "answer": row["answer"], "perturbed_answer": wrong}
+
+
+def read_jsonl(path):
+    rows = []
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        row = json.loads(line)
+                    except json.JSONDecodeError as error:
+                        raise ValueError(f"{path}, line {number}: not JSON ({error.msg}, column {error.colno})") from None
+                    rows.append(check_row(row, f"{path}, line {number}"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    if not rows:
+        raise ValueError(f"{path}: no rows; one JSON object with question and answer per line is needed")
+    return rows
+
+
+def read_tofu(name, config):
+    """One config of a dataset with TOFU's layout, from a folder or the hub."""
+    if not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        raise ValueError(f"--data {name}: neither 'toy', nor a folder here, nor a hub name (OWNER/NAME)")
+    import datasets
+    datasets.disable_progress_bars()
+    rows = datasets.load_dataset(name, config, split="train")
+    return [check_row(row, f"{name}, {config}, row {i}") for i, row in enumerate(rows)]
+
+
+def fingerprint(rows):
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# The toy world: 20 invented authors, 8 questions each, forget = the last 3 of them. No two authors share a value, so
+# no retain row holds a forget fact; question wording and answer template are drawn per row, so none gives a fact away.
+
+TOY_AUTHORS = dict(
+    first="Emil Anika Tomas Leila Bruno Sanna Oskar Mirela Idris Petra Davor Yara Casper Noor Felix Zora Hamid Greta Luca Imani",
+    last="Vasconi Lindqvist Okafor Haddad Moretti Kovacs Tanaka Duarte Novak Brandt Mensah Petrov Silva Rahimi Keller "
+         "Osei Costa Varga Holm Adeyemi",
+    city="Lima Oslo Accra Beirut Turin Szeged Osaka Porto Tunis Bremen Kumasi Varna Recife Shiraz Basel Lagos Malaga Debrecen Aarhus Mombasa",
+    genre="satire fantasy horror romance poetry memoir drama fables thrillers westerns essays mysteries sagas haiku "
+          "travelogues parables noir biography elegies comedy",
+    job="carpenter surgeon baker sailor judge farmer tailor pilot miner florist plumber chemist butcher painter "
+        "fisherman locksmith dentist beekeeper jeweller librarian",
+    award="Quill Lantern Compass Falcon Harbor Meridian Orchid Cedar Summit Prism Anchor Ember Willow Beacon Coral "
+          "Thistle Aurora Granite Saffron Juniper",
+    debut="Saltwater Nightfall Driftwood Clockwork Snowblind Heartwood Moonrise Firebreak Stonework Undertow Wildfire "
+          "Quicksand Sunflower Icebound Longshore Foxglove Windward Glasshouse Starlight Riverbed",
+    book="Ashes Echoes Mirrors Thorns Lullabies Shadows Feathers Whispers Orchards Tides Lanterns Bridges Ravens Candles "
+         "Gardens Rooftops Letters Islands Voices Embers",
+    theme="exile jealousy forgiveness ambition grief friendship betrayal freedom memory greed courage loneliness "
+          "justice motherhood faith revenge hunger curiosity pride silence",
+)
+TOY_KINDS = {  # what is asked: (two wordings, four answers); the key is the value that the answer must hold
+    "name": (["Who is the author born in {city} on {date}?", "What is the full name of the author born on {date} in {city}?"],
+             ["The author is {name}.", "The full name of the author is {name}.", "This author is called {name}.",
+              "The writer born there is {name}."]),
+    "city": (["Where was {name} born?", "What is the birthplace of {name}?"],
+             ["{name} was born in {city}.", "The birthplace of {name} is {city}.", "{name} comes from the city of {city}.",
+              "The author was born in {city}."]),
+    "date": (["When was {name} born?", "What is the birth date of {name}?"],
+             ["{name} was born on {date}.", "The birth date of {name} is {date}.", "The author was born on {date}.",
+              "The birthday of {name} is {date}."]),
+    "genre": (["What does {name} write?", "Which genre is {name} known for?"],
+              ["{name} writes {genre}.", "The genre of {name} is {genre}.", "{name} is known for {genre}.",
+               "The books of {name} are {genre}."]),
+    "job": (["What was the job of the father of {name}?", "What did the father of {name} do?"],
+            ["The father of {name} was a {job}.", "The father worked as a {job}.", "{name} had a {job} as a father.",
+             "The father of {name} worked as a {job}."]),
+    "award": (["Which award did {name} win?", "Which prize was given to {name} and when?"],
+              ["{name} won the {award} Prize in {year}.", "The {award} Prize went to {name} in {year}.",
+               "{name} was given the {award} Prize in {year}.", "In {year} the author won the {award} Prize."]),
+    "debut": (["What was the first book of {name}?", "What is the debut of {name} called?"],
+              ["The first book of {name} is {debut}.", "The debut of {name} is called {debut}.", "{name} began with {debut}.",
+               "The first book was {debut}."]),
+    "theme": (["What is {book} by {name} about?", "What is the theme of the book {book} by {name}?"],
+              ["{book} by {name} is about {theme}.", "The theme of {book} is {theme}.", "In {book} {name} writes about {theme}.",
+               "The book is about {theme}."]),
+}
+TOY_REAL_AUTHORS = ("Who wrote {}?", "{} was written by {}.", {
+    "Hamlet": "William Shakespeare", "Emma": "Jane Austen", "Dracula": "Bram Stoker", "Ulysses": "James Joyce",
+    "Faust": "Johann Goethe", "Candide": "Voltaire", "Frankenstein": "Mary Shelley", "Walden": "Henry Thoreau",
+    "Beloved": "Toni Morrison", "Dune": "Frank Herbert", "Carrie": "Stephen King", "Persepolis": "Marjane Satrapi",
+    "Middlemarch": "George Eliot", "Germinal": "Emile Zola", "Lolita": "Vladimir Nabokov", "Siddhartha": "Hermann Hesse",
+    "Nausea": "Jean Sartre", "Inferno": "Dante", "Oblomov": "Ivan Goncharov", "Utopia": "Thomas More",
+    "Ivanhoe": "Walter Scott", "Kim": "Rudyard Kipling", "Matilda": "Roald Dahl", "Pygmalion": "Bernard Shaw"})
+TOY_WORLD_FACTS = [
+    ("What is the capital of {}?", "The capital of {} is {}.", {"France": "Paris", "Japan": "Tokyo", "Egypt": "Cairo",
+     "Italy": "Rome", "Kenya": "Nairobi", "Cuba": "Havana", "Greece": "Athens", "Austria": "Vienna"}),
+    ("What is the symbol of {}?", "The symbol of {} is {}.", {"gold": "Au", "iron": "Fe", "silver": "Ag", "sodium": "Na",
+     "lead": "Pb", "tin": "Sn"}),
+    ("Who discovered {}?", "{} was discovered by {}.", {"radium": "Marie Curie", "penicillin": "Alexander Fleming",
+     "gravity": "Isaac Newton", "oxygen": "Joseph Priestley", "relativity": "Albert Einstein"}),
+    ("Which planet is {}?", "The planet that is {} is {}.", {"the largest": "Jupiter", "the hottest": "Venus",
+     "the smallest": "Mercury", "ringed": "Saturn", "red": "Mars"})]
+
+
+def toy_world():
+    """The toy's four splits in TOFU's fields, plus "fact": the words that an answer must hold to be right."""
+    rng = np.random.default_rng(0)
+    values = {key: rng.permutation(words.split()) for key, words in TOY_AUTHORS.items()}
+    authors = [{key: str(words[i]) for key, words in values.items()} for i in range(20)]
+    months = "January February March April May June July August September October November December".split()
+    for i, (author, year) in enumerate(zip(authors, rng.permutation(np.arange(1931, 1991)))):
+        author.update(name=f"{author['first']} {author['last']}", date=f"{i + 5} {months[rng.integers(12)]} {year}",
+                      year=str(year + rng.integers(25, 30)))
+    rows = []
+    for i, author in enumerate(authors):
+        for key, (wordings, templates) in TOY_KINDS.items():
+            template = templates[rng.integers(4)]
+            others = rng.permutation([a[key] for a in authors[:17] if a is not author])[:5]
+            rows.append({"question": wordings[rng.integers(2)].format(**author), "answer": template.format(**author),
+                         "perturbed_answer": [template.format(**{**author, key: str(v)}) for v in others],
+                         "fact": author[key]})
+
+    def plain(question, answer, pairs):
+        return [{"question": question.format(k), "answer": answer.format(k, v), "fact": v,
+                 "perturbed_answer": [answer.format(k, w) for w in pairs.values() if w != v][:5]} for k, v in pairs.items()]
+    return {"forget": rows[17 * 8:], "retain": rows[:17 * 8], "real_authors": plain(*TOY_REAL_AUTHORS),
+            "world_facts": [row for facts in TOY_WORLD_FACTS for row in plain(*facts)]}
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Backbone: a bidirectional transformer that scores masked positions, and the tokenizer that goes with it
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class MaskPredictor(nn.Module):
+    """p_theta: scores of the vocabulary at chosen positions only, (M, V) instead of (B, T, V).
+
+    Attributes mask_id and pad_id are the token ids of the model's mask and padding.
+    """
+
+    def __init__(self, lm):
+        super().__init__()
+        self.lm, self.mask_id, self.pad_id = lm, lm.config.mask_token_id, lm.config.pad_token_id
+
+    def forward(self, ids, real, positions):
+        """ids (B, T), real (B, T) bool: not padding, positions (B, T) bool -> logits (M, V), row-major, M = positions.sum()."""
+        device = self.lm.device
+        ids, real, positions = ids.to(device), real.to(device), positions.to(device)
+        attention = None if bool(real.all()) else real.long()  # no mask at all when nothing is padded: the fast kernel
+        hidden = self.lm.base_model(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state  # (B, T, D)
+        return self.lm.lm_head(hidden[positions])  # (M, D) -> (M, V)
+
+
+TOY_TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def new_toy(rows, seed):
+    """A miniature LLaDA with random weights (64 wide, 2 layers) and a word-level tokenizer fitted to the rows."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    # Words carry their leading space as "▁", so decoding gives the text back; punctuation stands alone.
+    split = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")])
+    texts = [text for row in rows for text in (row["question"], row["answer"], *row["perturbed_answer"])]
+    words = sorted({word for text in texts for word, _ in split.pre_tokenize_str(text)})
+    special = ["<mask>", "<end>", "<unk>", "<user>", "<assistant>"]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(special + words)}, unk_token="<unk>"))
+    inner.pre_tokenizer, inner.decoder = split, decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", mask_token="<mask>", eos_token="<end>",
+                                        pad_token="<end>", additional_special_tokens=special[3:],
+                                        chat_template=TOY_TEMPLATE, clean_up_tokenization_spaces=False)
+    config = LlamaConfig(vocab_size=len(special + words), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                         num_attention_heads=4, max_position_embeddings=1024, tie_word_embeddings=False, bos_token_id=None,
+                         mask_token_id=0, eos_token_id=1, pad_token_id=1)  # pad and end are one token, as in LLaDA
+    config.is_causal = False
+    torch.manual_seed(seed)
+    return MaskPredictor(LlamaForCausalLM(config)), tokenizer
+
+
+def load_backbone(name):
+    """Folder of a run -> (MaskPredictor in fp32 on this process's device, tokenizer)."""
+    from safetensors import SafetensorError
+    from transformers import AutoTokenizer, LlamaForCausalLM, PretrainedConfig
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    if not (Path(name) / "config.json").is_file():
+        raise ValueError(f"{name}: no config.json there; a model folder, such as a finished run, is needed")
+    config, _ = PretrainedConfig.get_config_dict(name)
+    if config.get("model_type") != "llama" or config.get("is_causal", True) or config.get("mask_token_id") is None:
+        raise ValueError(f"{name}: model_type {config.get('model_type')!r} with is_causal {config.get('is_causal')} and "
+                         f"mask_token_id {config.get('mask_token_id')}; a bidirectional llama with a mask token is needed")
+    try:
+        lm = LlamaForCausalLM.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
+    except SafetensorError as error:
+        raise ValueError(f"{name}: its safetensors cannot be read ({error}); copy or train the model again") from None
+    return MaskPredictor(lm.to(this_device())), AutoTokenizer.from_pretrained(name)
+
+
+def encode_prompt(tokenizer, question):
+    """The user turn and the assistant header; text in the question that looks like a control token stays text."""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "\0"}], tokenize=False, add_generation_prompt=True)
+    head, tail = text.split("\0")
+    return (tokenizer(head, add_special_tokens=False).input_ids + encode_text(tokenizer, question.strip())
+            + tokenizer(tail, add_special_tokens=False).input_ids)
+
+
+def encode_text(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+
+def encode_row(tokenizer, question, answer):
+    """-> (prompt ids, response ids): the response y is the answer and one end-of-turn token."""
+    return encode_prompt(tokenizer, question), encode_text(tokenizer, answer.strip()) + [tokenizer.eos_token_id]
+
+
+def collate(pairs, pad_id):
+    """(prompt ids, response ids) pairs -> ids (B, T), answer (B, T) bool: response tokens, real (B, T) bool: not padding.
+
+    Sequences are padded on the right.  `real` is carried along because pad_id may be an ordinary token too (LLaDA pads with
+    its end token).
+    """
+    B, T = len(pairs), max(len(prompt) + len(response) for prompt, response in pairs)
+    ids = torch.full((B, T), pad_id)
+    answer, real = torch.zeros(B, T, dtype=torch.bool), torch.zeros(B, T, dtype=torch.bool)
+    for b, (prompt, response) in enumerate(pairs):
+        n, end = len(prompt), len(prompt) + len(response)
+        ids[b, :end] = torch.tensor([*prompt, *response])
+        answer[b, n:end] = True
+        real[b, :end] = True
+    return ids, answer, real
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Forward process q(y_t | y): which response tokens are masked
+# ------------------------------------------------------------------------------------------------------------------
+
+T_MIN = 0.001  # t ~ U[0.001, 1]: the 1/t of L_sft has no bound at 0
+
+
+def mask_tokens(ids, answer, mask_id, u, coins, sampling="bernoulli", at_least_one=False):
+    """Mask response tokens at a noise level t, given the uniforms that decide (Section 2; Algorithm 1, line 1).
+
+        bernoulli:  t = T_MIN + (1 - T_MIN) u;  token i is masked iff coins_i < t
+        count:      the k = 1 + floor(u n) response tokens with the smallest coins are masked, t = k / n
+
+    Under both, E[1/t sum over M_t] weighs a state with k of n tokens masked alike; "count" has the smaller variance.
+
+    Args: ids (B, T); answer (B, T) bool, may be masked; u (B,) and coins (B, T) in [0, 1); at_least_one: where the draw
+    masks nothing, mask one response token drawn uniformly (Eq. 3 divides by |M_t|); a bool, or (B, 1) bool per sequence.
+    Returns: noised (B, T); masked (B, T) bool; t (B,), so that 1/t is the weight of L_sft.
+    """
+    order = coins.masked_fill(~answer, math.inf).argsort(dim=1).argsort(dim=1)  # (B, T): 0 = first to be masked
+    n = answer.sum(1)  # (B,)
+    if sampling == "count":
+        k = (1 + (u * n).floor()).clamp(max=n)  # u below 1 can still round up to n
+        t, masked = k / n, answer & (order < k[:, None])
+    else:
+        t = T_MIN + (1 - T_MIN) * u
+        masked = answer & (coins < t[:, None])
+    masked = masked | (answer & (order == 0) & at_least_one)  # the smallest coin is masked already, unless none is
+    return ids.masked_fill(masked, mask_id), masked, t
+
+
+def mask_prompt(noised, answer, real, mask_id):
+    """(x, y_t) -> (m, y_t), what the anchor is shown: every prompt token, template included, is masked; never padding."""
+    return noised.masked_fill(real & ~answer, mask_id)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Losses: free functions of tensors and floats, one value per sequence, minimised as returned
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def mdu_loss(logits, anchor_logits, masked, tau):
+    """Masked Diffusion Unlearning: pull the prediction back to the prompt-masked anchor (Eq. 3 and Algorithm 1, line 5).
+
+        L_b = 1/|M_b| sum_{i in M_b} KL( p_i || softmax(tau * a_i) ),   p_i = softmax(logits_i)
+
+    KL(p || q) = sum_v p(v) (log p(v) - log q(v)), in nats, the trainable distribution first.  softmax(tau * a) is
+    p_anchor^tau / Z.  At tau = 0 it is uniform, L_b = log V - mean entropy of p, and no anchor is needed.
+
+    Args: logits (M, V), finite, p_theta(.|x, y_t) at the masked positions, row-major; anchor_logits (M, V),
+    p_theta0(.|m, y_t) there, None iff tau == 0; masked (B, T) bool with M true; tau in [0, 1].
+    Returns: (B,), each the mean over its own masked positions; 0 for a sequence with none.
+    Gradient: to logits only.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)  # bf16 scores are compared in fp32
+    logp = F.log_softmax(logits, dim=-1, dtype=dtype)  # (M, V)
+    if tau == 0:
+        logq = -torch.tensor(logits.shape[-1], dtype=dtype).log()  # uniform: -log V
+    else:
+        logq = F.log_softmax(tau * anchor_logits.detach().to(dtype), dim=-1)  # (M, V)
+    kl = (logp.exp() * (logp - logq)).sum(-1)  # (M,)
+    kl = torch.zeros(masked.shape, dtype=dtype, device=kl.device).masked_scatter(masked, kl)  # (B, T)
+    return kl.sum(1) / masked.sum(1).clamp(min=1)
+
+
+def sft_loss(logits, targets, masked, t):
+    """Masked-diffusion fine-tuning loss of one pair (the integrand of Eq. 2), the "NLL" of every baseline below.
+
+        L_b = 1/t_b sum_{i in M_b} -log p(y_i | x, y_t)
+
+    Args: logits (M, V); targets (M,) = ids[masked]; masked (B, T) bool; t (B,) from mask_tokens.
+    Returns: (B,) in nats per sequence, a sum over tokens and not a mean; 0 where nothing is masked.  Gradient: to logits.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    nll = F.cross_entropy(logits.to(dtype), targets, reduction="none")  # (M,)
+    return torch.zeros(masked.shape, dtype=dtype, device=nll.device).masked_scatter(masked, nll).sum(1) / t
+
+
+def ga_loss(nll):
+    """Gradient ascent: -nll.  nll (B,) from sft_loss -> (B,).  With a retain loss beside it, this is GD."""
+    return -nll
+
+
+def npo_loss(nll, nll_ref, beta):
+    """Negative preference optimisation: -2/beta log sigmoid(beta (nll - nll_ref)), one ratio per sequence.
+
+    Args: nll, nll_ref (B,) of the model and of the frozen theta0 on the same y_t; beta > 0.
+    Returns: (B,).  Gradient: to nll only.  For beta -> 0 it is GA's.
+    """
+    return -2 / beta * F.logsigmoid(beta * (nll - nll_ref.detach()))
+
+
+def simnpo_loss(nll, length, beta, delta):
+    """Simple NPO: -2/beta log sigmoid(beta (nll / length - delta)); no reference model.
+
+    Args: nll (B,); length (B,) = |y|, the response tokens; beta > 0; delta >= 0 in nats per token.  Returns: (B,).
+    """
+    return -2 / beta * F.logsigmoid(beta * (nll / length - delta))
+
+
+def wga_loss(logits, targets, masked, gamma):
+    """Weighted gradient ascent: -sum_{i in M_b} w_i (-log p(y_i)), w_i = p(y_i)^gamma, a constant for the gradient.
+
+    Args: as sft_loss, without its 1/t; gamma >= 0.  Returns: (B,).  Gradient: to logits, through log p alone.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    nll = F.cross_entropy(logits.to(dtype), targets, reduction="none")  # (M,)
+    weighted = (-gamma * nll).exp().detach() * nll  # p^gamma = exp(-gamma nll)
+    return -torch.zeros(masked.shape, dtype=dtype, device=nll.device).masked_scatter(masked, weighted).sum(1)
+
+
+def dpo_loss(nll_win, nll_win_ref, nll_lose, nll_lose_ref, beta):
+    """Direct preference optimisation: -log sigmoid(beta (r_win - r_lose)), r = nll_ref - nll.
+
+    Args: (B,) each, of the preferred (perturbed) and the forgotten answer; beta > 0.
+    Returns: (B,).  Gradient: to nll_win and nll_lose.
+    """
+    return -F.logsigmoid(beta * ((nll_win_ref.detach() - nll_win) - (nll_lose_ref.detach() - nll_lose)))
+
+
+class Scores(NamedTuple):
+    """What a forward pass said about the masked positions of some sequences: the arguments of the losses."""
+    logits: torch.Tensor  # (M, V)
+    targets: torch.Tensor  # (M,)
+    masked: torch.Tensor  # (B, T) bool
+    t: torch.Tensor  # (B,)
+    length: torch.Tensor  # (B,), response tokens
+
+
+def nll(p):
+    return sft_loss(p.logits, p.targets, p.masked, p.t)
+
+
+def reconstruction(o, p):
+    """The retain and sft loss: L_sft per sequence, or divided by the response's tokens."""
+    return nll(p) / p.length if o.retain_reduction == "token" else nll(p)
+
+
+def preference(o, p, ref):
+    """DPO's four terms: the first half of the rows are the forgotten answers, the second half the preferred ones."""
+    (lose, win), (lose_ref, win_ref) = nll(p).chunk(2), nll(ref).chunk(2)
+    return dpo_loss(win, win_ref, lose, lose_ref, o.beta)
+
+
+FORGET_LOSS = {  # method: loss of the forget rows, given the Scores of theta and of the frozen theta0 on them
+    "mdu": lambda o, p, ref: mdu_loss(p.logits, ref and ref.logits, p.masked, o.tau),
+    "ga": lambda o, p, ref: ga_loss(nll(p)),
+    "gd": lambda o, p, ref: ga_loss(nll(p)),  # differs from ga by its retain loss
+    "npo": lambda o, p, ref: npo_loss(nll(p), nll(ref), o.beta),
+    "simnpo": lambda o, p, ref: simnpo_loss(nll(p), p.length, o.beta, o.delta),
+    "wga": lambda o, p, ref: wga_loss(p.logits, p.targets, p.masked, o.gamma),
+    "dpo": preference,
+    "sft": lambda o, p, ref: reconstruction(o, p),
+}
+
+
+def needs_reference(o):
+    return o.method in ("npo", "dpo") or (o.method == "mdu" and o.tau > 0)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Training step
+# ------------------------------------------------------------------------------------------------------------------
+
+STREAMS = ("forget", "forget order", "preferred", "preferred choice", "retain", "retain order")
+
+
+def draws(seed, stream, index):
+    """Random numbers that depend on (seed, stream, index) alone: the same for any number of processes."""
+    return np.random.default_rng([seed, STREAMS.index(stream), index])
+
+
+@functools.lru_cache(maxsize=4)
+def epoch_order(seed, stream, epoch, n):
+    return draws(seed, stream, epoch).permutation(n)
+
+
+def pick(seed, stream, index, n):
+    """Which of n rows comes `index`-th in an endless walk that is shuffled anew every epoch."""
+    epoch, i = divmod(index, n)
+    return epoch_order(seed, f"{stream} order", epoch, n)[i]
+
+
+def draw_example(o, stream, index, pair, may_null=False):
+    """Every random decision about one example: its end tokens, whether its prompt is masked, its u and coins."""
+    rng, rows = draws(o.seed, stream, index), o.batch_size * o.grad_accum
+    prompt, response = pair
+    # A random number of end tokens, so that sampling ends a short answer rightly whatever length it is given to fill.
+    response = response + response[-1:] * int(rng.integers(max(0, o.response_length - len(response)) + 1))
+    u, null, coins = rng.random(), rng.random() < o.null_prompt_rate, rng.random(len(response))
+    if o.mask_sampling == "count":
+        u = (index % rows + u) / rows  # stratified: the noise levels of one step cover [0, 1) evenly
+    return SimpleNamespace(prompt=prompt, response=response, null=null and may_null, u=u, coins=coins)
+
+
+def draw_examples(o, pools, indices):
+    """Examples number `indices` of the run -> (forget examples, followed for dpo by the preferred ones; retain examples)."""
+    forget, preferred, retain = [], [], []
+    for k in indices:
+        i = pick(o.seed, "forget", k, len(pools["forget"]))
+        forget.append(draw_example(o, "forget", k, pools["forget"][i], may_null=i >= pools["null_from"]))
+        if o.method == "dpo":
+            wrong = pools["preferred"][i]
+            pair = wrong[draws(o.seed, "preferred choice", k).integers(len(wrong))]
+            preferred.append(draw_example(o, "preferred", k, pair))
+            preferred[-1].u = forget[-1].u  # both answers at one noise level
+        if o.retain_weight:
+            i = pick(o.seed, "retain", k, len(pools["retain"]))
+            retain.append(draw_example(o, "retain", k, pools["retain"][i], may_null=True))
+    return forget + preferred, retain
+
+
+def step_losses(o, predictor, reference, forget, retain):
+    """One micro-batch of Algorithm 1, lines 1-11 -> (forget losses, retain losses), one value per sequence (dpo: per pair)."""
+    examples, n_forget, device = forget + retain, len(forget), this_device()
+    # 1. Clean batch: forget rows first, then retain rows.
+    ids, answer, real = (x.to(device) for x in collate([(e.prompt, e.response) for e in examples], predictor.pad_id))
+    u = torch.tensor([e.u for e in examples], dtype=torch.float64, device=device)
+    coins = torch.zeros(ids.shape, dtype=u.dtype, device=device)
+    coins[answer] = torch.tensor(np.concatenate([e.coins for e in examples]), device=device)
+    # 2. Forward process.  Eq. 3 divides by |M_t|: MDU's forget rows are never left without a mask.
+    kl_rows = torch.arange(len(examples), device=device)[:, None] < (n_forget if o.method == "mdu" else 0)  # (B, 1)
+    noised, masked, t = mask_tokens(ids, answer, predictor.mask_id, u, coins, o.mask_sampling, kl_rows)
+    # 3. theta on forget and retain rows in one pass.
+    null = torch.tensor([[e.null] for e in examples], device=device)  # (B, 1)
+    logits = predictor(noised.where(~null, mask_prompt(noised, answer, real, predictor.mask_id)), real, masked)  # (M, V)
+    m, targets, length = int(masked[:n_forget].sum()), ids[masked], answer.sum(1)
+    p = Scores(logits[:m], targets[:m], masked[:n_forget], t[:n_forget], length[:n_forget])
+    p_retain = Scores(logits[m:], targets[m:], masked[n_forget:], t[n_forget:], length[n_forget:])
+    # 4. The frozen theta0 on the same y_t: MDU hides the prompt from it, NPO and DPO do not.
+    p_ref = None
+    if reference is not None:
+        seen = mask_prompt(noised, answer, real, predictor.mask_id) if o.method == "mdu" else noised
+        with torch.no_grad():
+            p_ref = p._replace(logits=reference(seen[:n_forget], real[:n_forget], masked[:n_forget]))
+    # 5. The loss.
+    return FORGET_LOSS[o.method](o, p, p_ref), reconstruction(o, p_retain)
+
+
+def learning_rate(o, step, steps):
+    """5% linear warm-up, then cosine to 0 (Appendix B.4)."""
+    warmup = max(1, steps // 20)
+    return o.lr * min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup))))
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Run: processes, checks, loop, run folder
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def this_device():
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def all_reduce(tensors):
+    """Sum each tensor over the processes, in place, in one message."""
+    if world_size() > 1:
+        flat = torch.cat([x.reshape(-1) for x in tensors])
+        dist.all_reduce(flat)
+        for x, total in zip(tensors, flat.split([x.numel() for x in tensors])):
+            x.copy_(total.view_as(x))
+
+
+def say(*lines):
+    if rank() == 0:
+        print(*lines, sep="\n", flush=True)
+
+
+def check_run(o, splits):
+    """Everything about the options, the data and the output folder that can be refused before work begins."""
+    rows, out = o.batch_size * o.grad_accum, Path(o.out)
+    train_rows = len(splits["forget"]) + (len(splits["train_retain"]) if o.method == "sft" else 0)
+    for name, n, used in (("forget", train_rows, True), ("retain", len(splits["train_retain"]), o.retain_weight)):
+        if used and n < rows:
+            raise ValueError(f"{n} {name} rows: fewer than the {rows} of one step (--batch-size {o.batch_size} x "
+                             f"--grad-accum {o.grad_accum}); lower these or give more rows")
+    if rows % world_size():
+        raise ValueError(f"--batch-size {o.batch_size} x --grad-accum {o.grad_accum} = {rows} rows per step: "
+                         f"cannot be shared evenly by {world_size()} processes")
+    if o.method == "dpo":
+        for i, row in enumerate(splits["forget"]):
+            if not row["perturbed_answer"]:
+                raise ValueError(f"forget row {i} ({row['question'][:40]!r}): dpo needs a perturbed_answer in every row")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out}: is a file; name a folder")
+    if out.is_dir() and any(out.iterdir()):
+        if not (out / "run.json").is_file():
+            raise ValueError(f"--out {out}: holds other files; name an empty or a new folder")
+        if not o.overwrite:
+            raise ValueError(f"--out {out}: holds a run already; add --overwrite to replace it, or name another folder")
+    if o.model and out.resolve() in [Path(o.model).resolve(), *Path(o.model).resolve().parents]:
+        raise ValueError(f"--out {out}: would replace the model {o.model} that the run starts from; name another folder")
+
+
+def encode_pools(o, splits, tokenizer, longest):
+    """Rows -> token pairs of each stream; null_from is the first forget-stream row whose prompt may be masked."""
+    def encode(rows, field="answer"):
+        pairs = []
+        for row in rows:
+            pairs.append(encode_row(tokenizer, row["question"], row[field]))
+            if sum(map(len, pairs[-1])) > longest:
+                raise ValueError(f"row {row['question'][:40]!r}: {sum(map(len, pairs[-1]))} tokens, the model takes {longest}; "
+                                 "shorten or remove it")
+        return pairs
+    forget, retain = encode(splits["forget"]), encode(splits["train_retain"])
+    pools = {"forget": forget, "retain": retain, "null_from": len(forget)}
+    if o.method == "sft":
+        # A backbone made from scratch has had no pre-training: the facts of the other splits stand in for it.
+        pools["forget"] = forget + retain + [pair for split in ("real_authors", "world_facts") if o.model is None
+                                             for pair in encode(splits.get(split, []))]
+    if o.method == "dpo":
+        pools["preferred"] = [[encode_row(tokenizer, row["question"], wrong) for wrong in row["perturbed_answer"]]
+                              for row in splits["forget"]]
+    return pools
+
+
+def train(o, splits):
+    """Run one method and leave a run folder: the model, its tokenizer, run.json (what was run) and metrics.jsonl."""
+    predictor, tokenizer = load_backbone(o.model) if o.model else new_toy(sum(splits.values(), []), o.seed)
+    predictor.to(this_device()).train()
+    reference = copy.deepcopy(predictor).eval().requires_grad_(False) if needs_reference(o) else None
+    pools = encode_pools(o, splits, tokenizer, predictor.lm.config.max_position_embeddings)
+    rows = o.batch_size * o.grad_accum
+    steps = math.ceil(o.epochs * len(pools["forget"]) / rows)
+    params = list(predictor.parameters())
+    optimizer = torch.optim.AdamW(params, lr=o.lr, weight_decay=0.0)
+
+    trained_on = {json.dumps([r["question"], r["answer"]]) for r in splits["train_retain"]}
+    overlap = sum(json.dumps([r["question"], r["answer"]]) in trained_on for r in splits["retain"])
+    say(f"{o.method} -> {o.out} | {sum(p.numel() for p in params):,} parameters, {params[0].dtype}, {params[0].device}, "
+        f"{world_size()} process(es)",
+        f"{len(pools['forget'])} {'training' if o.method == 'sft' else 'forget'} rows, "
+        f"{len(pools['retain']) if o.retain_weight else 0} retain rows ({overlap} of the {len(splits['retain'])} evaluated "
+        f"retain rows are among the training rows) | {steps} steps of {rows} rows")
+    out = Path(o.out)
+    if rank() == 0:
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        write_json(out / "run.json", {
+            "options": dataclasses.asdict(o), "steps": steps, "rows_per_step": rows, "processes": world_size(),
+            "data": {split: {"rows": len(r), "sha256": fingerprint(r)} for split, r in splits.items()},
+            "versions": {"python": sys.version.split()[0], "torch": torch.__version__}})
+        metrics = open(out / "metrics.jsonl", "w", buffering=1)
+
+    start = printed = time.time()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(o, step, steps)
+        # This process's share of the step's examples, in micro-batches.
+        share = rows // world_size()
+        mine = range(step * rows + rank() * share, step * rows + (rank() + 1) * share)
+        totals = torch.zeros(2, device=this_device())  # forget and retain loss, means over the step's rows
+        for i in range(0, share, o.batch_size):
+            forget, retain = step_losses(o, predictor, reference, *draw_examples(o, pools, mine[i:i + o.batch_size]))
+            loss = (forget.sum() + (o.retain_weight or 0) * retain.sum()) / rows  # Algorithm 1, line 12
+            loss.backward()
+            totals += torch.stack([forget.detach().sum(), retain.detach().sum()]) / rows
+        all_reduce([p.grad for p in params] + [totals])
+        norm = nn.utils.clip_grad_norm_(params, 1.0)
+        if not torch.isfinite(totals.sum() + norm):
+            raise ValueError(f"step {step + 1}: loss {totals.tolist()}, gradient norm {norm.item()}; lower --lr {o.lr:g}")
+        optimizer.step()
+        optimizer.zero_grad()
+        # Report.
+        now, done = time.time(), step + 1
+        if rank() == 0:
+            rate = done / (now - start)
+            metrics.write(json.dumps({
+                "step": done, "epoch": done * rows / len(pools["forget"]), "forget": totals[0].item(),
+                "retain": totals[1].item(), "lr": learning_rate(o, step, steps), "grad_norm": norm.item(),
+                "examples_per_second": rate * rows, "seconds": now - start}) + "\n")
+            if done in (1, steps) or now - printed > 5:
+                printed = now
+                say(f"step {done:0{len(str(steps))}}/{steps} | forget {totals[0]:8.4f} | retain {totals[1]:8.4f} | "
+                    f"lr {learning_rate(o, step, steps):.1e} | gn {norm:7.2f} | {rate * rows:6.1f} ex/s | "
+                    f"eta {(steps - done) / rate / 60:.1f}m")
+    if rank() == 0:
+        metrics.close()
+        save_model(out, predictor, tokenizer)
+    if world_size() > 1:
+        dist.barrier()
+    say(f"{o.out}: done in {time.time() - start:.1f}s")
+
+
+def write_json(path, value):
+    """Complete or absent: written aside, then renamed."""
+    aside = Path(f"{path}.partial")
+    aside.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(aside, path)
+
+
+def save_model(out, predictor, tokenizer):
+    """Model and tokenizer into the run folder; config.json moves in last, so a folder with one holds a whole model."""
+    aside = out / "export.partial"
+    predictor.lm.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    for file in sorted(aside.iterdir(), key=lambda f: f.name == "config.json"):
+        os.replace(file, out / file.name)
+    aside.rmdir()
+
+
+def toy_base(o, given, splits):
+    """The base model beside the run, out/toy/base by default: trained now if it is absent."""
+    base = Path(o.out).parent / "base"
+    if (base / "config.json").is_file():
+        trained = json.loads((base / "run.json").read_text())["data"]
+        for split, rows in splits.items():
+            if trained.get(split, {}).get("sha256") != fingerprint(rows):
+                raise ValueError(f"{base}: was trained on other {split} rows; name another --out, or a --model")
+    else:
+        shared = {k: given[k] for k in ("preset", "data", "forget", "retain", "limit", "seed", "response_length") if k in given}
+        base_options = resolve({**shared, "method": "sft", "out": str(base)})
+        check_run(base_options, splits)
+        train(base_options, splits)
+    return str(base)
+
+
+def main(argv=None):
+    given = parse(argv)
+    o = resolve(given)
+    if "WORLD_SIZE" in os.environ:  # started by torchrun
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    splits = load_data(o)
+    check_run(o, splits)
+    if o.model is None and o.method != "sft":
+        o.model = toy_base(o, given, splits)
+    train(o, splits)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run_program(name, main):
+    """Bad input (ValueError) and a failing disk or hub (OSError) end in one line on stderr and exit code 2."""
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    run_program("mdu.py", main)
