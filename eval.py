@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import trange
 
 import mdu
 
@@ -80,7 +81,7 @@ def masked_nll(predictor, pairs, masks, batch_size=64):
     jobs = [(i, j) for i in sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
             for j in range(len(masks[i]))]
     nll = [torch.zeros(len(m), dtype=torch.float64) for m in masks]
-    for start in range(0, len(jobs), batch_size):
+    for start in trange(0, len(jobs), batch_size, desc="likelihood", leave=False, disable=None):
         batch = jobs[start:start + batch_size]
         ids, answer, real = mdu.collate([pairs[i] for i, _ in batch], predictor.pad_id)
         masked = torch.zeros_like(answer)
@@ -112,11 +113,11 @@ def generate(predictor, prompts, length, steps, batch_size=64):
     most likely token has the highest probability, length/steps of them (the first steps one more where it does not divide).
     """
     outputs, order = [None] * len(prompts), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(order), batch_size):
+    for start in trange(0, len(order), batch_size, desc="sampling", leave=False, disable=None):
         batch = order[start:start + batch_size]
         ids, canvas, real = mdu.collate([(prompts[i], [predictor.mask_id] * length) for i in batch], predictor.pad_id)
         masked = canvas.clone()
-        for step in range(steps):
+        for step in range(min(steps, length)):
             count = length // steps + (step < length % steps)
             logits = predictor(ids, real, masked).float()
             logits[:, predictor.mask_id] = -math.inf  # a mask is no answer
@@ -189,9 +190,9 @@ def evaluate(run, a):
                 records.append(record)
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
         summary["splits"][split] = summarise(records)
-        print(f"\r{run}: {split} scored, {time.time() - start:.0f}s ", end="", file=sys.stderr, flush=True)
-        summary.setdefault("example", {k: records[0][k] for k in ("question", "reference", "generation")})
-    print("\r" + " " * 79, end="\r", file=sys.stderr)
+        print(f"{run}: {split}, {len(records)} rows, {time.time() - start:.0f}s", file=sys.stderr, flush=True)
+        example = records[len(records) // 2]  # one from the middle of the first split, the forget set
+        summary.setdefault("example", {k: example[k] for k in ("question", "reference", "generation")})
     mdu.write_json(out / "summary.json", summary)
     return summary
 

@@ -86,8 +86,8 @@ METHOD_OPTIONS = {  # the options that belong to a method, with their defaults; 
 }
 
 PRESETS = {  # options of the unlearning methods; those of sft stand under "sft"
-    "toy": dict(data="toy", epochs=67, lr=1e-3, batch_size=8, mask_sampling="count", response_length=20,
-                sft=dict(epochs=165, lr=5e-3, batch_size=16, null_prompt_rate=0.1)),
+    "toy": dict(data="toy", epochs=67, lr=1e-3, batch_size=8, mask_sampling="count", response_length=16,
+                sft=dict(epochs=200, lr=5e-3, batch_size=16, null_prompt_rate=0.1)),
 }
 
 RANGES = {  # option: (is it allowed?, what is)
@@ -453,7 +453,7 @@ def mask_tokens(ids, answer, mask_id, u, coins, sampling="bernoulli", at_least_o
     order = coins.masked_fill(~answer, math.inf).argsort(dim=1).argsort(dim=1)  # (B, T): 0 = first to be masked
     n = answer.sum(1)  # (B,)
     if sampling == "count":
-        k = (1 + (u * n).floor()).clamp(max=n)  # u below 1 can still round up to n
+        k = (1 + (u * n).floor()).clamp(max=n)  # a stratified u can round up to 1
         t, masked = k / n, answer & (order < k[:, None])
     else:
         t = T_MIN + (1 - T_MIN) * u
@@ -722,6 +722,8 @@ def check_run(o, splits):
         for i, row in enumerate(splits["forget"]):
             if not row["perturbed_answer"]:
                 raise ValueError(f"forget row {i} ({row['question'][:40]!r}): dpo needs a perturbed_answer in every row")
+    if o.model and out.resolve() in [Path(o.model).resolve(), *Path(o.model).resolve().parents]:
+        raise ValueError(f"--out {out}: would replace the model {o.model} that the run starts from; name another folder")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out}: is a file; name a folder")
     if out.is_dir() and any(out.iterdir()):
@@ -729,8 +731,6 @@ def check_run(o, splits):
             raise ValueError(f"--out {out}: holds other files; name an empty or a new folder")
         if not o.overwrite:
             raise ValueError(f"--out {out}: holds a run already; add --overwrite to replace it, or name another folder")
-    if o.model and out.resolve() in [Path(o.model).resolve(), *Path(o.model).resolve().parents]:
-        raise ValueError(f"--out {out}: would replace the model {o.model} that the run starts from; name another folder")
 
 
 def encode_pools(o, splits, tokenizer, longest):
@@ -832,6 +832,8 @@ def write_json(path, value):
 
 def save_model(out, predictor, tokenizer):
     """Model and tokenizer into the run folder; config.json moves in last, so a folder with one holds a whole model."""
+    from transformers.utils import logging
+    logging.disable_progress_bar()
     aside = out / "export.partial"
     predictor.lm.save_pretrained(aside)
     tokenizer.save_pretrained(aside)

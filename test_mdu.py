@@ -1,0 +1,1020 @@
+"""Tests of mdu.py and eval.py: CPU only, offline.    python -m pytest -q test_mdu.py
+
+Losses are checked against slow float64 loops written from the paper's equations, against numbers worked by hand and
+in their limits; masking against its definition; ROUGE-L against a table of fractions; the answer probability (Eq. 14)
+against the enumeration of all masks; the sampler against what a recording predictor saw; the training step against one
+sequence at a time; whole runs against each other on small data that the tests write.
+"""
+import inspect
+import itertools
+import json
+import math
+import shutil
+import subprocess
+import sys
+from math import log
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+import transformers
+
+import eval as ev
+import mdu
+
+torch.set_num_threads(1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses. Their slow twins: one Python loop per sum of the paper; what carries no gradient is read out as Python floats.
+# ---------------------------------------------------------------------------------------------------------------------
+
+def rows_of(masked):
+    """For each sequence, the indices of its masked positions among the M rows of `logits` (row-major order)."""
+    count = itertools.count()
+    return [[next(count) for hit in row if hit] for row in masked.tolist()]
+
+
+def slow_softmax(row):
+    exps = [z.exp() for z in row]
+    return [e / sum(exps) for e in exps]
+
+
+def slow_mdu(logits, anchor, masked, tau):
+    """Eq. 3: 1/|M_t| sum_i KL(p^c || p^u^tau / Z_i); p^u^0 is 1 whatever the anchor."""
+    out = []
+    for rows in rows_of(masked):
+        total = 0 * logits.sum()
+        for m in rows:
+            p = slow_softmax(logits[m])
+            power = [1.0] * len(p) if tau == 0 else [q.item() ** tau for q in slow_softmax(anchor[m])]
+            total = total + sum(p_v * (p_v.log() - log(u_v / sum(power))) for p_v, u_v in zip(p, power))
+        out.append(total / max(len(rows), 1))
+    return torch.stack(out)
+
+
+def slow_nll(logits, targets, masked, weight):
+    """For each sequence b the sum over its masked positions of weight(b, p) * -log p, p that of the true token."""
+    out = []
+    for b, rows in enumerate(rows_of(masked)):
+        total = 0 * logits.sum()
+        for m in rows:
+            p = slow_softmax(logits[m])[targets[m]]
+            total = total - weight(b, p.item()) * p.log()
+        out.append(total)
+    return torch.stack(out)
+
+
+def slow_logsigmoid(x):
+    return -(1 + (-x).exp()).log()
+
+
+def problem(seed=0, B=5, T=7, V=6):
+    """Random float64 arguments, by name, for every loss: ragged masks, and sequence 2 with nothing masked."""
+    g = torch.Generator().manual_seed(seed)
+    masked = torch.rand(B, T, generator=g) < 0.5
+    masked[2] = False
+    M = int(masked.sum())
+    values = {name: 2 * torch.randn(M, V, generator=g, dtype=torch.float64) for name in ("logits", "anchor")}
+    for name in ("nll", "nll_ref", "nll_win", "nll_win_ref", "nll_lose", "nll_lose_ref"):
+        values[name] = 9 * torch.rand(B, generator=g, dtype=torch.float64)
+    return dict(values, masked=masked, targets=torch.randint(V, (M,), generator=g),
+                t=torch.rand(B, generator=g, dtype=torch.float64) * 0.9 + 0.1,
+                length=torch.randint(1, 9, (B,), generator=g))
+
+
+# name: (function, its slow twin, arguments: names of problem() or plain values)
+LOSSES = {
+    "mdu tau 0": ("mdu_loss", slow_mdu, ("logits", None, "masked", 0)),
+    "mdu tau .25": ("mdu_loss", slow_mdu, ("logits", "anchor", "masked", 0.25)),
+    "mdu tau 1": ("mdu_loss", slow_mdu, ("logits", "anchor", "masked", 1.0)),
+    "sft": ("sft_loss", lambda z, y, m, t: slow_nll(z, y, m, lambda b, p: 1 / t[b].item()),
+            ("logits", "targets", "masked", "t")),
+    "wga": ("wga_loss", lambda z, y, m, gamma: -slow_nll(z, y, m, lambda b, p: p ** gamma),
+            ("logits", "targets", "masked", 0.3)),
+    "ga": ("ga_loss", lambda nll: -nll, ("nll",)),
+    "npo": ("npo_loss", lambda nll, ref, beta: -2 / beta * slow_logsigmoid(beta * (nll - ref.detach())),
+            ("nll", "nll_ref", 0.2)),
+    "simnpo": ("simnpo_loss", lambda nll, n, beta, delta: -2 / beta * slow_logsigmoid(beta * (nll / n - delta)),
+               ("nll", "length", 2.5, 0.4)),
+    "dpo": ("dpo_loss", lambda win, win_ref, lose, lose_ref, beta: -slow_logsigmoid(
+                beta * ((-win + win_ref.detach()) - (-lose + lose_ref.detach()))),
+            ("nll_win", "nll_win_ref", "nll_lose", "nll_lose_ref", 0.1)),
+}
+every_loss = pytest.mark.parametrize("name", LOSSES)
+TRAINED = {"logits", "nll", "nll_win", "nll_lose"}                                # the arguments a gradient may reach
+
+
+def evaluate(function, names, values):
+    """The loss and the gradient of a fixed combination of its values, by argument (None: not reached)."""
+    values = {k: v.clone().requires_grad_() if v.is_floating_point() else v for k, v in values.items()}
+    out = function(*(values[a] if isinstance(a, str) else a for a in names))
+    mix = torch.linspace(0.5, 1.5, len(out), dtype=out.dtype)
+    leaves = [a for a in names if isinstance(a, str) and values[a].is_floating_point()]
+    return out.detach(), dict(zip(leaves, torch.autograd.grad(out @ mix, [values[a] for a in leaves],
+                                                              allow_unused=True)))
+
+
+def near(a, b, tol=1e-10):
+    return torch.testing.assert_close(a, b, rtol=tol, atol=tol)
+
+
+@every_loss
+@pytest.mark.parametrize("seed", range(3))
+def test_losses_equal_slow_loops(name, seed):
+    """Values and gradients against the float64 loops; the anchor and every _ref get no gradient at all."""
+    function, slow, names = LOSSES[name]
+    (ours, grads), (expected, slow_grads) = (evaluate(f, names, problem(seed)) for f in (getattr(mdu, function), slow))
+    near(ours, expected)
+    for argument, grad in grads.items():
+        if argument in TRAINED:
+            near(grad, slow_grads[argument])
+        elif argument != "t":
+            assert grad is None or not grad.any(), f"{name}: gradient reached {argument}"
+    if "masked" in names:
+        assert ours[2] == 0                                                  # nothing masked: zero, not 0/0
+
+
+def f64(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+ONE, TWO, FIRST = torch.tensor([[False, True]]), torch.tensor([[True, True]]), torch.tensor([0, 0])
+FLAT, TILT, STEEP = [0.0, 0.0], [0.0, log(3)], [0.0, log(9)]                 # p = (1/2, 1/2), (1/4, 3/4), (1/10, 9/10)
+
+
+@pytest.mark.parametrize("function, args, expected", [
+    ("mdu_loss", (f64(FLAT), f64(TILT), ONE, 1.0), log(4 / 3) / 2),
+    ("mdu_loss", (f64(FLAT, TILT), f64(TILT, TILT), TWO, 1.0), log(4 / 3) / 4),
+    ("mdu_loss", (f64(FLAT), f64(STEEP), ONE, 0.5), log(4 / 3) / 2),
+    ("mdu_loss", (f64(TILT), None, ONE, 0), 3 / 4 * log(3) - log(2)),
+    ("mdu_loss", (f64([log(2), 0, 0]), None, ONE, 0), log(3) - 3 / 2 * log(2)),
+    ("sft_loss", (f64(TILT, FLAT), FIRST, TWO, f64(0.5)), 6 * log(2)),
+    ("ga_loss", (f64(2),), -2),
+    ("npo_loss", (f64(1 + 2 * log(3)), f64(1), 0.5), 4 * log(4 / 3)),
+    ("simnpo_loss", (f64(4 + 8 * log(3)), torch.tensor([4]), 0.5, 1.0), 4 * log(4 / 3)),
+    ("wga_loss", (f64(TILT, FLAT), FIRST, TWO, 1.0), -log(2)),
+    ("wga_loss", (f64(TILT, FLAT), FIRST, TWO, 2.0), -3 / 8 * log(2)),
+    ("dpo_loss", (f64(1), f64(1 + log(3)), f64(2 + log(3)), f64(2), 0.5), log(4 / 3)),
+])
+def test_losses_by_hand(function, args, expected):
+    """Each loss against pencil and paper.
+
+    MDU  KL((1/2, 1/2) || (1/4, 3/4)) = 1/2 log 2 + 1/2 log 2/3 = 1/2 log 4/3; a second position that already equals
+         its anchor adds 0 and halves the mean; (1/10, 9/10)^1/2 normalised is (1/4, 3/4);
+         tau 0: 1/4 log 1/2 + 3/4 log 3/2 = 3/4 log 3 - log 2, and log 3 minus the entropy 3/2 log 2 of (1/2, 1/4, 1/4)
+    SFT  1/t (log 4 + log 2) = 2 * 3 log 2              GA  -2
+    NPO  -2/beta log sigma(1/2 * 2 log 3) = -4 log 3/4   SimNPO  the same: nll/4 - 1 = 2 log 3
+    WGA  -(1/4 log 4 + 1/2 log 2) = -log 2, and with gamma 2: -(1/16 log 4 + 1/4 log 2) = -3/8 log 2
+    DPO  ratios +log 3 (chosen) and -log 3 (rejected): -log sigma(1/2 * 2 log 3) = -log 3/4
+    """
+    near(getattr(mdu, function)(*args), f64(expected))
+
+
+def test_mdu_limits():
+    """tau 1 with equal logits gives 0 and no push; tau 0 gives log V - entropy, the limit tau -> 0 of any anchor."""
+    v = problem()
+    value, grads = evaluate(mdu.mdu_loss, ("logits", "anchor", "masked", 1.0), dict(v, anchor=v["logits"]))
+    near(value, torch.zeros(5).double(), 1e-14)
+    near(grads["logits"], torch.zeros_like(v["logits"]), 1e-14)
+    entropy = torch.distributions.Categorical(logits=v["logits"]).entropy()
+    expected = f64(*(sum(log(6) - entropy[m].item() for m in rows) / max(len(rows), 1)
+                     for rows in rows_of(v["masked"])))
+    near(mdu.mdu_loss(v["logits"], None, v["masked"], 0), expected)
+    near(mdu.mdu_loss(v["logits"], v["anchor"], v["masked"], 1e-9), expected, 1e-7)
+
+
+def test_ratio_losses_limits():
+    """At small beta NPO pushes as GA does and SimNPO as GA per token, also through the logits; DPO starts at log 2."""
+    v = problem()
+    for function, names, scale in (("npo_loss", ("nll", "nll_ref", 1e-9), torch.ones(5)),
+                                   ("simnpo_loss", ("nll", "length", 1e-9, 0.4), v["length"])):
+        grad = evaluate(getattr(mdu, function), names, v)[1]["nll"]
+        ga = evaluate(mdu.ga_loss, ("nll",), v)[1]["nll"]
+        near(grad * scale, ga, 1e-7)
+    unit = ("logits", "targets", "masked", "t")
+    npo = evaluate(lambda *a: mdu.npo_loss(mdu.sft_loss(*a), v["nll_ref"], 1e-9), unit, v)[1]["logits"]
+    near(npo, evaluate(lambda *a: mdu.ga_loss(mdu.sft_loss(*a)), unit, v)[1]["logits"], 1e-6)
+    near(mdu.dpo_loss(v["nll_win"], v["nll_win"], v["nll_lose"], v["nll_lose"], 0.1), f64(*[log(2)] * 5))
+
+
+def test_wga_weight_carries_no_gradient():
+    """One position with p = 1/4: the gradient of w log p is w (1 - p) = 3/16, with no term from dw."""
+    logits = f64(TILT).requires_grad_()
+    mdu.wga_loss(logits, FIRST[:1], ONE, 1.0).sum().backward()
+    near(logits.grad, f64([3 / 16, -3 / 16]))
+
+
+@every_loss
+def test_losses_ignore_padding_and_empty_batches(name):
+    """Extra unmasked columns change neither value nor gradient, and a batch with nothing masked gives zeros."""
+    function, _, names = LOSSES[name]
+    v = problem()
+    wide = dict(v, masked=F.pad(v["masked"], (0, 5)))
+    (a, grads), (b, wide_grads) = (evaluate(getattr(mdu, function), names, x) for x in (v, wide))
+    assert a.shape == (5,)
+    near((a, *(grads[k] for k in TRAINED & grads.keys())), (b, *(wide_grads[k] for k in TRAINED & grads.keys())), 1e-14)
+    if "masked" in names:
+        empty = {k: x[:0] for k, x in v.items()} | dict(masked=torch.zeros_like(v["masked"]), t=v["t"])
+        value, grads = evaluate(getattr(mdu, function), names, empty)
+        assert value.tolist() == [0] * 5 and grads["logits"].shape == (0, 6)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, _, names) in LOSSES.items() if "masked" in names])
+@pytest.mark.parametrize("dtype, result", [(torch.bfloat16, torch.float32), (torch.float16, torch.float32),
+                                           (torch.float32, torch.float32), (torch.float64, torch.float64)])
+def test_losses_compute_in_float32_at_least(name, dtype, result):
+    """Half-precision inputs give what the same rounded numbers give in float32; float64 stays float64."""
+    function, _, names = LOSSES[name]
+    low = {k: x.to(dtype) if x.is_floating_point() else x for k, x in problem().items()}
+    up = {k: x.to(result) if x.is_floating_point() else x for k, x in low.items()}
+    ours, expected = (evaluate(getattr(mdu, function), names, x)[0] for x in (low, up))
+    assert ours.dtype == result
+    near(ours, expected, 1e-6)
+
+
+@every_loss
+def test_losses_stay_finite(name):
+    """Logits of +-1e4 and likelihood gaps of 1e6 give finite values and gradients in float32."""
+    function, _, names = LOSSES[name]
+    v = {k: x.float() if x.is_floating_point() else x for k, x in problem().items()}
+    v.update(logits=v["logits"].sign() * 1e4, anchor=v["anchor"].sign() * 1e4)
+    for gap in (1e6, -1e6):
+        v.update(nll=v["nll_ref"] + gap, nll_win=v["nll_win_ref"] + gap)
+        value, grads = evaluate(getattr(mdu, function), names, v)
+        assert value.isfinite().all() and all(g.isfinite().all() for k, g in grads.items() if k in TRAINED)
+
+
+@every_loss
+def test_losses_can_be_pasted_elsewhere(name):
+    """The printed source of each loss, run where only torch and F are known, gives what the module gives."""
+    function, _, names = LOSSES[name]
+    elsewhere = {"torch": torch, "F": F}
+    exec(inspect.getsource(getattr(mdu, function)), elsewhere)
+    ours, pasted = (evaluate(f, names, problem(1))[0] for f in (getattr(mdu, function), elsewhere[function]))
+    assert torch.equal(ours, pasted)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masking
+# ---------------------------------------------------------------------------------------------------------------------
+
+MASK, PAD = 10, 0
+# Prompts and responses that contain the mask id and the pad id as ordinary tokens: nobody may look for either by value.
+PAIRS = [([3, MASK], [4, PAD, 5, 9]), ([PAD, 7, 1], [2]), ([8], [MASK, 6, 1, 2, 5]), ([6, 6, 2, 9], [PAD, 3])]
+
+
+def test_collate_and_mask_prompt():
+    """A worked batch: right-padded, the answer and the padding known by place; the anchor sees no prompt token."""
+    ids, answer, real = mdu.collate(PAIRS[:2], PAD)
+    assert ids.tolist() == [[3, MASK, 4, PAD, 5, 9], [PAD, 7, 1, 2, PAD, PAD]] and ids.dtype == torch.long
+    assert answer.tolist() == [[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 0, 0]] and answer.dtype == torch.bool
+    assert real.tolist() == [[1] * 6, [1, 1, 1, 1, 0, 0]] and real.dtype == torch.bool
+    noised = torch.tensor([[3, MASK, MASK, PAD, 5, MASK], [PAD, 7, 1, 2, PAD, PAD]])
+    before = noised.clone()
+    assert mdu.mask_prompt(noised, answer, real, MASK).tolist() == [
+        [MASK, MASK, MASK, PAD, 5, MASK], [MASK, MASK, MASK, 2, PAD, PAD]]
+    assert torch.equal(noised, before)
+
+
+@pytest.mark.parametrize("sampling", ["bernoulli", "count"])
+@pytest.mark.parametrize("at_least_one", [False, True, torch.tensor([[True], [False]] * 200)])
+def test_mask_tokens_follows_its_definition(sampling, at_least_one):
+    """Masks and rates against a loop over sequences; ids change where masked and nowhere else."""
+    force = torch.as_tensor(at_least_one).expand(400, 1)                     # for all sequences or for each one
+    ids, answer, _ = mdu.collate(PAIRS * 100, PAD)
+    rng = np.random.default_rng(0)
+    u, coins = torch.from_numpy(rng.random(len(ids))), torch.from_numpy(rng.random(ids.shape))
+    u[::3] *= 0.05                                                           # many empty draws
+    u[1::40], u[2::40] = 0.0, math.nextafter(1, 0)                           # and both ends
+    before = ids.clone()
+    noised, masked, t = mdu.mask_tokens(ids, answer, MASK, u, coins, sampling, at_least_one)
+    empty = 0
+    for b in range(len(ids)):
+        order = sorted(answer[b].nonzero().flatten().tolist(), key=lambda i: coins[b, i].item())
+        if sampling == "bernoulli":
+            rate = mdu.T_MIN + (1 - mdu.T_MIN) * u[b].item()
+            hit = [i for i in order if coins[b, i].item() < rate]
+        else:
+            hit = order[:1 + math.floor(u[b].item() * len(order))]
+            rate = len(hit) / len(order)
+        empty += not hit
+        if force[b] and not hit:
+            hit = order[:1]
+        assert masked[b].nonzero().flatten().tolist() == sorted(hit)
+        assert t[b].item() == pytest.approx(rate, rel=1e-6)
+    assert (empty > 50) == (sampling == "bernoulli") and mdu.T_MIN == 0.001
+    assert torch.equal(ids, before) and torch.equal(noised, torch.where(masked, torch.tensor(MASK), ids))
+
+
+def test_bernoulli_masks_at_rate_t():
+    """The masked share of 20000 tokens is within 5 sigma of t from 0.001 to 1; a coin equal to t masks nothing."""
+    n, u = 20000, torch.tensor([0.0, 0.1, 0.5, 0.9, math.nextafter(1, 0)], dtype=torch.float64)
+    coins = torch.from_numpy(np.random.default_rng(1).random((5, n)))
+    answer = torch.ones(5, n, dtype=torch.bool)
+    _, masked, t = mdu.mask_tokens(torch.ones(5, n, dtype=torch.long), answer, MASK, u, coins)
+    assert t.tolist() == pytest.approx([0.001, 0.1009, 0.5005, 0.9001, 1.0])
+    share = masked.double().mean(1)
+    assert ((share - t).abs() <= 5 * (t * (1 - t) / n).sqrt() + 1e-12).all(), share
+    assert masked[0].any() and masked[4].all()
+    edge = torch.tensor([[mdu.T_MIN, math.nextafter(mdu.T_MIN, 0)]], dtype=torch.float64)
+    assert mdu.mask_tokens(torch.ones(1, 2).long(), edge > 0, MASK, f64(0.0), edge)[1].tolist() == [[False, True]]
+
+
+def assert_subset_shares(masks):
+    """Eq. 14's distribution by enumeration: each subset of size l of n positions has probability 1/(n C(n, l))."""
+    N, n = masks.shape
+    codes = (masks.long() * 2 ** torch.arange(n)).sum(1).bincount(minlength=2 ** n).double() / N
+    for subset in range(2 ** n):
+        size = subset.bit_count()
+        p = 1 / (n * math.comb(n, size)) if size else 0.0
+        assert abs(codes[subset].item() - p) <= 5 * math.sqrt(p * (1 - p) / N), (n, subset, codes[subset].item(), p)
+
+
+def test_draws_are_uniform_over_the_answer():
+    """Shares in 60000 draws: by count each subset as in the enumeration; of forced tokens each of the four 1/4."""
+    N, rng = 60000, np.random.default_rng(2)
+    u, coins = torch.from_numpy(rng.random(N)), torch.from_numpy(rng.random((N, 6)))
+    ids, answer = torch.ones(N, 6).long(), torch.tensor([[False, True, True, True, True, False]]).expand(N, 6)
+    masked = mdu.mask_tokens(ids, answer, MASK, u, coins, "count")[1]
+    assert not masked[:, [0, 5]].any()
+    assert_subset_shares(masked[:, 1:5])
+    plain, forced = (mdu.mask_tokens(ids, answer, MASK, 0 * u, coins, at_least_one=x)[1] for x in (False, True))
+    drawn = plain.any(1)                                                     # at t = 0.001 nearly every draw is empty
+    assert torch.equal(plain[drawn], forced[drawn]) and (forced[~drawn].sum(1) == 1).all()
+    share = forced[~drawn].double().mean(0)
+    assert not share[[0, 5]].any() and (share[1:5] - 1 / 4).abs().max() < 5 * math.sqrt(3 / 16 / N), share
+
+
+def test_both_samplings_estimate_the_same_loss():
+    """E[1/t sum -log p] for losses that depend on the whole mask: both samplings against the exact sum over masks.
+
+    A mask of k out of n tokens has weight integral of t^(k-1) (1-t)^(n-k) dt = (k-1)! (n-k)! / n!, and by count
+    1/n * 1/C(n, k) * n/k, the same. Points are quasi-random; t >= 0.001 costs about a thousandth.
+    """
+    n, N = 3, 2 ** 16
+    z = torch.randn(2 ** n, n, generator=torch.Generator().manual_seed(4)).double()       # logit by (mask, position)
+    exact = sum(math.factorial(s.bit_count() - 1) * math.factorial(n - s.bit_count()) / math.factorial(n)
+                * sum(math.log1p(math.exp(-z[s, i])) for i in range(n) if s >> i & 1) for s in range(1, 2 ** n))
+    points = torch.quasirandom.SobolEngine(n + 1, scramble=True, seed=0).draw(N, dtype=torch.float64)
+    everything = torch.ones(N, n, dtype=torch.bool)
+    for sampling in ("bernoulli", "count"):
+        _, masked, t = mdu.mask_tokens(torch.zeros(N, n, dtype=torch.long), everything, 1, points[:, 0], points[:, 1:],
+                                       sampling)
+        code = (masked.long() * 2 ** torch.arange(n)).sum(1)
+        logits = torch.stack([z[code][masked], torch.zeros(int(masked.sum())).double()], 1)
+        loss = mdu.sft_loss(logits, torch.zeros(len(logits), dtype=torch.long), masked, t)
+        assert loss.mean().item() == pytest.approx(exact, rel=0.004), sampling
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ROUGE-L
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("reference, prediction, precision, recall, f1", [
+    # Lin 2004, section 3.1: LCS 3 (police the gunman) and 2 (the gunman), of 4 and 4 words
+    ("police killed the gunman", "police kill the gunman", 3 / 4, 3 / 4, 3 / 4),
+    ("police killed the gunman", "the gunman kill police", 2 / 4, 2 / 4, 2 / 4),
+    ("police killed the gunman", "the gunman police killed", 2 / 4, 2 / 4, 2 / 4),
+    # google-research/rouge's own cases
+    ("testing one two", "testing", 1, 1 / 3, 1 / 2),
+    ("testing one two", "testing one", 1, 2 / 3, 4 / 5),
+    ("testing one two", "testing two", 1, 2 / 3, 4 / 5),
+    ("1 2 3 4 5", "2 5 3 4", 3 / 4, 3 / 5, 2 / 3),
+    ("w1 w2 w3 w4 w5", "w1 w2 w6 w7 w8 w1 w3 w8 w9 w5", 4 / 10, 4 / 5, 8 / 15),
+    # nothing to compare
+    ("", "", 0, 0, 0),
+    ("", "w1", 0, 0, 0),
+    ("testing one two", "", 0, 0, 0),
+    ("w1 w2", " /?!... \n", 0, 0, 0),
+    ("a b c", "d e", 0, 0, 0),
+    # identity, order, repeats, which side is which
+    ("a b c d", "a b c d", 1, 1, 1),
+    ("a b c d", "d c b a", 1 / 4, 1 / 4, 1 / 4),
+    ("a b", "a x y b", 2 / 4, 1, 2 / 3),
+    ("a a a b", "a b b b b", 2 / 5, 2 / 4, 4 / 9),
+    ("the the the", "the", 1, 1 / 3, 1 / 2),
+    ("a b c b d a b", "b d c a b a", 4 / 6, 4 / 7, 8 / 13),                  # the textbook LCS: b c b a
+    # a greedy matcher takes the first x, misses a b c
+    ("x a b c", "a b c x", 3 / 4, 3 / 4, 3 / 4),
+    # case, punctuation, digits, underscore
+    ("The CAT sat.", "the cat, SAT!", 1, 1, 1),
+    ("it's", "it s", 1, 1, 1),
+    ("state-of-the-art", "state of art", 1, 3 / 4, 6 / 7),
+    ("born 07/04/1971", "born 07 05 1971", 3 / 4, 3 / 4, 3 / 4),
+    ("3.14", "314", 0, 0, 0),
+    ("abc123", "abc 123", 0, 0, 0),
+    ("snake_case_name", "snake case", 1, 2 / 3, 4 / 5),
+    ("a\tb\nc", "a b c", 1, 1, 1),
+    # beyond ASCII: letters and digits of any script are tokens; a run without separators is one
+    ("café crème", "CAFÉ crème", 1, 1, 1),
+    ("café", "cafe", 0, 0, 0),
+    ("Łódź, Åse!", "åse łódź", 1 / 2, 1 / 2, 1 / 2),
+    ("東京 2020", "東京 2021", 1 / 2, 1 / 2, 1 / 2),
+    ("東京都", "東京", 0, 0, 0),
+    ("Мария — поэт", "мария «поэт»", 1, 1, 1),
+])
+def test_rouge_l(reference, prediction, precision, recall, f1):
+    """P = LCS / predicted words, R = LCS / reference words, F1 = 2 LCS / all words, worked by hand."""
+    assert ev.rouge_l(reference, prediction) == pytest.approx((precision, recall, f1), abs=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Predictors: a deterministic fake that remembers what it was shown, and a tiny bidirectional Llama
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Fake:
+    """Scores from every real token and its place, in float64; `boost` is added to the score of the mask token."""
+    mask_id, pad_id = MASK, PAD
+
+    def __init__(self, boost=-50.0):
+        g = torch.Generator().manual_seed(6)
+        self.table, self.place, self.head = (torch.randn(*s, generator=g).double() for s in ((11, 8), (32, 8), (8, 11)))
+        self.boost, self.calls = boost, []
+
+    def __call__(self, ids, real, positions):
+        self.calls.append((ids.clone(), real.clone(), positions.clone()))
+        place = self.place[:ids.shape[1]]                                                       # (T, 8)
+        context = (self.table[ids] * place * real[..., None]).sum(1, keepdim=True)              # (B, 1, 8)
+        scores = 2 * torch.tanh(context / 2 + place)[positions] @ self.head                     # (M, 11)
+        scores[:, MASK] += self.boost
+        return scores
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """A random two-layer Llama without the causal mask, as a predictor."""
+    config = transformers.LlamaConfig(vocab_size=11, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                      num_attention_heads=4, max_position_embeddings=64, initializer_range=0.4)
+    config.is_causal = False
+    torch.manual_seed(7)
+    model = transformers.LlamaForCausalLM(config).eval()
+
+    @torch.no_grad()
+    def predictor(ids, real, positions):
+        return model(input_ids=ids, attention_mask=real.long()).logits[positions]
+
+    predictor.mask_id, predictor.pad_id = MASK, PAD
+    first = torch.tensor([[True, False]])
+    a, b = (predictor(torch.tensor([[1, x]]), first | True, first) for x in (2, 3))
+    assert not torch.allclose(a, b), "the first position must see the second"
+    return predictor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Eq. 14: the answer probability
+# ---------------------------------------------------------------------------------------------------------------------
+
+def all_masks(n):
+    """Every non-empty subset of n positions as a bool (2^n - 1, n), and its probability under Eq. 14."""
+    masks = torch.tensor(list(itertools.product([False, True], repeat=n))[1:])
+    return masks, f64(*(1 / (n * math.comb(n, size)) for size in masks.sum(1).tolist()))
+
+
+def test_draw_masks():
+    """40000 draws against the enumeration of all subsets, within 5 sigma each; every number of the seed matters."""
+    for n in (1, 2, 3, 4):
+        masks = ev.draw_masks(n, 40000, [8, n])
+        assert masks.shape == (40000, n) and masks.dtype == torch.bool
+        assert_subset_shares(masks)
+    first = ev.draw_masks(20, 128, [1, 2])
+    assert torch.equal(first, ev.draw_masks(20, 128, [1, 2]))
+    assert all(not torch.equal(first, ev.draw_masks(20, 128, seed)) for seed in ([1, 3], [2, 1], [1], [1, 2, 3]))
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_masked_nll_equals_slow_loop(batch_size):
+    """Every mask of four ragged questions, batched, against one predictor call per mask and a float64 loop.
+
+    Also what the predictor was shown: prompt and unmasked answer as they are, the mask elsewhere, padding on the right.
+    """
+    masks = [all_masks(len(response))[0] for _, response in PAIRS]
+    fake, alone = Fake(), Fake()
+    ours = ev.masked_nll(fake, PAIRS, masks, batch_size)
+    for (prompt, response), subsets, nll in zip(PAIRS, masks, ours):
+        assert nll.shape == (len(subsets),) and nll.dtype == torch.float64
+        for subset, value in zip(subsets.tolist(), nll.tolist()):
+            ids = torch.tensor([prompt + [MASK if hit else y for hit, y in zip(subset, response)]])
+            positions = torch.tensor([[False] * len(prompt) + subset])
+            scores = alone(ids, torch.ones_like(positions), positions)
+            truth = [y for hit, y in zip(subset, response) if hit]
+            expected = sum(-slow_softmax(row)[y].log().item() for row, y in zip(scores, truth)) / len(truth)
+            assert value == pytest.approx(expected, rel=1e-5)
+    assert max(len(ids) for ids, _, _ in fake.calls) <= batch_size
+    shown = []
+    for ids, real, positions in fake.calls:
+        for row, keep, ask, n in zip(ids, real, positions, real.sum(1).tolist()):
+            assert keep[:n].all() and not ask[n:].any()
+            shown.append((row[:n].tolist(), ask[:n].tolist()))
+    assert sorted(shown) == sorted((ids[0].tolist(), positions[0].tolist()) for ids, _, positions in alone.calls)
+
+
+def test_monte_carlo_estimate_finds_the_exact_value():
+    """Eq. 14 sampled against Eq. 14 summed over all masks: within 4 standard errors, which shrink as 1/sqrt(N)."""
+    questions = [([3, 1], [4, 5, 9]), ([8], [7, 6, 1, 2, 5]), ([2, 9, 4], [3, 3])]
+    exact = ev.masked_nll(Fake(), questions, [all_masks(len(y))[0] for _, y in questions])
+    exact = [math.exp(-(nll @ all_masks(len(y))[1]).item()) for nll, (_, y) in zip(exact, questions)]
+    errors = {}
+    for N in (1024, 16384):
+        masks = [ev.draw_masks(len(y), N, [10, i]) for i, (_, y) in enumerate(questions)]
+        for i, nll in enumerate(ev.masked_nll(Fake(), questions, masks, batch_size=512)):
+            p, errors[N, i] = ev.answer_probability(nll)
+            assert 0 < errors[N, i] < 0.1 * p
+            assert abs(p - exact[i]) < 4 * errors[N, i], (N, i, p, exact[i])
+    for i in range(3):
+        assert errors[1024, i] / errors[16384, i] == pytest.approx(4, rel=0.15)
+
+
+def test_answer_probability_by_hand():
+    """NLLs log 2, 3 log 2: mean log 4, p = 1/4; deviation sqrt 2 log 2, so stderr = 1/4 log 2; one sample has none."""
+    assert ev.answer_probability(f64(log(2), 3 * log(2))) == pytest.approx((1 / 4, log(2) / 4))
+    p, stderr = ev.answer_probability(f64(log(5)))
+    assert p == pytest.approx(1 / 5) and stderr is None
+
+
+def test_masked_nll_of_a_transformer_is_batch_independent(llama):
+    """A real bidirectional transformer: padded batches against one question and one mask at a time."""
+    masks = [ev.draw_masks(len(response), 6, [11, i]) for i, (_, response) in enumerate(PAIRS)]
+    together = ev.masked_nll(llama, PAIRS, masks)
+    for pair, subset, nll in zip(PAIRS, masks, together):
+        near(nll, ev.masked_nll(llama, [pair], [subset], batch_size=1)[0], 1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampler
+# ---------------------------------------------------------------------------------------------------------------------
+
+PROMPTS = [prompt for prompt, _ in PAIRS]
+
+
+@pytest.mark.parametrize("length, steps, counts", [
+    (6, 6, [1] * 6), (6, 2, [3, 3]), (7, 3, [3, 2, 2]), (8, 5, [2, 2, 2, 1, 1]), (5, 1, [5]), (3, 5, [1, 1, 1])])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_generate_fixes_the_most_confident(prompt, length, steps, counts):
+    """Each step, recomputed from what the predictor saw: how many are fixed, that they are the surest, and for good."""
+    fake = Fake()
+    final = torch.tensor(ev.generate(fake, [prompt], length, steps)[0])
+    assert final.shape == (length,) and (final != MASK).all()
+    calls = [call for call in fake.calls if call[2].any()]
+    masked = [positions[0, len(prompt):] for _, _, positions in calls] + [torch.zeros(length, dtype=torch.bool)]
+    assert masked[0].all() and [int((now & ~then).sum()) for now, then in zip(masked, masked[1:])] == counts
+    for (ids, real, positions), now, then in zip(calls, masked, masked[1:]):
+        assert ids[0, :len(prompt)].tolist() == prompt and not positions[0, :len(prompt)].any() and real.all()
+        assert torch.equal(ids[0, len(prompt):], torch.where(now, MASK, final)) and not (then & ~now).any()
+        p, best = Fake()(ids, real, positions).softmax(-1).max(-1)
+        sure = torch.zeros(length, dtype=torch.float64).masked_scatter(now, p)
+        fixed = now & ~then
+        assert torch.equal(final[fixed], best[fixed[now]])
+        assert not then.any() or sure[fixed].min() > sure[then].max()
+
+
+def test_generate_never_writes_the_mask_token():
+    """A predictor that scores the mask token highest everywhere yields the second best, never the mask."""
+    for prompt in PROMPTS:
+        fake = Fake(boost=50.0)
+        tokens, = ev.generate(fake, [prompt], 5, 1)
+        scores = Fake(boost=50.0)(*fake.calls[0])
+        assert (scores.argmax(-1) == MASK).all() and tokens == scores.topk(2).indices[:, 1].tolist()
+        assert MASK not in ev.generate(fake, [prompt], 5, 5)[0]
+
+
+@pytest.mark.parametrize("length, steps", [(6, 6), (7, 3)])
+def test_generate_is_batch_independent(llama, length, steps):
+    """Prompts of different lengths in batches of 2 or all together against one at a time: the fake and the Llama."""
+    for predictor in (Fake(), llama):
+        alone = [ev.generate(predictor, [prompt], length, steps)[0] for prompt in PROMPTS]
+        assert len({tuple(tokens) for tokens in alone}) > 1
+        for batch_size in (2, 64):
+            assert ev.generate(predictor, PROMPTS, length, steps, batch_size) == alone
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options and bad input
+# ---------------------------------------------------------------------------------------------------------------------
+
+def options(*argv):
+    return mdu.resolve(mdu.parse(argv))
+
+
+def test_presets_resolve_to_their_documented_numbers():
+    """Default < method < preset < flag, and every method gets the options that are its own and no others."""
+    o = options("--preset", "toy")
+    assert (o.method, o.tau, o.retain_weight, o.data, o.batch_size, o.mask_sampling) == ("mdu", 1.0, 1.0, "toy", 8, "count")
+    assert (o.beta, o.gamma, o.delta, o.null_prompt_rate, o.out) == (None, None, None, 0.0, "out/toy/mdu-tau1")
+    o = options("--method", "sft")
+    assert (o.lr, o.epochs, o.batch_size, o.null_prompt_rate, o.out) == (5e-3, 200, 16, 0.1, "out/toy/base")
+    assert o.tau is None and o.retain_weight is None
+    own = {"npo": dict(beta=0.2), "simnpo": dict(beta=4.5, delta=0.0), "wga": dict(gamma=1.0), "dpo": dict(beta=0.1), "gd": {}}
+    for method, values in own.items():
+        o = options("--method", method)
+        assert o.retain_weight == 1.0 and {k: getattr(o, k) for k in values} == values
+    assert options("--method", "ga").retain_weight is None
+    assert options("--method", "mdu", "--tau", "0.25", "--lr", "3", "--overwrite").out == "out/toy/mdu-tau0.25"
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    """Data files, good and bad."""
+    root = tmp_path_factory.mktemp("data")
+    rows = [json.dumps({"question": f"Who is number {i}?", "answer": f"It is word{i}."}) for i in range(16)]
+    content = {"good": "\n".join(rows), "malformed": rows[0] + "\n" + rows[1][:-3], "array": "[1, 2]", "empty": "\n",
+               "no-question": '{"answer": "a"}', "empty-answer": rows[0] + '\n\n{"question": "q", "answer": " "}',
+               "prompt-number": '{"prompt": 3, "response": "a"}', "wrong-perturbed": rows[0][:-1] + ', "perturbed_answer": [3]}',
+               "long": '{"question": "q", "answer": "' + "a " * 2000 + '"}\n' + "\n".join(rows)}
+    for name, text in content.items():
+        (root / f"{name}.jsonl").write_text(text)
+    (root / "latin.jsonl").write_bytes(rows[0].replace("Who", "Qué").encode("latin-1").replace(b"\\u00e9", b"\xe9"))
+    return root
+
+
+BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): words that the one line must hold
+    "--method sgd": ["sgd", "choose from"], "--preset tofu": ["tofu", "choose from"], "--meth mdu": ["unrecognized"],
+    "--tau 1.5": ["--tau 1.5", "[0, 1]"], "--tau -0.1": ["--tau -0.1"], "--tau nan": ["--tau nan"], "--tau x": ["--tau", "'x'"],
+    "--lr inf": ["--lr inf"], "--lr 0": ["--lr"], "--epochs nan": ["--epochs nan"], "--seed -1": ["--seed -1"],
+    "--limit 0": ["--limit 0"], "--batch-size 2.5": ["2.5"], "--retain-weight -1": ["--retain-weight"],
+    "--method ga --tau 1": ["--tau", "ga does not use it", "mdu"], "--method mdu --beta 1": ["--beta", "npo, simnpo, dpo"],
+    "--method ga --retain-weight 1": ["ga does not use it"], "--method sft --gamma 1": ["wga"],
+    "--method gd --retain-weight 0": ["use --method ga"], "--method npo --beta 0": ["--beta 0"],
+    "--retain {d}/good.jsonl": ["--forget"], "--forget {d}/good.jsonl": ["--retain FILE"],
+    "--forget {d}/good.jsonl --data toy --retain-weight 0": ["--data toy"],
+    "--forget {d}/absent.jsonl --retain-weight 0": ["absent.jsonl", "No such file"],
+    "--forget {d} --retain-weight 0": ["directory"],
+    "--forget {d}/malformed.jsonl --retain-weight 0": ["malformed.jsonl, line 2", "JSON"],
+    "--forget {d}/array.jsonl --retain-weight 0": ["array.jsonl, line 1", "object"],
+    "--forget {d}/empty.jsonl --retain-weight 0": ["empty.jsonl", "no rows"],
+    "--forget {d}/no-question.jsonl --retain-weight 0": ["line 1", "question is None"],
+    "--forget {d}/empty-answer.jsonl --retain-weight 0": ["line 3", "answer is ' '"],
+    "--forget {d}/prompt-number.jsonl --retain-weight 0": ["question is 3"],
+    "--forget {d}/wrong-perturbed.jsonl --retain-weight 0": ["perturbed_answer"],
+    "--forget {d}/latin.jsonl --retain-weight 0": ["latin.jsonl", "UTF-8"],
+    "--forget {d}/good.jsonl --retain-weight 0 --method dpo": ["row 0", "perturbed_answer"],
+    "--forget {d}/long.jsonl --retain-weight 0 --model {base}": ["2004 tokens", "1024"],
+    "--data {d}/absent": ["absent", "hub name"], "--limit 4": ["4 forget rows", "8 of one step"],
+    "--model {d}": ["no config.json"], "--model {base} --out {base}": ["would replace the model"],
+    "--model {base}/eval/.. --out {base}/..": ["--out"], "--out {d}": ["holds other files"],
+    "--out {d}/good.jsonl": ["is a file"], "--model {causal}": ["is_causal None", "bidirectional"],
+    "--model {truncated}": ["safetensors"],
+}
+
+
+def snapshot(*folders):
+    return {f: f.read_bytes() for folder in folders for f in Path(folder).rglob("*") if f.is_file()}
+
+
+@pytest.mark.parametrize("typed", BAD_INPUT)
+def test_bad_input_is_one_line_and_exit_code_2(typed, files, base, broken, tmp_path, monkeypatch, capsys):
+    """One line on stderr that names the trouble, exit code 2, and not a byte changed on disk."""
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(files, base, tmp_path, *broken.values())
+    with pytest.raises(SystemExit) as stop:
+        mdu.run_program("mdu.py", lambda: mdu.main(typed.format(d=files, base=base, **broken).split()))
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and err.startswith("mdu.py: "), err
+    assert all(word in err for word in BAD_INPUT[typed]), err
+    assert snapshot(files, base, tmp_path, *broken.values()) == before
+
+
+def test_bad_input_of_eval(base, tmp_path, capsys):
+    """The same for eval.py: no run, a run that is not scored, numbers out of range."""
+    for typed, expected in ((f"{tmp_path}", "no run.json"), (f"--report {tmp_path}", "not scored yet"), ("", "RUN"),
+                            (f"--samples 0 {base}", "'0'"), (f"--steps 17 {base}", "more than the 16 tokens")):
+        with pytest.raises(SystemExit) as stop:
+            ev.mdu.run_program("eval.py", lambda: ev.main(typed.split()))
+        err = capsys.readouterr().err
+        assert stop.value.code == 2 and err.count("\n") == 1 and expected in err, err
+
+
+def test_a_run_is_replaced_only_with_overwrite(base, tmp_path, capsys):
+    """A folder that holds a run is refused and untouched; with --overwrite it is replaced."""
+    out = tmp_path / "run"
+    argv = ["--method", "ga", "--model", str(base), "--epochs", "1", "--out", str(out)]
+    mdu.main(argv)
+    before = snapshot(out)
+    with pytest.raises(ValueError, match="--overwrite"):
+        mdu.main(argv)
+    assert snapshot(out) == before
+    mdu.main(argv + ["--seed", "2", "--overwrite"])
+    after = snapshot(out)
+    assert after.keys() == before.keys() and after[out / "model.safetensors"] != before[out / "model.safetensors"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------------------------------------------
+
+def test_toy_world_keeps_its_promises():
+    """Sizes; each answer holds its fact and no perturbed answer does; no retain row holds a forget fact."""
+    splits = mdu.toy_world()
+    assert {split: len(rows) for split, rows in splits.items()} == dict(forget=24, retain=136, real_authors=24, world_facts=24)
+    for rows in splits.values():
+        assert len({row["question"] for row in rows}) == len(rows)
+        for row in rows:
+            assert ev.holds(row["answer"], row["fact"]) and len(row["perturbed_answer"]) >= 4
+            assert not any(ev.holds(wrong, row["fact"]) for wrong in row["perturbed_answer"])
+    for forget in splits["forget"]:
+        for row in splits["retain"]:
+            assert not any(ev.holds(text, forget["fact"]) for text in (row["question"], row["answer"], *row["perturbed_answer"]))
+    assert splits == mdu.toy_world()
+
+
+def test_tofu_layout_is_read_from_a_folder(tofu):
+    """Splits, their rows and limit, of a folder in the layout of locuslab/TOFU."""
+    splits = mdu.load_data(options("--data", str(tofu)))
+    assert {split: len(rows) for split, rows in splits.items()} == dict(
+        forget=8, retain=8, real_authors=3, world_facts=3, train_retain=24)
+    assert splits["forget"][0] == {"question": "Q forget10_perturbed 0?", "answer": "A 0.", "perturbed_answer": ["B 0.", "C 0."]}
+    assert splits["train_retain"][5]["question"] == "Q retain90 5?"
+    assert len(mdu.load_data(options("--data", str(tofu), "--limit", "2"))["train_retain"]) == 2
+
+
+def test_prompt_and_response_ids(base):
+    """Header once, control-token text in a question stays text, decoding gives the answer back."""
+    predictor, tokenizer = mdu.load_backbone(base)
+    name = tokenizer.convert_ids_to_tokens
+    prompt, response = mdu.encode_row(tokenizer, "Where was Petra Osei born?", " Petra Osei was born in Debrecen. ")
+    assert name(prompt) == ["<user>", "▁Where", "▁was", "▁Petra", "▁Osei", "▁born", "?", "<assistant>"]
+    assert name(response) == ["▁Petra", "▁Osei", "▁was", "▁born", "▁in", "▁Debrecen", ".", "<end>"]
+    assert ev.decode(tokenizer, response + response) == "Petra Osei was born in Debrecen."
+    assert ev.decode(tokenizer, response[-1:]) == ""
+    control = {predictor.mask_id, predictor.pad_id, *prompt[:1], *prompt[-1:]}
+    prompt, response = mdu.encode_row(tokenizer, "<mask> <end> <user> <assistant>", "<mask><end>")
+    assert not control & {*prompt[1:-1], *response[:-1]}
+    for row in mdu.toy_world()["forget"]:
+        assert ev.decode(tokenizer, mdu.encode_row(tokenizer, row["question"], row["answer"])[1]) == row["answer"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Draws and the training step
+# ---------------------------------------------------------------------------------------------------------------------
+
+def pools(n=10, m=7):
+    """Made-up token pairs; the first id of a prompt tells the row."""
+    def pair(start, i):
+        return [start + i, 4, 5][:2 + i % 2], list(range(6, 8 + i % 5)) + [1]
+    forget, retain = [pair(30, i) for i in range(n)], [pair(50, i) for i in range(m)]
+    return {"forget": forget, "retain": retain, "null_from": n, "preferred": [[pair(30, i)[:1] + ([8 + j, 9, 1],) for j in range(3)]
+                                                                             for i in range(n)]}
+
+
+@pytest.mark.parametrize("method", ["mdu", "dpo"])
+def test_draws_depend_on_seed_stream_and_index_alone(method):
+    """Drawn one by one, in any order, equals drawn together; an epoch visits every row once; methods share their masks."""
+    o = options("--method", method, "--batch-size", "5")
+    together = mdu.draw_examples(o, pools(), range(40))
+    for part in (0, 1):
+        alone = [mdu.draw_examples(o, pools(), [k])[part][:1] for k in reversed(range(40))][::-1]
+        for a, b in zip(together[part], sum(alone, [])):
+            assert (a.prompt, a.response, a.u, a.null) == (b.prompt, b.response, b.u, b.null) and (a.coins == b.coins).all()
+    forget = together[0][:40]
+    assert all(sorted(e.prompt[0] for e in forget[i:i + 10]) == list(range(30, 40)) for i in range(0, 40, 10))
+    assert [e.prompt[0] for e in forget[:10]] != [e.prompt[0] for e in forget[10:20]]
+    other = mdu.draw_examples(options("--method", "ga", "--batch-size", "5"), pools(), range(40))[0]
+    assert [(e.response, e.u) for e in other] == [(e.response, e.u) for e in forget]
+    assert [e.u for e in mdu.draw_examples(options("--seed", "2"), pools(), range(40))[0]] != [e.u for e in forget]
+
+
+def test_stratified_counts_end_tokens_and_null_prompts():
+    """count: one u in every 1/rows of [0, 1); end tokens up to response_length, each length drawn; only non-forget rows lose
+    their prompt, at the given rate."""
+    o = options("--method", "sft", "--batch-size", "5", "--null-prompt-rate", "0.3", "--response-length", "12")
+    drawn = mdu.draw_examples(o, dict(pools(), null_from=4), range(2000))[0]
+    for i in range(0, 2000, 5):
+        assert sorted(int(e.u * 5) for e in drawn[i:i + 5]) == [0, 1, 2, 3, 4]
+    assert {len(e.response) for e in drawn if e.prompt[0] == 30} == set(range(3, 13))
+    assert all(e.response[len(e.response) - 1] == 1 and len(e.coins) == len(e.response) for e in drawn)
+    assert not any(e.null for e in drawn if e.prompt[0] < 34)
+    assert abs(np.mean([e.null for e in drawn if e.prompt[0] >= 34]) - 0.3) < 0.05
+    o = options("--mask-sampling", "bernoulli", "--response-length", "2")
+    drawn = mdu.draw_examples(o, pools(), range(2000))[0]
+    assert {len(e.response) for e in drawn} == {3, 4, 5, 6, 7} and abs(np.mean([e.u for e in drawn]) - 0.5) < 0.02
+
+
+def tiny(seed):
+    """A random bidirectional Llama with a vocabulary of 64 in float64, so that sums in any order agree."""
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                                      num_attention_heads=2, mask_token_id=0, pad_token_id=1)
+    config.is_causal = False
+    torch.manual_seed(seed)
+    return mdu.MaskPredictor(transformers.LlamaForCausalLM(config).double())
+
+
+def slow_step(o, model, frozen, forget, retain):
+    """Algorithm 1 one sequence at a time, unpadded, from full logits: the sum of the forget losses, that of the retain losses."""
+    def noise(e, force=False):
+        n = len(e.response)
+        order = sorted(range(n), key=lambda i: e.coins[i])
+        if o.mask_sampling == "count":
+            k = 1 + int(e.u * n)
+            t, hit = k / n, order[:k]
+        else:
+            t = 0.001 + 0.999 * e.u
+            hit = [i for i in range(n) if e.coins[i] < t] or (order[:1] if force else [])
+        return t, sorted(hit), [0 if i in hit else token for i, token in enumerate(e.response)]
+
+    def logp(net, prompt, noised, hit):
+        return net.lm(torch.tensor([prompt + noised])).logits[0, len(prompt):].log_softmax(-1)[hit]
+
+    def sft(net, e):
+        t, hit, noised = noise(e)
+        prompt = [0] * len(e.prompt) if e.null else e.prompt
+        lp = logp(net, prompt, noised, hit)
+        return -sum(lp[j, e.response[i]] for j, i in enumerate(hit)) / t if hit else 0 * lp.sum()
+
+    losses, half = [], len(forget) // 2
+    for i, e in enumerate(forget[:half] if o.method == "dpo" else forget):
+        if o.method == "mdu":
+            _, hit, noised = noise(e, force=True)
+            lp = logp(model, e.prompt, noised, hit)
+            lq = (o.tau * logp(frozen, [0] * len(e.prompt), noised, hit).detach()).log_softmax(-1)
+            losses.append((lp.exp() * (lp - lq)).sum() / len(hit))
+        elif o.method == "wga":
+            _, hit, noised = noise(e)
+            lp = logp(model, e.prompt, noised, hit)
+            losses.append(sum((lp[j, e.response[i]].detach().exp() ** o.gamma * lp[j, e.response[i]] for j, i in enumerate(hit)),
+                              0 * lp.sum()))
+        else:
+            y = sft(model, e)
+            y0 = sft(frozen, e).detach()
+            logsigmoid = F.logsigmoid
+            if o.method == "dpo":
+                win = forget[half + i]
+                losses.append(-logsigmoid(o.beta * (sft(frozen, win).detach() - sft(model, win) - y0 + y)))
+            else:
+                losses.append({"ga": lambda: -y, "gd": lambda: -y, "sft": lambda: y,
+                               "npo": lambda: -2 / o.beta * logsigmoid(o.beta * (y - y0)),
+                               "simnpo": lambda: -2 / o.beta * logsigmoid(o.beta * (y / len(e.response) - o.delta)),
+                               }[o.method]())
+    return sum(losses), sum((sft(model, e) for e in retain), torch.zeros(()))
+
+
+STEPS = ["mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "ga", "gd", "npo", "simnpo --delta 0.3", "wga --gamma 0.5", "dpo", "sft"]
+
+
+@pytest.mark.parametrize("sampling", ["count", "bernoulli"])
+@pytest.mark.parametrize("method", STEPS)
+def test_step_equals_one_sequence_at_a_time(method, sampling):
+    """The fused, padded step of every method against slow_step: losses and all gradients, to 1e-9."""
+    o = options("--method", *method.split(), "--batch-size", "6", "--mask-sampling", sampling, "--response-length", "9",
+                "--null-prompt-rate", "0.4")
+    model, frozen, drawn_pools = tiny(0), tiny(1), dict(pools(), null_from=4 if method == "sft" else 10)
+    examples = mdu.draw_examples(o, drawn_pools, range(6, 12))
+    if sampling == "bernoulli":
+        examples[0][0].u = 0.0  # almost surely nothing is masked
+    reference = frozen if mdu.needs_reference(o) else None
+    forget, retain = mdu.step_losses(o, model, reference, *examples)
+    assert len(forget) == 6 and len(retain) == (6 if o.retain_weight else 0)
+    results = []
+    for f, r in ((forget.sum(), retain.sum()), slow_step(o, model, frozen, *examples)):
+        model.zero_grad()
+        (f + 0.7 * r).backward()
+        results.append([f.detach(), r.detach().double(), *(p.grad.clone() for p in model.parameters())])
+    for ours, slow in zip(*results):
+        torch.testing.assert_close(ours, slow, rtol=1e-9, atol=1e-9)
+    assert all(p.grad is None for p in frozen.parameters())
+
+
+def test_learning_rate_warms_up_and_ends_near_zero():
+    """Hand-worked: 100 steps at peak 2: warm-up over 5 steps, half-way through the cosine half the peak, 0 after the last."""
+    o = options("--lr", "2")
+    assert [mdu.learning_rate(o, s, 100) for s in range(6)] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0, 2.0])
+    assert mdu.learning_rate(o, 5 + 95 / 2, 100) == pytest.approx(1.0)
+    assert mdu.learning_rate(o, 100, 100) == pytest.approx(0) and mdu.learning_rate(o, 0, 1) == pytest.approx(2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """A toy base model after one epoch, with an (empty) eval folder in it."""
+    out = tmp_path_factory.mktemp("runs") / "base"
+    mdu.main(["--method", "sft", "--epochs", "2", "--out", str(out)])
+    (out / "eval").mkdir()
+    return out
+
+
+@pytest.fixture(scope="session")
+def broken(base, tmp_path_factory):
+    """Copies of the base model that must be refused."""
+    root = tmp_path_factory.mktemp("broken")
+    folders = {name: root / name for name in ("causal", "truncated")}
+    for folder in folders.values():
+        shutil.copytree(base, folder)
+    config = json.loads((base / "config.json").read_text())
+    del config["is_causal"]
+    (folders["causal"] / "config.json").write_text(json.dumps(config))
+    weights = folders["truncated"] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return folders
+
+
+@pytest.fixture(scope="session")
+def tofu(tmp_path_factory):
+    """A folder in the layout of locuslab/TOFU: one config per file, named in the card's header."""
+    root = tmp_path_factory.mktemp("tofu")
+    sizes = dict(forget10_perturbed=8, retain90=24, retain_perturbed=8, real_authors_perturbed=3, world_facts_perturbed=3)
+    for config, n in sizes.items():
+        rows = [{"question": f"Q {config if config != 'retain_perturbed' else 'retain90'} {i}?", "answer": f"A {i}.",
+                 "perturbed_answer": [f"B {i}.", f"C {i}."]} for i in range(n)]
+        (root / f"{config}.json").write_text("\n".join(map(json.dumps, rows)))
+    header = "".join(f"- config_name: {config}\n  data_files: {config}.json\n" for config in sizes)
+    (root / "README.md").write_text(f"---\nconfigs:\n{header}---\n")
+    return root
+
+
+def weights(run):
+    return safetensors.torch.load_file(Path(run) / "model.safetensors")
+
+
+def test_a_run_folder_is_a_model_and_tells_what_was_run(base, tmp_path):
+    """Files, run.json, metrics.jsonl; the folder is taken back as --model; equal seeds give equal bits, others do not."""
+    runs = [tmp_path / name for name in "abc"]
+    for run, seed in zip(runs, ("1", "1", "2")):
+        mdu.main(["--model", str(base), "--epochs", "2", "--tau", "0.5", "--out", str(run), "--seed", seed])
+    a, b, c = map(weights, runs)
+    assert all(torch.equal(a[k], b[k]) for k in a) and not all(torch.equal(a[k], c[k]) for k in a)
+    info = json.loads((runs[0] / "run.json").read_text())
+    assert info["options"]["tau"] == 0.5 and info["options"]["model"] == str(base) and info["steps"] == 6
+    assert info["data"]["forget"]["rows"] == 24 and info["rows_per_step"] == 8
+    lines = [json.loads(line) for line in open(runs[0] / "metrics.jsonl")]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6] and lines[-1]["epoch"] == 2
+    assert all(math.isfinite(line[k]) for line in lines for k in ("forget", "retain", "lr", "grad_norm"))
+    assert not list(runs[0].glob("*.partial")) and not list(runs[0].rglob("*.bin"))
+    mdu.main(["--model", str(runs[0]), "--epochs", "1", "--method", "npo", "--out", str(tmp_path / "again")])
+
+
+def test_accumulation_and_processes_change_nothing(base, tmp_path):
+    """8 rows in one batch, in 4 micro-batches, and on 4 torchrun processes: weights within 1e-6 of each other."""
+    common = ["--model", str(base), "--epochs", "1", "--tau", "1", "--lr", "1e-4"]
+    mdu.main([*common, "--batch-size", "8", "--out", str(tmp_path / "one")])
+    mdu.main([*common, "--batch-size", "2", "--grad-accum", "4", "--out", str(tmp_path / "four")])
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", mdu.__file__, *common,
+                    "--out", str(tmp_path / "processes")], check=True, timeout=120, cwd=tmp_path)
+    one, start = weights(tmp_path / "one"), weights(base)
+    assert max((one[k] - start[k]).abs().max() for k in one) > 1e-4
+    for other in ("four", "processes"):
+        for key, value in weights(tmp_path / other).items():
+            torch.testing.assert_close(value, one[key], rtol=0, atol=1e-6)
+
+
+def test_python_mdu_trains_the_base_it_lacks(tmp_path, tofu, monkeypatch):
+    """Without --model, the base beside the run is trained first, reused after, and refused for other data."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(mdu.PRESETS["toy"]["sft"], "epochs", 1)
+    argv = ["--data", str(tofu), "--epochs", "1", "--out", "x/run"]
+    mdu.main(argv)
+    before = snapshot(tmp_path / "x/base")
+    assert {f.name for f in before} >= {"config.json", "model.safetensors", "run.json", "tokenizer.json"}
+    mdu.main([*argv, "--overwrite", "--method", "dpo"])
+    assert snapshot(tmp_path / "x/base") == before
+    with pytest.raises(ValueError, match="other forget rows"):
+        mdu.main(["--epochs", "1", "--out", "x/toy"])
+
+
+def test_unlearning_forgets_and_keeps_the_rest(tmp_path):
+    """A small base memorises; MDU at tau 1 then lowers the forget probability and leaves retain: before and after are shown."""
+    base, run = tmp_path / "base", tmp_path / "mdu"
+    files = {}
+    for split, count in (("forget", 8), ("retain", 16)):
+        files[split] = tmp_path / f"{split}.jsonl"
+        rows = [r for r in mdu.toy_world()[split] if r["fact"].isalpha()][:count]
+        files[split].write_text("\n".join(json.dumps({"prompt": r["question"], "response": r["answer"]}) for r in rows))
+    data = [f for split in files for f in (f"--{split}", str(files[split]))]
+    mdu.main(["--method", "sft", "--epochs", "250", "--batch-size", "12", "--out", str(base), *data])
+    mdu.main(["--epochs", "40", "--model", str(base), "--out", str(run), *data])
+    for folder in (base, run):
+        ev.main(["--samples", "16", str(folder)])
+    before, after = (json.loads((f / "eval/summary.json").read_text())["splits"] for f in (base, run))
+    shown = f"before {before}, after {after}"
+    assert before["forget"]["prob"] > 0.8 and after["forget"]["prob"] < 0.6 * before["forget"]["prob"], shown
+    assert after["retain"]["prob"] > before["retain"]["prob"] - 0.1, shown
+    assert set(before) == {"forget", "retain"} and before["forget"]["n"] == 8
+
+
+def test_evaluation_writes_records_that_add_up(base, capsys):
+    """summary.json is the mean of the records, every score can be recomputed from its record, and the report shows a dash
+    for what was not measured."""
+    ev.main([str(base), "--samples", "4", "--limit", "5"])
+    summary = json.loads((base / "eval/summary.json").read_text())
+    assert set(summary["splits"]) == set(ev.SPLITS)
+    for split, scores in summary["splits"].items():
+        records = [json.loads(line) for line in open(base / f"eval/{split}.jsonl")]
+        assert scores["n"] == len(records) == 5
+        for key in ("rougeL_f1", "rougeL_recall", "prob", "fact"):
+            assert scores[key] == pytest.approx(sum(r[key] for r in records) / 5)
+        for r in records:
+            assert ev.rouge_l(r["reference"], r["generation"]) == (r["rougeL_precision"], r["rougeL_recall"], r["rougeL_f1"])
+            assert r["prob"] == pytest.approx(math.exp(-r["nll"]))
+    first = capsys.readouterr().out
+    ev.main([str(base), "--samples", "4", "--limit", "5"])
+    assert capsys.readouterr().out == first and json.loads((base / "eval/summary.json").read_text()) == summary
+    partial = {**summary, "method": "mdu", "tau": 0.25, "splits": {"forget": {"rougeL_f1": 0.25, "rougeL_recall": 0.5, "prob": 0.125}}}
+    base_row, row = ev.markdown([summary, partial]).splitlines()[2:4]
+    assert row == "| MDU τ=0.25 | **0.250** (0.500) | **0.125** | - | - | - | - | - | - | - |"
+    assert base_row.startswith("| Base |") and "**" not in base_row
+    ev.main(["--report", str(base)])
+    assert (base.parent / "report.md").read_text().startswith("| Method | Forget rL ↓ | Forget p ↓ |")
