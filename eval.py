@@ -277,12 +277,13 @@ def main(argv=None):
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that mdu.py made")
     parser.add_argument("--report", action="store_true", help="print the table of runs that are scored already")
     parser.add_argument("--data", help="score on this data instead of the run's own")
-    parser.add_argument("--limit", type=mdu.positive, help="score at most so many rows of every split [the run's]")
-    parser.add_argument("--length", type=mdu.positive, help="tokens to generate [the run's response length]")
-    parser.add_argument("--steps", type=mdu.positive, help="denoising steps [one per token]")
-    parser.add_argument("--samples", type=mdu.positive, default=128, help="masks per answer, N of Eq. 14 [128]")
+    parser.add_argument("--limit", type=int, help="score at most so many rows of every split [the run's]")
+    parser.add_argument("--length", type=int, help="tokens to generate [the run's response length]")
+    parser.add_argument("--steps", type=int, help="denoising steps [one per token]")
+    parser.add_argument("--samples", type=int, default=128, help="masks per answer, N of Eq. 14 [128]")
     parser.add_argument("--seed", type=int, default=0, help="seed of the masks [0]")
     a = parser.parse_args(argv)
+    mdu.check_ranges(vars(a))
     if a.report:
         report(a.runs)
         return

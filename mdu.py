@@ -99,24 +99,17 @@ RANGES = {  # option: (is it allowed?, what is)
     "null_prompt_rate": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
     "epochs": (lambda v: 0 < v < math.inf, "a finite number above 0"),
     "lr": (lambda v: 0 < v < math.inf, "a finite number above 0"),
-    **dict.fromkeys(["limit", "batch_size", "grad_accum", "response_length"], (lambda v: v > 0, "a whole number above 0")),
+    **dict.fromkeys(["limit", "batch_size", "grad_accum", "response_length", "length", "steps", "samples"],
+                    (lambda v: v > 0, "a whole number above 0")),
     "seed": (lambda v: 0 <= v < 2**63, "a whole number from 0 to 2^63 - 1"),
 }
 
 
-def positive(text):
-    """argparse type of a whole number above 0."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 class OneLineParser(argparse.ArgumentParser):
-    """argparse without the usage lines and without prefixes of option names: an error is one line."""
+    """argparse without usage lines and without abbreviated option names: an error is one line."""
 
     def __init__(self, doc, **kwargs):
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-                         **kwargs)
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
 
     def error(self, message):
         raise ValueError(f"{message}; see --help")
@@ -134,6 +127,12 @@ def parse(argv):
     return vars(parser.parse_args(argv))
 
 
+def check_ranges(values):
+    for name, (allowed, text) in RANGES.items():
+        if values.get(name) is not None and not allowed(values[name]):
+            raise ValueError(f"--{name.replace('_', '-')} {values[name]}: must be {text}")
+
+
 def resolve(given):
     """{option: value} -> Options: default < method < preset < given; an option the method does not use is a ValueError."""
     method, preset = given.get("method", Options.method), PRESETS[given.get("preset", Options.preset)]
@@ -145,11 +144,7 @@ def resolve(given):
             raise ValueError(f"--{name.replace('_', '-')} {given[name]}: {method} does not use it; only {', '.join(users)} do")
         preset.pop(name, None)
     o = Options(**{**own, **{k: v for k, v in preset.items() if k != "sft"}, **given})
-    for name, (allowed, text) in RANGES.items():
-        value = getattr(o, name)
-        if value is not None and not allowed(value):
-            raise ValueError(f"--{name.replace('_', '-')} {value}: must be {text}")
-
+    check_ranges(vars(o))
     if o.method == "gd" and o.retain_weight == 0:
         raise ValueError("--retain-weight 0: gd without its retain loss is ga; use --method ga")
     if o.retain and not o.forget:
@@ -159,6 +154,10 @@ def resolve(given):
     if o.forget and not o.retain and o.retain_weight:
         raise ValueError(f"--forget {o.forget}: --retain-weight {o.retain_weight} needs --retain FILE; "
                          "give one, or --retain-weight 0")
+    for name in ("data", "forget", "retain"):  # run.json must mean the same from any folder
+        value = getattr(o, name)
+        if value not in (None, "toy") and Path(value).exists():
+            setattr(o, name, str(Path(value).resolve()))
     if o.out is None:
         name = {"mdu": f"mdu-tau{o.tau:g}" if o.tau is not None else "", "sft": "base"}.get(o.method, o.method)
         o.out = str(Path("out") / o.preset / name)
@@ -353,7 +352,8 @@ class MaskPredictor(nn.Module):
         return self.lm.lm_head(hidden[positions])  # (M, D) -> (M, V)
 
 
-TOY_TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TOY_TEMPLATE = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+                "{% if add_generation_prompt %}<assistant>{% endif %}")
 
 
 def new_toy(rows, seed):
@@ -702,6 +702,11 @@ def all_reduce(tensors):
             x.copy_(total.view_as(x))
 
 
+def barrier():
+    if world_size() > 1:
+        dist.barrier()
+
+
 def say(*lines):
     if rank() == 0:
         print(*lines, sep="\n", flush=True)
@@ -735,23 +740,23 @@ def check_run(o, splits):
 
 def encode_pools(o, splits, tokenizer, longest):
     """Rows -> token pairs of each stream; null_from is the first forget-stream row whose prompt may be masked."""
-    def encode(rows, field="answer"):
-        pairs = []
-        for row in rows:
-            pairs.append(encode_row(tokenizer, row["question"], row[field]))
-            if sum(map(len, pairs[-1])) > longest:
-                raise ValueError(f"row {row['question'][:40]!r}: {sum(map(len, pairs[-1]))} tokens, the model takes {longest}; "
-                                 "shorten or remove it")
-        return pairs
+    def pair(question, answer):
+        prompt, response = encode_row(tokenizer, question, answer)
+        if len(prompt) + len(response) > longest:
+            raise ValueError(f"row {question[:40]!r}: {len(prompt) + len(response)} tokens, the model takes {longest}; "
+                             "shorten or remove it")
+        return prompt, response
+
+    def encode(rows):
+        return [pair(row["question"], row["answer"]) for row in rows]
     forget, retain = encode(splits["forget"]), encode(splits["train_retain"])
     pools = {"forget": forget, "retain": retain, "null_from": len(forget)}
     if o.method == "sft":
         # A backbone made from scratch has had no pre-training: the facts of the other splits stand in for it.
-        pools["forget"] = forget + retain + [pair for split in ("real_authors", "world_facts") if o.model is None
-                                             for pair in encode(splits.get(split, []))]
+        others = ("real_authors", "world_facts") if o.model is None else ()
+        pools["forget"] = sum([encode(splits.get(split, [])) for split in others], forget + retain)
     if o.method == "dpo":
-        pools["preferred"] = [[encode_row(tokenizer, row["question"], wrong) for wrong in row["perturbed_answer"]]
-                              for row in splits["forget"]]
+        pools["preferred"] = [[pair(row["question"], wrong) for wrong in row["perturbed_answer"]] for row in splits["forget"]]
     return pools
 
 
@@ -774,6 +779,7 @@ def train(o, splits):
         f"{len(pools['retain']) if o.retain_weight else 0} retain rows ({overlap} of the {len(splits['retain'])} evaluated "
         f"retain rows are among the training rows) | {steps} steps of {rows} rows")
     out = Path(o.out)
+    barrier()  # every process has checked the folder before it changes
     if rank() == 0:
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
@@ -818,8 +824,7 @@ def train(o, splits):
     if rank() == 0:
         metrics.close()
         save_model(out, predictor, tokenizer)
-    if world_size() > 1:
-        dist.barrier()
+    barrier()
     say(f"{o.out}: done in {time.time() - start:.1f}s")
 
 

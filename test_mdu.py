@@ -680,7 +680,7 @@ def test_bad_input_is_one_line_and_exit_code_2(typed, files, base, broken, tmp_p
 def test_bad_input_of_eval(base, tmp_path, capsys):
     """The same for eval.py: no run, a run that is not scored, numbers out of range."""
     for typed, expected in ((f"{tmp_path}", "no run.json"), (f"--report {tmp_path}", "not scored yet"), ("", "RUN"),
-                            (f"--samples 0 {base}", "'0'"), (f"--steps 17 {base}", "more than the 16 tokens")):
+                            (f"--samples 0 {base}", "--samples 0"), (f"--steps 17 {base}", "more than the 16 tokens")):
         with pytest.raises(SystemExit) as stop:
             ev.mdu.run_program("eval.py", lambda: ev.main(typed.split()))
         err = capsys.readouterr().err
