@@ -71,7 +71,7 @@ class Options:
     mask_sampling: str = option("bernoulli", "bernoulli: t ~ U[0.001, 1], a coin per token; count: |M_t| uniform on 1..n",
                                 choices=("bernoulli", "count"))
     null_prompt_rate: float = option(0.0, "share of sft and retain examples trained with the prompt masked")
-    response_length: int = option(128, "tokens that sampling fills; training pads responses with end tokens up to it")
+    response_length: int = option(128, "tokens that sampling fills; sft and retain responses are padded up to it")
 
 
 METHOD_OPTIONS = {  # the options that belong to a method, with their defaults; any other of them is refused
@@ -618,8 +618,9 @@ def draw_example(o, stream, index, pair, may_null=False):
     """Every random decision about one example: its end tokens, whether its prompt is masked, its u and coins."""
     rng, rows = draws(o.seed, stream, index), o.batch_size * o.grad_accum
     prompt, response = pair
-    # A random number of end tokens, so that sampling ends a short answer rightly whatever length it is given to fill.
-    response = response + response[-1:] * int(rng.integers(max(0, o.response_length - len(response)) + 1))
+    if stream == "retain" or o.method == "sft":
+        # A random number of further end tokens: sampling then ends an answer rightly whatever length it is given to fill.
+        response = response + response[-1:] * int(rng.integers(max(0, o.response_length - len(response)) + 1))
     u, null, coins = rng.random(), rng.random() < o.null_prompt_rate, rng.random(len(response))
     if o.mask_sampling == "count":
         u = (index % rows + u) / rows  # stratified: the noise levels of one step cover [0, 1) evenly

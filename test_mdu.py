@@ -777,8 +777,8 @@ def test_draws_depend_on_seed_stream_and_index_alone(method):
 
 
 def test_stratified_counts_end_tokens_and_null_prompts():
-    """count: one u in every 1/rows of [0, 1); end tokens up to response_length, each length drawn; only non-forget rows lose
-    their prompt, at the given rate."""
+    """count: one u in every 1/rows of [0, 1); sft and retain rows get end tokens up to response_length, each length drawn, and
+    lose their prompt at the given rate unless they are to be forgotten; forget rows keep prompt and length."""
     o = options("--method", "sft", "--batch-size", "5", "--null-prompt-rate", "0.3", "--response-length", "12")
     drawn = mdu.draw_examples(o, dict(pools(), null_from=4), range(2000))[0]
     for i in range(0, 2000, 5):
@@ -787,9 +787,11 @@ def test_stratified_counts_end_tokens_and_null_prompts():
     assert all(e.response[len(e.response) - 1] == 1 and len(e.coins) == len(e.response) for e in drawn)
     assert not any(e.null for e in drawn if e.prompt[0] < 34)
     assert abs(np.mean([e.null for e in drawn if e.prompt[0] >= 34]) - 0.3) < 0.05
-    o = options("--mask-sampling", "bernoulli", "--response-length", "2")
-    drawn = mdu.draw_examples(o, pools(), range(2000))[0]
-    assert {len(e.response) for e in drawn} == {3, 4, 5, 6, 7} and abs(np.mean([e.u for e in drawn]) - 0.5) < 0.02
+    o = options("--mask-sampling", "bernoulli", "--response-length", "12", "--null-prompt-rate", "0.3")
+    forget, retain = mdu.draw_examples(o, pools(), range(2000))
+    assert {len(e.response) for e in forget} == {3, 4, 5, 6, 7} and not any(e.null for e in forget)
+    assert {len(e.response) for e in retain} == set(range(3, 13)) and abs(np.mean([e.null for e in retain]) - 0.3) < 0.05
+    assert abs(np.mean([e.u for e in forget]) - 0.5) < 0.02
 
 
 def tiny(seed):
