@@ -1,27 +1,8 @@
-# make demo: install, then the paper's story on a toy world, on a CPU.
-# make test: install, then the tests.
-.PHONY: help install demo toy-runs test clean
-
-PYTHON := .venv/bin/python
-TOY    := out/toy
-RUNS   := $(addprefix $(TOY)/,ga gd npo simnpo wga dpo mdu-tau0 mdu-tau0.25 mdu-tau0.5 mdu-tau0.75 mdu-tau1)
-
-help:  ## this list
-	@sed -nE 's/^([a-z]+):.*## /\1\t/p' Makefile
-
-install: .venv/installed  ## a virtual environment with the pinned packages
-
-.venv/installed: requirements.txt
-	python3 -m venv .venv
-	.venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
-	touch $@
-
-demo: install  ## toy base model, every method, evaluation, table in out/toy/report.md
+# make demo: install  ## toy base model, every method, evaluation, table in out/toy/report.md
 	$(MAKE) $(TOY)/base/config.json
-	OMP_NUM_THREADS=1 $(MAKE) --jobs=2 toy-runs
+	OMP_NUM_THREADS=1 $(MAKE) --jobs=2 $(RUNS:=/config.json)
+	OMP_NUM_THREADS=1 $(MAKE) --jobs=2 score-baselines score-mdu
 	$(PYTHON) eval.py --report $(TOY)/base $(RUNS)
-
-toy-runs: $(addsuffix /eval/summary.json,$(TOY)/base $(RUNS))
 
 $(TOY)/base/config.json:
 	$(PYTHON) mdu.py --method sft --overwrite
@@ -32,12 +13,15 @@ $(TOY)/mdu-tau%/config.json: $(TOY)/base/config.json
 $(TOY)/%/config.json: $(TOY)/base/config.json
 	$(PYTHON) mdu.py --method $* --overwrite
 
-%/eval/summary.json: %/config.json
-	$(PYTHON) eval.py --samples 32 $*
+score-baselines:
+	$(PYTHON) eval.py --samples 32 $(TOY)/base $(filter-out $(TOY)/mdu%,$(RUNS))
+
+score-mdu:
+	$(PYTHON) eval.py --samples 32 $(filter $(TOY)/mdu%,$(RUNS))
 
 test: install  ## the tests, offline
 	.venv/bin/pip install --quiet --disable-pip-version-check pytest
-	CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q test_mdu.py
+	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q test_mdu.py
 
 clean:  ## remove what make made
 	rm -rf .venv out
