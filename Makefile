@@ -1,4 +1,22 @@
-# make demo: install  ## toy base model, every method, evaluation, table in out/toy/report.md
+# make demo: the paper's story on a toy world, on a CPU.  make test: the tests.  Both install what they need into .venv.
+.PHONY: help install demo score-baselines score-mdu test clean
+
+PYTHON := .venv/bin/python
+TOY    := out/toy
+RUNS   := $(addprefix $(TOY)/,ga gd npo simnpo wga dpo mdu-tau0 mdu-tau0.25 mdu-tau0.5 mdu-tau0.75 mdu-tau1)
+export CUDA_VISIBLE_DEVICES :=
+
+help:  ## this list
+	@sed -nE 's/^([a-z]+):.*## /\1\t/p' Makefile
+
+install: .venv/installed  ## a virtual environment with the pinned packages
+
+.venv/installed: requirements.txt
+	python3 -m venv .venv
+	.venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+demo: install  ## toy base model, every method, evaluation, table in out/toy/report.md
 	$(MAKE) $(TOY)/base/config.json
 	OMP_NUM_THREADS=1 $(MAKE) --jobs=2 $(RUNS:=/config.json)
 	OMP_NUM_THREADS=1 $(MAKE) --jobs=2 score-baselines score-mdu
