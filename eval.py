@@ -110,7 +110,8 @@ def generate(predictor, prompts, length, steps, batch_size=64):
     """Greedy diffusion sampling with low-confidence remasking (LLaDA, Algorithm 5): `length` response ids per prompt.
 
     The response starts as `length` masks.  Each of `steps` steps predicts every masked token and fixes those whose
-    most likely token has the highest probability, length/steps of them (the first steps one more where it does not divide).
+    most likely token has the highest probability (predictor.by_entropy: whose prediction has the lowest entropy),
+    length/steps of them, the first steps one more where it does not divide.
     """
     outputs, order = [None] * len(prompts), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in trange(0, len(order), batch_size, desc="sampling", leave=False, disable=None):
@@ -121,20 +122,24 @@ def generate(predictor, prompts, length, steps, batch_size=64):
             count = length // steps + (step < length % steps)
             logits = predictor(ids, real, masked).float()
             logits[:, predictor.mask_id] = -math.inf  # a mask is no answer
-            p, token = (x.cpu() for x in logits.softmax(-1).max(-1))  # (M,)
-            confidence = torch.full(ids.shape, -1.0).masked_scatter(masked, p)  # (B, T), -1 where nothing is masked
+            p = logits.softmax(-1)
+            confidence, token = p.max(-1)  # (M,)
+            if predictor.by_entropy:
+                confidence = (p * (p + 1e-10).log()).sum(-1)  # minus the entropy
+            # (B, T), -inf where nothing is masked
+            confidence = torch.full(ids.shape, -math.inf).masked_scatter(masked, confidence.cpu())
             fixed = torch.zeros_like(masked).scatter(1, confidence.topk(count, dim=1).indices, True)
-            ids = torch.where(fixed, ids.masked_scatter(masked, token), ids)
+            ids = torch.where(fixed, ids.masked_scatter(masked, token.cpu()), ids)
             masked &= ~fixed
         for i, row in zip(batch, ids[canvas].view(-1, length).tolist()):
             outputs[i] = row
     return outputs
 
 
-def decode(tokenizer, ids):
-    """The text up to the first end token."""
-    ids = ids[:ids.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in ids else ids
-    return tokenizer.decode(ids, skip_special_tokens=True).strip()
+def decode(predictor, tokenizer, ids):
+    """The text before the first end or padding token."""
+    end = min([ids.index(stop) for stop in (predictor.end_id, predictor.pad_id) if stop in ids], default=len(ids))
+    return tokenizer.decode(ids[:end], skip_special_tokens=True).strip()
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -144,14 +149,14 @@ def decode(tokenizer, ids):
 SPLITS = {"forget": "Forget", "retain": "Retain", "real_authors": "Real authors", "world_facts": "World facts"}
 
 
-def score_split(predictor, tokenizer, rows, number, protocol):
+def score_split(predictor, tokenizer, rows, number, protocol, batch_size):
     """One record per row: question, reference, generation and every score."""
-    pairs = [mdu.encode_row(tokenizer, row["question"], row["answer"]) for row in rows]
-    generations = generate(predictor, [prompt for prompt, _ in pairs], protocol["length"], protocol["steps"])
+    pairs = [mdu.encode_row(tokenizer, predictor.end_id, row["question"], row["answer"]) for row in rows]
+    generations = generate(predictor, [prompt for prompt, _ in pairs], protocol["length"], protocol["steps"], batch_size)
     masks = [draw_masks(len(response), protocol["samples"], [protocol["seed"], number, i])
              for i, (_, response) in enumerate(pairs)]  # the same for every run
-    for row, ids, nll in zip(rows, generations, masked_nll(predictor, pairs, masks)):
-        text = decode(tokenizer, ids)
+    for row, ids, nll in zip(rows, generations, masked_nll(predictor, pairs, masks, batch_size)):
+        text = decode(predictor, tokenizer, ids)
         precision, recall, f1 = rouge_l(row["answer"], text)
         p, stderr = answer_probability(nll)
         record = {"question": row["question"], "reference": row["answer"], "generation": text, "rougeL_precision": precision,
@@ -175,7 +180,7 @@ def evaluate(run, a):
     start, options = time.time(), run_options(run)
     options.data, options.limit = a.data or options.data, a.limit or options.limit
     splits = {split: rows for split, rows in mdu.load_data(options).items() if split in SPLITS and rows}
-    predictor, tokenizer = mdu.load_backbone(run)
+    predictor, tokenizer = mdu.load_backbone(run, dtype=mdu.compute_dtype(options.dtype))
     length = a.length or options.response_length
     protocol = {"length": length, "steps": a.steps or length, "samples": a.samples, "seed": a.seed}
     if protocol["steps"] > length:
@@ -186,7 +191,7 @@ def evaluate(run, a):
     for number, (split, rows) in enumerate(splits.items()):
         records = []
         with open(out / f"{split}.jsonl", "w", encoding="utf-8") as file:
-            for record in score_split(predictor.eval(), tokenizer, rows, number, protocol):
+            for record in score_split(predictor, tokenizer, rows, number, protocol, a.batch_size):
                 records.append(record)
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
         summary["splits"][split] = summarise(records)
@@ -281,6 +286,7 @@ def main(argv=None):
     parser.add_argument("--length", type=int, help="tokens to generate [the run's response length]")
     parser.add_argument("--steps", type=int, help="denoising steps [one per token]")
     parser.add_argument("--samples", type=int, default=128, help="masks per answer, N of Eq. 14 [128]")
+    parser.add_argument("--batch-size", type=int, default=64, help="sequences in one forward pass [64]")
     parser.add_argument("--seed", type=int, default=0, help="seed of the masks [0]")
     a = parser.parse_args(argv)
     mdu.check_ranges(vars(a))

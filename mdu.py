@@ -56,7 +56,8 @@ class Options:
     retain_weight: float = option(None, "lambda, the weight of the retain loss (0: no retain set is read)")
     retain_reduction: str = option("sequence", "retain and sft loss: sum over the response, or divided by its tokens",
                                    choices=("sequence", "token"))
-    model: str = option(None, "folder of the model to start from (toy: made by sft when absent)")
+    model: str = option(None, "folder or hub name of the model to start from [the base model beside --out]")
+    revision: str = option(None, "commit, branch or tag of a hub model")
     data: str = option("toy", "'toy', or a folder or hub name with TOFU's layout")
     forget: str = option(None, "JSONL file of question/answer (or prompt/response) rows to forget, instead of --data")
     retain: str = option(None, "JSONL file of rows to retain, used with --forget")
@@ -68,6 +69,10 @@ class Options:
     batch_size: int = option(4, "rows in one forward pass of one process")
     grad_accum: int = option(1, "batches in one optimizer step; batch-size x grad-accum rows, whatever the processes")
     seed: int = option(1, "seed of every random draw")
+    dtype: str = option(None, "of the computation; weights are trained in float32 [bfloat16 on a GPU that has it]",
+                        choices=("float32", "bfloat16"))
+    checkpoint_activations: bool = option(False, "recompute activations in the backward pass: less memory, more time")
+    max_length: int = option(None, "cut responses so that prompt and response fit in so many tokens [longer is an error]")
     mask_sampling: str = option("bernoulli", "bernoulli: t ~ U[0.001, 1], a coin per token; count: |M_t| uniform on 1..n",
                                 choices=("bernoulli", "count"))
     null_prompt_rate: float = option(0.0, "share of sft and retain examples trained with the prompt masked")
@@ -85,9 +90,18 @@ METHOD_OPTIONS = {  # the options that belong to a method, with their defaults; 
     "sft": dict(),
 }
 
+LLADA = dict(model="GSAI-ML/LLaDA-8B-Instruct", revision="08b83a6feb34df1a6011b80c3c00c7563e963b07")
+DREAM = dict(model="Dream-org/Dream-v0-Instruct-7B", revision="05334cb9faaf763692dcf9d8737c642be2b2a6ae")
+TOFU = dict(data="locuslab/TOFU", batch_size=4, grad_accum=4, lr=1e-5)
+RWKU = dict(data=None, batch_size=4, lr=1e-5, epochs=3, retain_weight=0.0)  # one person's texts come with --forget
+
 PRESETS = {  # options of the unlearning methods; those of sft stand under "sft"
     "toy": dict(data="toy", epochs=67, lr=1e-3, batch_size=8, mask_sampling="count", response_length=16,
                 sft=dict(epochs=200, lr=5e-3, batch_size=16, null_prompt_rate=0.1)),
+    "tofu-llada": dict(TOFU, epochs=9, sft=dict(LLADA, epochs=1000, lr=2e-5)),
+    "tofu-dream": dict(TOFU, epochs=5, sft=dict(DREAM, epochs=300, lr=2e-5)),
+    "rwku-llada": dict(RWKU, **LLADA, sft={}),
+    "rwku-dream": dict(RWKU, **DREAM, sft={}),
 }
 
 RANGES = {  # option: (is it allowed?, what is)
@@ -99,7 +113,7 @@ RANGES = {  # option: (is it allowed?, what is)
     "null_prompt_rate": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
     "epochs": (lambda v: 0 < v < math.inf, "a finite number above 0"),
     "lr": (lambda v: 0 < v < math.inf, "a finite number above 0"),
-    **dict.fromkeys(["limit", "batch_size", "grad_accum", "response_length", "length", "steps", "samples"],
+    **dict.fromkeys(["limit", "batch_size", "grad_accum", "max_length", "response_length", "length", "steps", "samples"],
                     (lambda v: v > 0, "a whole number above 0")),
     "seed": (lambda v: 0 <= v < 2**63, "a whole number from 0 to 2^63 - 1"),
 }
@@ -143,10 +157,16 @@ def resolve(given):
             users = [m for m, options in METHOD_OPTIONS.items() if name in options]
             raise ValueError(f"--{name.replace('_', '-')} {given[name]}: {method} does not use it; only {', '.join(users)} do")
         preset.pop(name, None)
+    if "model" in given:  # the preset's revision is of the preset's model
+        preset.pop("revision", None)
     o = Options(**{**own, **{k: v for k, v in preset.items() if k != "sft"}, **given})
     check_ranges(vars(o))
     if o.method == "gd" and o.retain_weight == 0:
         raise ValueError("--retain-weight 0: gd without its retain loss is ga; use --method ga")
+    if o.data is None and not o.forget:
+        raise ValueError(f"--preset {o.preset}: names no data; give --forget FILE")
+    if o.revision and (o.model is None or Path(o.model).is_dir()):
+        raise ValueError(f"--revision {o.revision}: used only with a hub name as --model")
     if o.retain and not o.forget:
         raise ValueError(f"--retain {o.retain}: used only beside --forget")
     if o.forget and "data" in given:
@@ -226,12 +246,15 @@ def read_jsonl(path):
 
 def read_tofu(name, config):
     """One config of a dataset with TOFU's layout, from a folder or the hub."""
-    if not Path(name).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+    if not Path(name).is_dir() and not re.fullmatch(HUB_NAME, name):
         raise ValueError(f"--data {name}: neither 'toy', nor a folder here, nor a hub name (OWNER/NAME)")
     import datasets
     datasets.disable_progress_bars()
     rows = datasets.load_dataset(name, config, split="train")
     return [check_row(row, f"{name}, {config}, row {i}") for i, row in enumerate(rows)]
+
+
+HUB_NAME = r"\w[\w.-]*/\w[\w.-]*"
 
 
 def fingerprint(rows):
@@ -336,20 +359,138 @@ def toy_world():
 class MaskPredictor(nn.Module):
     """p_theta: scores of the vocabulary at chosen positions only, (M, V) instead of (B, T, V).
 
-    Attributes mask_id and pad_id are the token ids of the model's mask and padding.
+    lm is one of transformers' own models without a causal mask.  mask_id, pad_id and end_id are the tokens that hide, fill up
+    and end a response; shift: the score of position i stands at i - 1 (position 0 keeps its own); by_entropy: sampling
+    fixes the tokens of lowest entropy first, not those of highest probability.
     """
 
-    def __init__(self, lm):
+    def __init__(self, lm, mask_id, pad_id, end_id, shift=False, by_entropy=False):
         super().__init__()
-        self.lm, self.mask_id, self.pad_id = lm, lm.config.mask_token_id, lm.config.pad_token_id
+        self.lm, self.mask_id, self.pad_id, self.end_id, self.shift, self.by_entropy = (
+            lm, mask_id, pad_id, end_id, shift, by_entropy)
+        self.compute_dtype = None  # torch.bfloat16: computed in it, whatever the weights are stored in
 
     def forward(self, ids, real, positions):
         """ids (B, T), real (B, T) bool: not padding, positions (B, T) bool -> logits (M, V), row-major, M = positions.sum()."""
         device = self.lm.device
         ids, real, positions = ids.to(device), real.to(device), positions.to(device)
-        attention = None if bool(real.all()) else real.long()  # no mask at all when nothing is padded: the fast kernel
-        hidden = self.lm.base_model(input_ids=ids, attention_mask=attention, use_cache=False).last_hidden_state  # (B, T, D)
-        return self.lm.lm_head(hidden[positions])  # (M, D) -> (M, V)
+        inputs = dict(input_ids=ids, attention_mask=None if bool(real.all()) else real.long())  # no mask: the fast kernel
+        with torch.autocast(device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
+            if not hasattr(self.lm, "lm_head"):  # a masked language model with a head of its own kind
+                return self.lm(**inputs).logits[positions]
+            hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
+            if self.shift:
+                hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+            return self.lm.lm_head(hidden[positions])  # (M, D) -> (M, V)
+
+
+# model_type of config.json -> what sets the backbone apart.  config: fields of the native config and the source's names for
+# them; only: fields that make a model one that the native class can hold; keys: the source's tensor names, where they differ.
+BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
+BACKBONES = {
+    "llada": dict(
+        model="LlamaForCausalLM", tokenizer="PreTrainedTokenizerFast", end="<|eot_id|>", shift=False, by_entropy=False,
+        config=dict(hidden_size="d_model", intermediate_size="mlp_hidden_size", num_hidden_layers="n_layers",
+                    num_attention_heads="n_heads", num_key_value_heads="n_kv_heads", vocab_size="embedding_size",
+                    rms_norm_eps="rms_norm_eps", rope_theta="rope_theta", max_position_embeddings="max_sequence_length",
+                    tie_word_embeddings="weight_tying", attention_dropout="attention_dropout"),
+        only=dict(block_type="llama", activation_type="silu", layer_norm_type="rms", layer_norm_with_affine=True, rope=True,
+                  alibi=False, attention_layer_norm=False, include_bias=False, include_qkv_bias=False, scale_logits=False,
+                  input_emb_norm=False, block_group_size=1, residual_dropout=0.0, embedding_dropout=0.0),
+        keys={r"^model\.transformer\.wte\.": "model.embed_tokens.", r"^model\.transformer\.ln_f\.": "model.norm.",
+              r"^model\.transformer\.ff_out\.": "lm_head.",
+              **{BLOCK + ours + r"\.": r"model.layers.\1." + native + "." for ours, native in (
+                  ("q_proj", "self_attn.q_proj"), ("k_proj", "self_attn.k_proj"), ("v_proj", "self_attn.v_proj"),
+                  ("attn_out", "self_attn.o_proj"), ("ff_proj", "mlp.gate_proj"), ("up_proj", "mlp.up_proj"),
+                  ("ff_out", "mlp.down_proj"), ("attn_norm", "input_layernorm"), ("ff_norm", "post_attention_layernorm"))}}),
+    "Dream": dict(
+        model="Qwen2ForCausalLM", tokenizer="Qwen2Tokenizer", end="<|im_end|>", shift=True, by_entropy=True,
+        config={name: name for name in (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings", "attention_dropout")},
+        only=dict(hidden_act="silu", use_sliding_window=False, use_mrope=False, rope_scaling=None), keys=None),
+    "llama": dict(model="LlamaForCausalLM", tokenizer="PreTrainedTokenizerFast"),
+    "qwen2": dict(model="Qwen2ForCausalLM", tokenizer="AutoTokenizer"),
+}
+ANY_MASKED_LM = dict(model="AutoModelForMaskedLM", tokenizer="AutoTokenizer")
+
+
+def model_folder(name, revision=None):
+    """A folder is itself; a hub name is downloaded: weights as safetensors, settings and tokenizer, nothing that is run."""
+    if Path(name).is_dir():
+        return Path(name)
+    if not re.fullmatch(HUB_NAME, name):
+        raise ValueError(f"{name}: neither a folder here nor a hub name (OWNER/NAME)")
+    from huggingface_hub import snapshot_download
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py"]  # .py: only to stand beside what we save
+    return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+
+
+def load_backbone(name, revision=None, dtype=torch.float32):
+    """Folder or hub name -> (MaskPredictor on this process's device, tokenizer), by transformers' own classes alone.
+
+    ValueError: no config.json or safetensors, a config that the native class cannot hold, tensors missing, unexpected or of
+    another shape, no mask or end token, a model that does not look ahead.
+    """
+    import transformers
+    from safetensors import SafetensorError
+    transformers.utils.logging.disable_progress_bar()
+    folder = model_folder(name, revision)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{name}: no config.json there; a model folder, such as a finished run, is needed")
+    if not list(folder.glob("*.safetensors")):
+        raise ValueError(f"{name}: no *.safetensors there; other formats, .bin among them, are not read")
+    config, _ = transformers.PretrainedConfig.get_config_dict(folder)
+    spec = BACKBONES.get(config.get("model_type"), ANY_MASKED_LM)
+    model = getattr(transformers, spec["model"])
+    arguments = dict(dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True)
+    if "config" in spec:
+        arguments.update(config=native_config(name, config, spec, model.config_class), key_mapping=spec["keys"])
+    try:
+        lm, loaded = model.from_pretrained(folder, **arguments)
+        tokenizer = getattr(transformers, spec["tokenizer"]).from_pretrained(folder)
+    except SafetensorError as error:
+        raise ValueError(f"{name}: its safetensors cannot be read ({error}); copy or train the model again") from None
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if loaded[problem]:
+            raise ValueError(f"{name}: {problem.replace('_', ' ')} in its safetensors: {sorted(loaded[problem])[:3]} "
+                             f"({len(loaded[problem])} in all); the checkpoint is not a {spec['model']}")
+    ids = {"mask_token_id": config.get("mask_token_id", tokenizer.mask_token_id),
+           "end token": tokenizer.convert_tokens_to_ids(spec.get("end") or tokenizer.eos_token or "")}
+    for what, value in ids.items():
+        if value is None or value == tokenizer.unk_token_id:
+            raise ValueError(f"{name}: no {what} in its config.json or tokenizer; masked diffusion needs one")
+    pad_id = config.get("pad_token_id", tokenizer.pad_token_id)
+    end_id = ids["end token"]
+    predictor = MaskPredictor(lm.to(this_device()), ids["mask_token_id"], end_id if pad_id is None else pad_id, end_id,
+                              spec.get("shift", False), spec.get("by_entropy", False))
+    check_looks_ahead(name, predictor)
+    return predictor, tokenizer
+
+
+def native_config(name, config, spec, config_class):
+    """config.json of a backbone with names of its own -> the native config; ValueError naming the field that does not fit."""
+    for field, value in spec["only"].items():
+        if config.get(field, "absent") != value:
+            raise ValueError(f"{name}: {field} is {config.get(field, 'absent')!r} in config.json; only {value!r} fits "
+                             f"{spec['model']}")
+    for field in spec["config"].values():
+        if config.get(field) is None:
+            raise ValueError(f"{name}: no {field} in config.json; it is needed to build {spec['model']}")
+    native = {ours: config[theirs] for ours, theirs in spec["config"].items()}
+    rope = {"rope_type": "default", "rope_theta": native.pop("rope_theta")}
+    return config_class(**native, rope_parameters=rope, is_causal=False, bos_token_id=None,
+                        eos_token_id=config.get("eos_token_id"), pad_token_id=config.get("pad_token_id"))
+
+
+@torch.no_grad()
+def check_looks_ahead(name, predictor):
+    """Refuse a causal model: another second token must change the scores of the first."""
+    first = torch.tensor([[True, False]])
+    a, b = (predictor.eval()(torch.tensor([[0, second]]), first | True, first) for second in (1, 2))
+    if torch.equal(a, b):
+        raise ValueError(f"{name}: a causal model, its scores do not depend on later tokens; masked diffusion needs a "
+                         "bidirectional one (config.json of a native one says is_causal false)")
 
 
 TOY_TEMPLATE = ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
@@ -375,43 +516,27 @@ def new_toy(rows, seed):
                          mask_token_id=0, eos_token_id=1, pad_token_id=1)  # pad and end are one token, as in LLaDA
     config.is_causal = False
     torch.manual_seed(seed)
-    return MaskPredictor(LlamaForCausalLM(config)), tokenizer
-
-
-def load_backbone(name):
-    """Folder of a run -> (MaskPredictor in fp32 on this process's device, tokenizer)."""
-    from safetensors import SafetensorError
-    from transformers import AutoTokenizer, LlamaForCausalLM, PretrainedConfig
-    from transformers.utils import logging
-    logging.disable_progress_bar()
-    if not (Path(name) / "config.json").is_file():
-        raise ValueError(f"{name}: no config.json there; a model folder, such as a finished run, is needed")
-    config, _ = PretrainedConfig.get_config_dict(name)
-    if config.get("model_type") != "llama" or config.get("is_causal", True) or config.get("mask_token_id") is None:
-        raise ValueError(f"{name}: model_type {config.get('model_type')!r} with is_causal {config.get('is_causal')} and "
-                         f"mask_token_id {config.get('mask_token_id')}; a bidirectional llama with a mask token is needed")
-    try:
-        lm = LlamaForCausalLM.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
-    except SafetensorError as error:
-        raise ValueError(f"{name}: its safetensors cannot be read ({error}); copy or train the model again") from None
-    return MaskPredictor(lm.to(this_device())), AutoTokenizer.from_pretrained(name)
-
-
-def encode_prompt(tokenizer, question):
-    """The user turn and the assistant header; text in the question that looks like a control token stays text."""
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "\0"}], tokenize=False, add_generation_prompt=True)
-    head, tail = text.split("\0")
-    return (tokenizer(head, add_special_tokens=False).input_ids + encode_text(tokenizer, question.strip())
-            + tokenizer(tail, add_special_tokens=False).input_ids)
+    return MaskPredictor(LlamaForCausalLM(config), mask_id=0, pad_id=1, end_id=1), tokenizer
 
 
 def encode_text(tokenizer, text):
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    """Token ids of a text, in which whatever looks like a control token stays text."""
+    return tokenizer(text.strip(), add_special_tokens=False, split_special_tokens=True).input_ids
 
 
-def encode_row(tokenizer, question, answer):
+def encode_prompt(tokenizer, question):
+    """Token ids of the user's turn and the assistant's header, as the chat template lays them out around the question."""
+    if tokenizer.chat_template is None:  # a base model
+        return encode_text(tokenizer, question) + tokenizer("\n", add_special_tokens=False).input_ids
+    turn = [{"role": "user", "content": "\0"}]
+    head, tail = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True).split("\0")
+    head, tail = (tokenizer(part, add_special_tokens=False).input_ids for part in (head, tail))
+    return head + encode_text(tokenizer, question) + tail
+
+
+def encode_row(tokenizer, end_id, question, answer):
     """-> (prompt ids, response ids): the response y is the answer and one end-of-turn token."""
-    return encode_prompt(tokenizer, question), encode_text(tokenizer, answer.strip()) + [tokenizer.eos_token_id]
+    return encode_prompt(tokenizer, question), encode_text(tokenizer, answer) + [end_id]
 
 
 def collate(pairs, pad_id):
@@ -614,13 +739,13 @@ def pick(seed, stream, index, n):
     return epoch_order(seed, f"{stream} order", epoch, n)[i]
 
 
-def draw_example(o, stream, index, pair, may_null=False):
+def draw_example(o, stream, index, pair, pad_id, may_null=False):
     """Every random decision about one example: its end tokens, whether its prompt is masked, its u and coins."""
     rng, rows = draws(o.seed, stream, index), o.batch_size * o.grad_accum
     prompt, response = pair
     if stream == "retain" or o.method == "sft":
         # A random number of further end tokens: sampling then ends an answer rightly whatever length it is given to fill.
-        response = response + response[-1:] * int(rng.integers(max(0, o.response_length - len(response)) + 1))
+        response = response + [pad_id] * int(rng.integers(max(0, o.response_length - len(response)) + 1))
     u, null, coins = rng.random(), rng.random() < o.null_prompt_rate, rng.random(len(response))
     if o.mask_sampling == "count":
         u = (index % rows + u) / rows  # stratified: the noise levels of one step cover [0, 1) evenly
@@ -632,15 +757,15 @@ def draw_examples(o, pools, indices):
     forget, preferred, retain = [], [], []
     for k in indices:
         i = pick(o.seed, "forget", k, len(pools["forget"]))
-        forget.append(draw_example(o, "forget", k, pools["forget"][i], may_null=i >= pools["null_from"]))
+        forget.append(draw_example(o, "forget", k, pools["forget"][i], pools["pad_id"], may_null=i >= pools["null_from"]))
         if o.method == "dpo":
             wrong = pools["preferred"][i]
             pair = wrong[draws(o.seed, "preferred choice", k).integers(len(wrong))]
-            preferred.append(draw_example(o, "preferred", k, pair))
+            preferred.append(draw_example(o, "preferred", k, pair, pools["pad_id"]))
             preferred[-1].u = forget[-1].u  # both answers at one noise level
         if o.retain_weight:
             i = pick(o.seed, "retain", k, len(pools["retain"]))
-            retain.append(draw_example(o, "retain", k, pools["retain"][i], may_null=True))
+            retain.append(draw_example(o, "retain", k, pools["retain"][i], pools["pad_id"], may_null=True))
     return forget + preferred, retain
 
 
@@ -684,6 +809,12 @@ def learning_rate(o, step, steps):
 
 def this_device():
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def compute_dtype(name=None):
+    """The dtype called `name`; by default bfloat16 on a GPU that has it, else float32."""
+    return getattr(torch, name) if name else torch.bfloat16 if (
+        torch.cuda.is_available() and torch.cuda.is_bf16_supported()) else torch.float32
 
 
 def rank():
@@ -739,43 +870,62 @@ def check_run(o, splits):
             raise ValueError(f"--out {out}: holds a run already; add --overwrite to replace it, or name another folder")
 
 
-def encode_pools(o, splits, tokenizer, longest):
+def encode_pools(o, splits, predictor, tokenizer):
     """Rows -> token pairs of each stream; null_from is the first forget-stream row whose prompt may be masked."""
+    longest = predictor.lm.config.max_position_embeddings
+    cut = 0
+
     def pair(question, answer):
-        prompt, response = encode_row(tokenizer, question, answer)
-        if len(prompt) + len(response) > longest:
-            raise ValueError(f"row {question[:40]!r}: {len(prompt) + len(response)} tokens, the model takes {longest}; "
-                             "shorten or remove it")
+        nonlocal cut
+        prompt, response = encode_row(tokenizer, predictor.end_id, question, answer)
+        if o.max_length and len(prompt) < o.max_length < len(prompt) + len(response):
+            cut, response = cut + 1, response[:o.max_length - len(prompt)]
+        if len(prompt) + len(response) > (o.max_length or longest):
+            raise ValueError(f"row {question[:40]!r}: {len(prompt) + len(response)} tokens, more than {o.max_length or longest}; "
+                             "shorten or remove it" + ("" if o.max_length else ", or cut responses with --max-length"))
         return prompt, response
 
     def encode(rows):
         return [pair(row["question"], row["answer"]) for row in rows]
     forget, retain = encode(splits["forget"]), encode(splits["train_retain"])
-    pools = {"forget": forget, "retain": retain, "null_from": len(forget)}
+    pools = {"forget": forget, "retain": retain, "null_from": len(forget), "pad_id": predictor.pad_id}
     if o.method == "sft":
         # A backbone made from scratch has had no pre-training: the facts of the other splits stand in for it.
         others = ("real_authors", "world_facts") if o.model is None else ()
         pools["forget"] = sum([encode(splits.get(split, [])) for split in others], forget + retain)
     if o.method == "dpo":
         pools["preferred"] = [[pair(row["question"], wrong) for wrong in row["perturbed_answer"]] for row in splits["forget"]]
+    if cut:
+        say(f"--max-length {o.max_length}: {cut} responses were cut")
     return pools
 
 
 def train(o, splits):
     """Run one method and leave a run folder: the model, its tokenizer, run.json (what was run) and metrics.jsonl."""
-    predictor, tokenizer = load_backbone(o.model) if o.model else new_toy(sum(splits.values(), []), o.seed)
+    if o.model:
+        predictor, tokenizer = load_backbone(o.model, o.revision)
+    else:
+        predictor, tokenizer = new_toy(sum(splits.values(), []), o.seed)
     predictor.to(this_device()).train()
     reference = copy.deepcopy(predictor).eval().requires_grad_(False) if needs_reference(o) else None
-    pools = encode_pools(o, splits, tokenizer, predictor.lm.config.max_position_embeddings)
+    if compute_dtype(o.dtype) == torch.bfloat16:
+        predictor.compute_dtype = torch.bfloat16
+        reference = reference and reference.to(torch.bfloat16)
+    if o.checkpoint_activations:
+        predictor.lm.activation_checkpointing_enable({"use_reentrant": False})
+    pools = encode_pools(o, splits, predictor, tokenizer)
     rows = o.batch_size * o.grad_accum
     steps = math.ceil(o.epochs * len(pools["forget"]) / rows)
     params = list(predictor.parameters())
-    optimizer = torch.optim.AdamW(params, lr=o.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(params, lr=o.lr, weight_decay=0.0, fused=True)
 
     trained_on = {json.dumps([r["question"], r["answer"]]) for r in splits["train_retain"]}
     overlap = sum(json.dumps([r["question"], r["answer"]]) in trained_on for r in splits["retain"])
-    say(f"{o.method} -> {o.out} | {sum(p.numel() for p in params):,} parameters, {params[0].dtype}, {params[0].device}, "
+    n, held = sum(p.numel() for p in params), 0 if reference is None else 2 if predictor.compute_dtype else 4
+    say(f"{o.method} -> {o.out} | {n:,} parameters in float32, computed in {compute_dtype(o.dtype)} on {this_device()}, "
         f"{world_size()} process(es)",
+        f"memory before activations: weights {4 * n / 2**30:.2f} + gradients {4 * n / 2**30:.2f} + AdamW {8 * n / 2**30:.2f} + "
+        f"frozen reference {held * n / 2**30:.2f} = {(16 + held) * n / 2**30:.2f} GiB",
         f"{len(pools['forget'])} {'training' if o.method == 'sft' else 'forget'} rows, "
         f"{len(pools['retain']) if o.retain_weight else 0} retain rows ({overlap} of the {len(splits['retain'])} evaluated "
         f"retain rows are among the training rows) | {steps} steps of {rows} rows")
@@ -824,7 +974,7 @@ def train(o, splits):
                     f"eta {(steps - done) / rate / 60:.1f}m")
     if rank() == 0:
         metrics.close()
-        save_model(out, predictor, tokenizer)
+        save_model(out, predictor, tokenizer, o.model and model_folder(o.model, o.revision))
     barrier()
     say(f"{o.out}: done in {time.time() - start:.1f}s")
 
@@ -836,31 +986,47 @@ def write_json(path, value):
     os.replace(aside, path)
 
 
-def save_model(out, predictor, tokenizer):
-    """Model and tokenizer into the run folder; config.json moves in last, so a folder with one holds a whole model."""
+def save_model(out, predictor, tokenizer, source):
+    """The model in the layout of the folder it came from: its tensor names, dtype, config.json, tokenizer and code files.
+
+    config.json moves in last, so a folder that has one holds a whole model.
+    """
+    from safetensors import safe_open
     from transformers.utils import logging
     logging.disable_progress_bar()
-    aside = out / "export.partial"
-    predictor.lm.save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
+    aside, state = out / "export.partial", predictor.lm.state_dict()
+    if source:
+        with safe_open(min(source.glob("*.safetensors")), framework="pt") as weights:
+            dtype = weights.get_tensor(next(iter(weights.keys()))).dtype
+        state = {name: tensor.to(dtype) for name, tensor in state.items()}
+    predictor.lm.save_pretrained(aside, state_dict=state, max_shard_size="5GB")
+    if source:
+        ours = ("run.json", "model.safetensors.index.json")
+        for file in source.iterdir():
+            if file.suffix in (".json", ".jinja", ".txt", ".model", ".py") and file.name not in ours:
+                shutil.copyfile(file, aside / file.name)
+    else:
+        tokenizer.save_pretrained(aside)
     for file in sorted(aside.iterdir(), key=lambda f: f.name == "config.json"):
         os.replace(file, out / file.name)
     aside.rmdir()
 
 
-def toy_base(o, given, splits):
-    """The base model beside the run, out/toy/base by default: trained now if it is absent."""
+def base_beside(o, given, splits):
+    """The base model beside the run, out/PRESET/base by default; the toy's is trained now if it is absent."""
     base = Path(o.out).parent / "base"
     if (base / "config.json").is_file():
-        trained = json.loads((base / "run.json").read_text())["data"]
+        trained = json.loads((base / "run.json").read_text(encoding="utf-8"))["data"]
         for split, rows in splits.items():
             if trained.get(split, {}).get("sha256") != fingerprint(rows):
                 raise ValueError(f"{base}: was trained on other {split} rows; name another --out, or a --model")
-    else:
-        shared = {k: given[k] for k in ("preset", "data", "forget", "retain", "limit", "seed", "response_length") if k in given}
+    elif o.preset == "toy":
+        shared = {k: given[k] for k in ("data", "forget", "retain", "limit", "seed", "response_length") if k in given}
         base_options = resolve({**shared, "method": "sft", "out": str(base)})
         check_run(base_options, splits)
         train(base_options, splits)
+    else:
+        raise ValueError(f"--preset {o.preset}: no base model in {base}; train it with --method sft, or name one with --model")
     return str(base)
 
 
@@ -872,7 +1038,7 @@ def main(argv=None):
     splits = load_data(o)
     check_run(o, splits)
     if o.model is None and o.method != "sft":
-        o.model = toy_base(o, given, splits)
+        o.model = base_beside(o, given, splits)
     train(o, splits)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.torch
+import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
@@ -430,7 +431,8 @@ class Fake:
     """Scores from every real token and its place, in float64; `boost` is added to the score of the mask token."""
     mask_id, pad_id = MASK, PAD
 
-    def __init__(self, boost=-50.0):
+    def __init__(self, boost=-50.0, by_entropy=False):
+        self.by_entropy = by_entropy
         g = torch.Generator().manual_seed(6)
         self.table, self.place, self.head = (torch.randn(*s, generator=g).double() for s in ((11, 8), (32, 8), (8, 11)))
         self.boost, self.calls = boost, []
@@ -457,7 +459,7 @@ def llama():
     def predictor(ids, real, positions):
         return model(input_ids=ids, attention_mask=real.long()).logits[positions]
 
-    predictor.mask_id, predictor.pad_id = MASK, PAD
+    predictor.mask_id, predictor.pad_id, predictor.by_entropy = MASK, PAD, False
     first = torch.tensor([[True, False]])
     a, b = (predictor(torch.tensor([[1, x]]), first | True, first) for x in (2, 3))
     assert not torch.allclose(a, b), "the first position must see the second"
@@ -553,9 +555,10 @@ PROMPTS = [prompt for prompt, _ in PAIRS]
 @pytest.mark.parametrize("length, steps, counts", [
     (6, 6, [1] * 6), (6, 2, [3, 3]), (7, 3, [3, 2, 2]), (8, 5, [2, 2, 2, 1, 1]), (5, 1, [5]), (3, 5, [1, 1, 1])])
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_generate_fixes_the_most_confident(prompt, length, steps, counts):
+@pytest.mark.parametrize("by_entropy", [False, True])
+def test_generate_fixes_the_most_confident(prompt, length, steps, counts, by_entropy):
     """Each step, recomputed from what the predictor saw: how many are fixed, that they are the surest, and for good."""
-    fake = Fake()
+    fake = Fake(by_entropy=by_entropy)
     final = torch.tensor(ev.generate(fake, [prompt], length, steps)[0])
     assert final.shape == (length,) and (final != MASK).all()
     calls = [call for call in fake.calls if call[2].any()]
@@ -564,8 +567,10 @@ def test_generate_fixes_the_most_confident(prompt, length, steps, counts):
     for (ids, real, positions), now, then in zip(calls, masked, masked[1:]):
         assert ids[0, :len(prompt)].tolist() == prompt and not positions[0, :len(prompt)].any() and real.all()
         assert torch.equal(ids[0, len(prompt):], torch.where(now, MASK, final)) and not (then & ~now).any()
-        p, best = Fake()(ids, real, positions).softmax(-1).max(-1)
-        sure = torch.zeros(length, dtype=torch.float64).masked_scatter(now, p)
+        scores = Fake()(ids, real, positions)
+        p, best = scores.softmax(-1).max(-1)
+        surety = -torch.distributions.Categorical(logits=scores).entropy() if by_entropy else p
+        sure = torch.zeros(length, dtype=torch.float64).masked_scatter(now, surety)
         fixed = now & ~then
         assert torch.equal(final[fixed], best[fixed[now]])
         assert not then.any() or sure[fixed].min() > sure[then].max()
@@ -655,7 +660,7 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--data {d}/absent": ["absent", "hub name"], "--limit 4": ["4 forget rows", "8 of one step"],
     "--model {d}": ["no config.json"], "--model {base} --out {base}": ["would replace the model"],
     "--model {base}/eval/.. --out {base}/..": ["--out"], "--out {d}": ["holds other files"],
-    "--out {d}/good.jsonl": ["is a file"], "--model {causal}": ["is_causal None", "bidirectional"],
+    "--out {d}/good.jsonl": ["is a file"], "--model {causal}": ["causal model", "bidirectional"],
     "--model {truncated}": ["safetensors"],
 }
 
@@ -734,16 +739,16 @@ def test_prompt_and_response_ids(base):
     """Header once, control-token text in a question stays text, decoding gives the answer back."""
     predictor, tokenizer = mdu.load_backbone(base)
     name = tokenizer.convert_ids_to_tokens
-    prompt, response = mdu.encode_row(tokenizer, "Where was Petra Osei born?", " Petra Osei was born in Debrecen. ")
+    prompt, response = mdu.encode_row(tokenizer, predictor.end_id, "Where was Petra Osei born?", " Petra Osei was born in Debrecen. ")
     assert name(prompt) == ["<user>", "▁Where", "▁was", "▁Petra", "▁Osei", "▁born", "?", "<assistant>"]
     assert name(response) == ["▁Petra", "▁Osei", "▁was", "▁born", "▁in", "▁Debrecen", ".", "<end>"]
-    assert ev.decode(tokenizer, response + response) == "Petra Osei was born in Debrecen."
-    assert ev.decode(tokenizer, response[-1:]) == ""
+    assert ev.decode(predictor, tokenizer, response + response) == "Petra Osei was born in Debrecen."
+    assert ev.decode(predictor, tokenizer, response[-1:]) == ""
     control = {predictor.mask_id, predictor.pad_id, *prompt[:1], *prompt[-1:]}
-    prompt, response = mdu.encode_row(tokenizer, "<mask> <end> <user> <assistant>", "<mask><end>")
+    prompt, response = mdu.encode_row(tokenizer, predictor.end_id, "<mask> <end> <user> <assistant>", "<mask><end>")
     assert not control & {*prompt[1:-1], *response[:-1]}
     for row in mdu.toy_world()["forget"]:
-        assert ev.decode(tokenizer, mdu.encode_row(tokenizer, row["question"], row["answer"])[1]) == row["answer"]
+        assert ev.decode(predictor, tokenizer, mdu.encode_row(tokenizer, predictor.end_id, row["question"], row["answer"])[1]) == row["answer"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -755,7 +760,7 @@ def pools(n=10, m=7):
     def pair(start, i):
         return [start + i, 4, 5][:2 + i % 2], list(range(6, 8 + i % 5)) + [1]
     forget, retain = [pair(30, i) for i in range(n)], [pair(50, i) for i in range(m)]
-    return {"forget": forget, "retain": retain, "null_from": n, "preferred": [[pair(30, i)[:1] + ([8 + j, 9, 1],) for j in range(3)]
+    return {"forget": forget, "retain": retain, "null_from": n, "pad_id": 1, "preferred": [[pair(30, i)[:1] + ([8 + j, 9, 1],) for j in range(3)]
                                                                              for i in range(n)]}
 
 
@@ -800,7 +805,7 @@ def tiny(seed):
                                       num_attention_heads=2, mask_token_id=0, pad_token_id=1)
     config.is_causal = False
     torch.manual_seed(seed)
-    return mdu.MaskPredictor(transformers.LlamaForCausalLM(config).double())
+    return mdu.MaskPredictor(transformers.LlamaForCausalLM(config).double(), mask_id=0, pad_id=1, end_id=1)
 
 
 def slow_step(o, model, frozen, forget, retain):
@@ -884,6 +889,310 @@ def test_learning_rate_warms_up_and_ends_near_zero():
     assert [mdu.learning_rate(o, s, 100) for s in range(6)] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0, 2.0])
     assert mdu.learning_rate(o, 5 + 95 / 2, 100) == pytest.approx(1.0)
     assert mdu.learning_rate(o, 100, 100) == pytest.approx(0) and mdu.learning_rate(o, 0, 1) == pytest.approx(2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backbones: tiny checkpoints in the layout of the hub's LLaDA and Dream, and a transformer written from its definition
+# ---------------------------------------------------------------------------------------------------------------------
+
+LLADA_CONFIG = dict(  # the fields of GSAI-ML/LLaDA-8B-Instruct
+    activation_type="silu", alibi=False, alibi_bias_max=8.0, architectures=["LLaDAModelLM"], attention_dropout=0.0,
+    attention_layer_norm=False, attention_layer_norm_with_affine=True, bias_for_layer_norm=False, block_group_size=1,
+    auto_map={"AutoConfig": "configuration_llada.LLaDAConfig", "AutoModel": "modeling_llada.LLaDAModelLM"},
+    block_type="llama", d_model=32, embedding_dropout=0.0, embedding_size=264, eos_token_id=257, flash_attention=False,
+    include_bias=False, include_qkv_bias=False, init_device="meta", input_emb_norm=False, layer_norm_type="rms",
+    layer_norm_with_affine=True, mask_token_id=258, max_sequence_length=256, mlp_hidden_size=48, mlp_ratio=4,
+    model_type="llada", multi_query_attention=None, n_heads=4, n_kv_heads=2, n_layers=2, pad_token_id=257,
+    precision="amp_bf16", residual_dropout=0.0, rms_norm_eps=1e-5, rope=True, rope_full_precision=True,
+    rope_theta=500000.0, scale_logits=False, use_cache=False, vocab_size=264, weight_tying=False)
+DREAM_CONFIG = dict(  # the fields of Dream-org/Dream-v0-Instruct-7B
+    architectures=["DreamModel"], attention_dropout=0.0, bos_token_id=256, eos_token_id=256, hidden_act="silu",
+    auto_map={"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"},
+    hidden_size=32, initializer_range=0.02, intermediate_size=48, mask_token_id=258, max_position_embeddings=256,
+    max_window_layers=2, model_type="Dream", num_attention_heads=4, num_hidden_layers=2, num_key_value_heads=2,
+    pad_token_id=256, rms_norm_eps=1e-6, rope_scaling=None, rope_theta=1000000.0, sliding_window=None,
+    tie_word_embeddings=False, torch_dtype="bfloat16", use_cache=True, use_mrope=False, use_sliding_window=False,
+    vocab_size=264)
+LLADA_NAMES = dict(embed="model.transformer.wte", norm="model.transformer.ln_f", head="model.transformer.ff_out",
+                   block="model.transformer.blocks", q="q_proj", k="k_proj", v="v_proj", o="attn_out", gate="ff_proj",
+                   up="up_proj", down="ff_out", norm1="attn_norm", norm2="ff_norm")
+DREAM_NAMES = dict(embed="model.embed_tokens", norm="model.norm", head="lm_head", block="model.layers", q="self_attn.q_proj",
+                   k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj", gate="mlp.gate_proj", up="mlp.up_proj",
+                   down="mlp.down_proj", norm1="input_layernorm", norm2="post_attention_layernorm")
+LLADA_TEMPLATE = (  # the assistant's header comes always, asked for or not
+    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}")
+CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+SPECIAL = {"llada": ["<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+           "Dream": ["<|endoftext|>", "<|beginoftext|>", "<|mask|>", "<|im_start|>", "<|im_end|>"]}
+
+
+def random_weights(kind, V=264, D=32, H=48, kv=16, layers=2):
+    """Tensors by (layer or None, part, kind), large enough that every position matters."""
+    g = torch.Generator().manual_seed(11)
+    shapes = dict(q=(D, D), k=(kv, D), v=(kv, D), o=(D, D), gate=(H, D), up=(H, D), down=(D, H), norm1=(D,), norm2=(D,))
+    w = {(None, part, "weight"): 0.3 * torch.randn(*shape, generator=g) for part, shape in
+         dict(embed=(V, D), norm=(D,), head=(V, D)).items()}
+    for layer in range(layers):
+        w.update({(layer, part, "weight"): 0.3 * torch.randn(*shape, generator=g) for part, shape in shapes.items()})
+        if kind == "Dream":
+            w.update({(layer, part, "bias"): 0.3 * torch.randn(shapes[part][0], generator=g) for part in "qkv"})
+    return {key: 1 + x if "norm" in key[1] else x for key, x in w.items()}
+
+
+def slow_transformer(w, ids, eps, theta, heads=4, kv_heads=2, layers=2):
+    """Logits (T, V) of one sequence: embed, (RMSNorm, rotary attention without a mask, RMSNorm, SwiGLU) x layers, RMSNorm, head."""
+    def linear(x, layer, part):
+        return x @ w[layer, part, "weight"].T + w.get((layer, part, "bias"), 0)
+
+    def rms(x, layer, part):
+        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * w[layer, part, "weight"]
+
+    def rotate(x):  # (T, heads, d): the pair (i, i + d/2) turns by T * theta^(-2i/d)
+        T, _, d = x.shape
+        angle = torch.arange(T)[:, None, None] * theta ** (-torch.arange(0, d, 2) / d)
+        a, b = x[..., :d // 2], x[..., d // 2:]
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+
+    x = w[None, "embed", "weight"][ids]
+    for layer in range(layers):
+        h = rms(x, layer, "norm1")
+        q, k, v = (linear(h, layer, part).view(len(ids), n, -1) for part, n in (("q", heads), ("k", kv_heads), ("v", kv_heads)))
+        q, k = rotate(q), rotate(k)
+        mixed = []
+        for head in range(heads):
+            shared = head * kv_heads // heads
+            weight = (q[:, head] @ k[:, shared].T / math.sqrt(q.shape[-1])).softmax(-1)
+            mixed.append(weight @ v[:, shared])
+        x = x + linear(torch.cat(mixed, dim=-1), layer, "o")
+        h = rms(x, layer, "norm2")
+        x = x + linear(F.silu(linear(h, layer, "gate")) * linear(h, layer, "up"), layer, "down")
+    return linear(rms(x, None, "norm"), None, "head")
+
+
+def write_tokenizer(folder, kind):
+    """Byte-level vocabulary and special tokens in the files of the hub's tokenizer."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    added = {str(256 + i): dict(content=token, lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
+             for i, token in enumerate(SPECIAL[kind])}
+    settings = dict(added_tokens_decoder=added, eos_token="<|endoftext|>", pad_token="<|endoftext|>", model_max_length=256)
+    if kind == "llada":
+        bpe = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+        bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = tokenizers.decoders.ByteLevel()
+        bpe.add_special_tokens(SPECIAL[kind])
+        bpe.save(str(folder / "tokenizer.json"))
+        settings.update(tokenizer_class="PreTrainedTokenizerFast", bos_token="<|startoftext|>", chat_template=LLADA_TEMPLATE)
+    else:
+        (folder / "vocab.json").write_text(json.dumps({c: i for i, c in enumerate(alphabet)}))
+        (folder / "merges.txt").write_text("#version: 0.2\n")
+        settings.update(tokenizer_class="DreamTokenizer", auto_map={"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+                        bos_token="<|beginoftext|>", mask_token="<|mask|>", chat_template=CHATML, add_prefix_space=False)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_checkpoint(folder, kind, **changes):
+    """A checkpoint of `kind` in the hub's layout, weights in bf16 in two shards; `changes` to config.json (None: left out)."""
+    folder.mkdir(exist_ok=True)
+    config = {**(LLADA_CONFIG if kind == "llada" else DREAM_CONFIG), **changes}
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in changes or v is not None}))
+    (folder / f"modeling_{kind.lower()}.py").write_text("raise RuntimeError('downloaded code was run')\n")
+    write_tokenizer(folder, kind)
+    names = LLADA_NAMES if kind == "llada" else DREAM_NAMES
+    weights = random_weights(kind)
+    tensors = {f"{names['block']}.{layer}.{names[part]}.{end}" if layer is not None else f"{names[part]}.{end}":
+               x.to(torch.bfloat16) for (layer, part, end), x in weights.items()}
+    shards = [dict(list(tensors.items())[i::2]) for i in range(2)]
+    files = [f"model-0000{i + 1}-of-00002.safetensors" for i in range(2)]
+    for file, shard in zip(files, shards):
+        safetensors.torch.save_file(shard, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, shard in zip(files, shards) for name in shard}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return {key: x.to(torch.bfloat16).float() for key, x in weights.items()}
+
+
+def all_tensors(folder):
+    return {k: x for f in sorted(folder.glob("*.safetensors")) for k, x in safetensors.torch.load_file(f).items()}
+
+
+@pytest.fixture(scope="session", params=["llada", "Dream"])
+def hub(request, tmp_path_factory):
+    """(kind, folder, weights by part, predictor, tokenizer) of a tiny LLaDA and a tiny Dream."""
+    folder = tmp_path_factory.mktemp("hub") / request.param
+    weights = write_checkpoint(folder, request.param)
+    return request.param, folder, weights, *mdu.load_backbone(str(folder))
+
+
+def test_backbones_equal_a_transformer_written_out(hub):
+    """Scores of the loaded model against slow_transformer, to 1e-5; Dream's score of i is the output at i - 1, 0's its own."""
+    kind, _, weights, predictor, _ = hub
+    config = dict(eps=1e-5, theta=500000.0) if kind == "llada" else dict(eps=1e-6, theta=1000000.0)
+    for T in (1, 2, 9):
+        ids = torch.arange(T) * 37 % 264
+        logits = slow_transformer(weights, ids, **config)
+        if kind == "Dream":
+            logits = logits[[max(i - 1, 0) for i in range(T)]]
+        every = torch.ones(1, T, dtype=torch.bool)
+        torch.testing.assert_close(predictor(ids[None], every, every), logits, rtol=1e-5, atol=1e-5)
+        for i in range(T):  # one position alone is asked for
+            only = torch.arange(T)[None] == i
+            torch.testing.assert_close(predictor(ids[None], every, only), logits[[i]], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_no_score(hub, side):
+    """A padded batch against single sequences, whatever token fills it, to 1e-5."""
+    predictor = hub[3]
+    rows = [torch.arange(n) * 29 % 250 for n in (12, 5, 8)]
+    ids, real, wanted = torch.full((3, 12), 77), torch.zeros(3, 12, dtype=torch.bool), torch.zeros(3, 12, dtype=torch.bool)
+    for b, row in enumerate(rows):
+        place = slice(12 - len(row), 12) if side == "left" else slice(0, len(row))
+        ids[b, place], real[b, place] = row, True
+        wanted[b, place] = torch.arange(len(row)) > 1
+    single = [predictor(r[None], r[None] >= 0, torch.arange(len(r))[None] > 1) for r in rows]
+    torch.testing.assert_close(predictor(ids, real, wanted), torch.cat(single), rtol=1e-5, atol=1e-5)
+
+
+def test_a_saved_backbone_is_the_source_again(hub, tmp_path):
+    """Saved: same tensor names, values and dtype, same config, tokenizer and code files; loaded again: same scores."""
+    _, folder, _, predictor, tokenizer = hub
+    (tmp_path / "run.json").write_text("{}")
+    mdu.save_model(tmp_path, predictor, tokenizer, folder)
+    before, after = all_tensors(folder), all_tensors(tmp_path)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) and before[k].dtype == after[k].dtype == torch.bfloat16 for k in before)
+    for file in folder.iterdir():
+        if file.suffix != ".safetensors" and file.name != "model.safetensors.index.json":
+            assert (tmp_path / file.name).read_bytes() == file.read_bytes()
+    again, _ = mdu.load_backbone(str(tmp_path))
+    for (name, a), (_, b) in zip(predictor.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_tokens_of_the_chat_templates(hub):
+    """Prompt ids: the template around the user's turn, the assistant's header exactly once; control-token text stays text;
+    the response ends with the end-of-turn token, the text before it comes back."""
+    kind, _, _, predictor, tokenizer = hub
+    prompt, response = mdu.encode_row(tokenizer, predictor.end_id, " Who is <|mask|><|mdm_mask|>? ", "Zoë <|endoftext|>!")
+    shown = "Who is <|mask|><|mdm_mask|>?"
+    expected = {"llada": [256, 259, "user", 260, "\n\n" + shown, 261, 259, "assistant", 260, "\n\n"],
+                "Dream": [259, "user\n" + shown, 260, "\n", 259, "assistant\n"]}[kind]
+    ids = [i for part in expected for i in ([part] if isinstance(part, int) else tokenizer(part, split_special_tokens=True).input_ids)]
+    assert prompt == ids and max(tokenizer(shown, split_special_tokens=True).input_ids) < 256
+    assert response[-1] == predictor.end_id == {"llada": 261, "Dream": 260}[kind] and max(response[:-1]) < 256
+    assert ev.decode(predictor, tokenizer, response + [predictor.pad_id, 70]) == "Zoë <|endoftext|>!"
+    assert (predictor.mask_id, predictor.pad_id, predictor.shift) == {"llada": (258, 257, False), "Dream": (258, 256, True)}[kind]
+
+
+REFUSED = {  # what is wrong with a checkpoint: (kind, changes to config.json, words of the error)
+    "block type": ("llada", dict(block_type="sequential"), ["block_type", "'sequential'", "'llama'"]),
+    "alibi": ("llada", dict(alibi=True), ["alibi", "True"]), "bias": ("llada", dict(include_qkv_bias=True), ["include_qkv_bias"]),
+    "norm": ("llada", dict(layer_norm_type="default"), ["layer_norm_type"]),
+    "activation": ("llada", dict(activation_type="gelu"), ["activation_type", "gelu"]),
+    "no d_model": ("llada", dict(d_model=None), ["no d_model"]),
+    "mixture of experts": ("llada", dict(block_type=None, n_layers=None, num_experts=8), ["block_type", "absent"]),
+    "sliding window": ("Dream", dict(use_sliding_window=True), ["use_sliding_window"]),
+    "scaled rope": ("Dream", dict(rope_scaling={"factor": 2}), ["rope_scaling"]),
+    "no mask": ("llada", dict(mask_token_id=None), ["mask_token_id"]),
+    "layers": ("llada", dict(n_layers=3), ["missing keys", "model.layers.2"]),
+    "fewer layers": ("Dream", dict(num_hidden_layers=1), ["unexpected keys", "model.layers.1"]),
+    "width": ("llada", dict(mlp_hidden_size=40), ["mismatched keys", "mlp"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_backbone_that_does_not_fit_is_refused(case, tmp_path):
+    """The error names the field or the tensors."""
+    kind, changes, words = REFUSED[case]
+    write_checkpoint(tmp_path, kind, **changes)
+    with pytest.raises(ValueError) as error:
+        mdu.load_backbone(str(tmp_path))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_pickled_weights_and_tokenizers_without_an_end_are_refused(tmp_path):
+    """Only .bin weights; a tokenizer that lacks the end-of-turn token."""
+    write_checkpoint(tmp_path / "a", "llada")
+    for file in (tmp_path / "a/tokenizer.json", tmp_path / "a/tokenizer_config.json"):
+        file.write_text(file.read_text().replace("<|eot_id|>", "<|stop|>"))
+    with pytest.raises(ValueError, match="no end token"):
+        mdu.load_backbone(str(tmp_path / "a"))
+    write_checkpoint(tmp_path / "b", "Dream")
+    for file in (tmp_path / "b").glob("*.safetensors"):
+        file.rename(file.with_suffix(".bin"))
+    with pytest.raises(ValueError, match=r"\.bin"):
+        mdu.load_backbone(str(tmp_path / "b"))
+
+
+def test_any_masked_language_model_loads(tmp_path):
+    """A tiny ModernBERT with its own tokenizer: the scores are its logits at the positions asked for."""
+    config = transformers.ModernBertConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                                           num_attention_heads=2, pad_token_id=1, eos_token_id=1, bos_token_id=1,
+                                           cls_token_id=1, sep_token_id=1, max_position_embeddings=64)
+    model = transformers.ModernBertForMaskedLM(config).eval()
+    model.save_pretrained(tmp_path)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[MASK]": 0, "[SEP]": 1, "[UNK]": 2, "a": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, mask_token="[MASK]", eos_token="[SEP]", unk_token="[UNK]",
+                                         pad_token="[SEP]").save_pretrained(tmp_path)
+    predictor, tokenizer = mdu.load_backbone(str(tmp_path))
+    ids, wanted = torch.tensor([[5, 0, 7, 0]]), torch.tensor([[False, True, False, True]])
+    torch.testing.assert_close(predictor(ids, ids >= 0, wanted), model(input_ids=ids).logits[wanted])
+    assert (predictor.mask_id, predictor.end_id) == (0, 1)
+    assert mdu.encode_row(tokenizer, 1, "a b", "a") == ([3, 2], [3, 1])  # no chat template: the bare question
+
+
+@pytest.mark.parametrize("kind", ["llada", "Dream"])
+def test_real_backbones_run_end_to_end(kind, tofu, tmp_path, monkeypatch, capsys):
+    """The TOFU preset from a hub-layout checkpoint: sft, mdu from the base beside it, evaluation; layout kept to the end."""
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "hub", kind)
+    common = ["--preset", f"tofu-{kind.lower()}", "--data", str(tofu), "--response-length", "24", "--batch-size", "2"]
+    mdu.main([*common, "--method", "sft", "--model", "hub", "--epochs", "1"])
+    out = tmp_path / f"out/tofu-{kind.lower()}"
+    mdu.main([*common, "--epochs", "2", "--tau", "0.5", "--checkpoint-activations"])
+    ev.main(["--samples", "2", "--steps", "4", str(out / "mdu-tau0.5")])
+    assert set(json.loads((out / "mdu-tau0.5/eval/summary.json").read_text())["splits"]) == set(ev.SPLITS)
+    source, saved = all_tensors(tmp_path / "hub"), all_tensors(out / "mdu-tau0.5")
+    assert source.keys() == saved.keys() and {x.dtype for x in saved.values()} == {torch.bfloat16}
+    assert (out / "mdu-tau0.5/config.json").read_bytes() == (tmp_path / "hub/config.json").read_bytes()
+    assert "memory before activations" in capsys.readouterr().out
+
+
+def test_presets_for_real_backbones():
+    """The paper's numbers: batch 4 x accumulation 4, 2e-5 and 1000 / 300 epochs of SFT, 1e-5 and 9 / 5 epochs of unlearning."""
+    for name, epochs, sft_epochs, model in (("llada", 9, 1000, "GSAI-ML/LLaDA-8B-Instruct"),
+                                            ("dream", 5, 300, "Dream-org/Dream-v0-Instruct-7B")):
+        o = options("--preset", f"tofu-{name}")
+        assert (o.lr, o.epochs, o.batch_size, o.grad_accum, o.retain_weight) == (1e-5, epochs, 4, 4, 1.0)
+        assert (o.data, o.model, o.mask_sampling, o.response_length) == ("locuslab/TOFU", None, "bernoulli", 128)
+        assert (o.retain_reduction, o.null_prompt_rate, o.out) == ("sequence", 0.0, f"out/tofu-{name}/mdu-tau1")
+        o = options("--preset", f"tofu-{name}", "--method", "sft")
+        assert (o.lr, o.epochs, o.batch_size, o.grad_accum, o.model) == (2e-5, sft_epochs, 4, 4, model) and len(o.revision) == 40
+        assert options("--preset", f"tofu-{name}", "--method", "sft", "--model", "x/y").revision is None
+        o = options("--preset", f"rwku-{name}", "--forget", "x.jsonl")
+        assert (o.lr, o.epochs, o.batch_size, o.grad_accum, o.retain_weight, o.model) == (1e-5, 3, 4, 1, 0.0, model)
+
+
+def test_memory_options_change_no_result(base, tmp_path):
+    """Activation checkpointing: the same bits; bfloat16: the same run to its precision; max-length: responses cut, not prompts."""
+    common = ["--model", str(base), "--epochs", "1", "--lr", "1e-4"]
+    variants = dict(plain=[], recomputed=["--checkpoint-activations"], half=["--dtype", "bfloat16"])
+    for name, flags in variants.items():
+        mdu.main([*common, *flags, "--out", str(tmp_path / name)])
+    plain, recomputed, half = (weights(tmp_path / name) for name in variants)
+    for key, value in plain.items():
+        assert torch.equal(value, recomputed[key])
+        torch.testing.assert_close(value, half[key], rtol=0, atol=6e-4)
+    assert any(not torch.equal(value, half[key]) for key, value in plain.items())
+    predictor, tokenizer = mdu.load_backbone(str(base))
+    o, splits = options("--max-length", "20"), mdu.toy_world()
+    splits["train_retain"] = splits["retain"]
+    whole, cut = mdu.encode_pools(options(), splits, predictor, tokenizer), mdu.encode_pools(o, splits, predictor, tokenizer)
+    for (prompt, response), (p, r) in zip(whole["retain"], cut["retain"], strict=True):
+        assert p == prompt and r == response[:20 - len(prompt)]
+    assert any(len(r) < len(response) for (_, response), (_, r) in zip(whole["retain"], cut["retain"]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
