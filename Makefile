@@ -5,6 +5,7 @@ PYTHON := .venv/bin/python
 TOY    := out/toy
 RUNS   := $(addprefix $(TOY)/,ga gd npo simnpo wga dpo mdu-tau0 mdu-tau0.25 mdu-tau0.5 mdu-tau0.75 mdu-tau1)
 export CUDA_VISIBLE_DEVICES :=
+export OMP_NUM_THREADS := 1
 
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## /\1\t/p' Makefile
@@ -18,8 +19,8 @@ install: .venv/installed  ## a virtual environment with the pinned packages
 
 demo: install  ## toy base model, every method, evaluation, table in out/toy/report.md
 	$(MAKE) $(TOY)/base/config.json
-	OMP_NUM_THREADS=1 $(MAKE) --jobs=2 $(RUNS:=/config.json)
-	OMP_NUM_THREADS=1 $(MAKE) --jobs=2 score-baselines score-mdu
+	$(MAKE) --jobs=2 $(RUNS:=/config.json)
+	$(MAKE) --jobs=2 score-baselines score-mdu
 	$(PYTHON) eval.py --report $(TOY)/base $(RUNS)
 
 $(TOY)/base/config.json:

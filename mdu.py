@@ -435,6 +435,7 @@ def load_backbone(name, revision=None, dtype=torch.float32):
     import transformers
     from safetensors import SafetensorError
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # what matters is checked below
     folder = model_folder(name, revision)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{name}: no config.json there; a model folder, such as a finished run, is needed")
