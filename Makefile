@@ -1,9 +1,10 @@
 # make demo: the paper's story on a toy world, on a CPU.  make test: the tests.  Both install what they need into .venv.
-.PHONY: help install demo score-baselines score-mdu test clean
+.PHONY: help install demo toy-baselines toy-mdu test clean
 
-PYTHON := .venv/bin/python
-TOY    := out/toy
-RUNS   := $(addprefix $(TOY)/,ga gd npo simnpo wga dpo mdu-tau0 mdu-tau0.25 mdu-tau0.5 mdu-tau0.75 mdu-tau1)
+PYTHON    := .venv/bin/python
+TOY       := out/toy
+BASELINES := ga gd npo simnpo wga dpo
+TAUS      := 0 0.25 0.5 0.75 1
 export CUDA_VISIBLE_DEVICES :=
 export OMP_NUM_THREADS := 1
 
@@ -18,25 +19,18 @@ install: .venv/installed  ## a virtual environment with the pinned packages
 	touch $@
 
 demo: install  ## toy base model, every method, evaluation, table in out/toy/report.md
-	$(MAKE) $(TOY)/base/config.json
-	$(MAKE) --jobs=2 $(RUNS:=/config.json)
-	$(MAKE) --jobs=2 score-baselines score-mdu
-	$(PYTHON) eval.py --report $(TOY)/base $(RUNS)
-
-$(TOY)/base/config.json:
 	$(PYTHON) mdu.py --method sft --overwrite
+	$(MAKE) --jobs=2 toy-baselines toy-mdu
+	$(PYTHON) eval.py --report $(TOY)/base $(addprefix $(TOY)/,$(BASELINES)) $(addprefix $(TOY)/mdu-tau,$(TAUS))
 
-$(TOY)/mdu-tau%/config.json: $(TOY)/base/config.json
-	$(PYTHON) mdu.py --method mdu --tau $* --overwrite
+# What `python mdu.py --method ga` and so on do, in one process each: starting Python takes longer than a toy run.
+toy-baselines:
+	$(PYTHON) -c 'import mdu; [mdu.main(["--overwrite", "--method", m]) for m in "$(BASELINES)".split()]; \
+	  import eval; eval.main("--samples 32 $(TOY)/base $(addprefix $(TOY)/,$(BASELINES))".split())'
 
-$(TOY)/%/config.json: $(TOY)/base/config.json
-	$(PYTHON) mdu.py --method $* --overwrite
-
-score-baselines:
-	$(PYTHON) eval.py --samples 32 $(TOY)/base $(filter-out $(TOY)/mdu%,$(RUNS))
-
-score-mdu:
-	$(PYTHON) eval.py --samples 32 $(filter $(TOY)/mdu%,$(RUNS))
+toy-mdu:
+	$(PYTHON) -c 'import mdu; [mdu.main(["--overwrite", "--tau", t]) for t in "$(TAUS)".split()]; \
+	  import eval; eval.main("--samples 32 $(addprefix $(TOY)/mdu-tau,$(TAUS))".split())'
 
 test: install  ## the tests, offline
 	.venv/bin/pip install --quiet --disable-pip-version-check pytest
