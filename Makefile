@@ -2,6 +2,7 @@
 .PHONY: help install demo toy-baselines toy-mdu test clean
 
 PYTHON    := .venv/bin/python
+SEED      := 1
 TOY       := out/toy
 BASELINES := ga gd npo simnpo wga dpo
 TAUS      := 0 0.25 0.5 0.75 1
@@ -18,19 +19,21 @@ install: .venv/installed  ## a virtual environment with the pinned packages
 	.venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
 
-demo: install  ## toy base model, every method, evaluation, table in out/toy/report.md
-	$(PYTHON) mdu.py --method sft --overwrite
+demo: install  ## toy base model, every method, evaluation, table in out/toy/report.md (SEED=2 TOY=out/toy2: another seed)
+	$(PYTHON) mdu.py --method sft --overwrite --seed $(SEED) --out $(TOY)/base
 	$(MAKE) --jobs=2 toy-baselines toy-mdu
 	$(PYTHON) eval.py --report $(TOY)/base $(addprefix $(TOY)/,$(BASELINES)) $(addprefix $(TOY)/mdu-tau,$(TAUS))
 
 # What `python mdu.py --method ga` and so on do, in one process each: starting Python takes longer than a toy run.
 toy-baselines:
-	$(PYTHON) -c 'import mdu; [mdu.main(["--overwrite", "--method", m]) for m in "$(BASELINES)".split()]; \
-	  import eval; eval.main("--samples 32 $(TOY)/base $(addprefix $(TOY)/,$(BASELINES))".split())'
+	$(PYTHON) -c 'import mdu, eval; \
+	  [mdu.main(f"--overwrite --seed $(SEED) --out $(TOY)/{m} --method {m}".split()) for m in "$(BASELINES)".split()]; \
+	  eval.main("--samples 32 $(TOY)/base $(addprefix $(TOY)/,$(BASELINES))".split())'
 
 toy-mdu:
-	$(PYTHON) -c 'import mdu; [mdu.main(["--overwrite", "--tau", t]) for t in "$(TAUS)".split()]; \
-	  import eval; eval.main("--samples 32 $(addprefix $(TOY)/mdu-tau,$(TAUS))".split())'
+	$(PYTHON) -c 'import mdu, eval; \
+	  [mdu.main(f"--overwrite --seed $(SEED) --out $(TOY)/mdu-tau{t} --tau {t}".split()) for t in "$(TAUS)".split()]; \
+	  eval.main("--samples 32 $(addprefix $(TOY)/mdu-tau,$(TAUS))".split())'
 
 test: install  ## the tests, offline
 	.venv/bin/pip install --quiet --disable-pip-version-check pytest
