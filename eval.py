@@ -196,8 +196,7 @@ def evaluate(run, a):
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
         summary["splits"][split] = summarise(records)
         print(f"{run}: {split}, {len(records)} rows, {time.time() - start:.0f}s", file=sys.stderr, flush=True)
-        example = records[len(records) // 2]  # one from the middle of the first split, the forget set
-        summary.setdefault("example", {k: example[k] for k in ("question", "reference", "generation")})
+        summary.setdefault("examples", [{k: r[k] for k in ("question", "reference", "generation")} for r in records[:3]])
     mdu.write_json(out / "summary.json", summary)
     return summary
 
@@ -259,8 +258,12 @@ def markdown(summaries):
     protocol = summaries[0]["protocol"]
     lines += ["", f"rL: ROUGE-L F1 (recall). p: answer probability (Eq. 14, {protocol['samples']} masks). "
               f"{protocol['steps']} steps for {protocol['length']} tokens. Questions: {sizes}.", "",
-              f"One forget question: {summaries[0]['example']['question']} (reference: {summaries[0]['example']['reference']})", "",
-              "| Method | writes |", "|---|---|", *(f"| {title(s)} | {s['example']['generation'] or '(empty)'} |" for s in summaries)]
+              "What is written to the first forget questions:", "",
+              "| | " + " | ".join(example["question"] for example in summaries[0]["examples"]) + " |",
+              "|---|" + "---|" * len(summaries[0]["examples"]),
+              "| Reference | " + " | ".join(example["reference"] for example in summaries[0]["examples"]) + " |"]
+    for s in summaries:
+        lines.append(f"| {title(s)} | " + " | ".join(example["generation"] or "(empty)" for example in s["examples"]) + " |")
     return "\n".join(lines)
 
 
