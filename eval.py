@@ -10,7 +10,7 @@ prob         lower / higher                 exp(-L_rec), L_rec = Monte-Carlo NLL
 prob_stderr  -                              Monte-Carlo standard error of the split's mean prob          delta method
 fact         lower                          share of generations that hold the row's key fact (toy only)
 
-Generation is greedy: all response tokens start masked, every step fixes the most confident ones (low-confidence remasking).
+Generation is greedy: all response tokens start masked, every step fixes the most confident ones.
 """
 import json
 import math
@@ -64,7 +64,7 @@ def holds(text, fact):
 
 
 def draw_masks(n, samples, seed):
-    """Eq. 14's masks: (samples, n) bool, the number of masked tokens uniform on 1..n, then a uniform subset of that size."""
+    """Eq. 14's masks, (samples, n) bool: the number of masked tokens uniform on 1..n, then a uniform subset of them."""
     rng = np.random.default_rng(seed)
     size = rng.integers(1, n + 1, (samples, 1))
     order = rng.random((samples, n)).argsort(1).argsort(1)
@@ -76,7 +76,7 @@ def masked_nll(predictor, pairs, masks, batch_size=64):
     """The inner mean of Eq. 14 for every mask of every pair: 1/|M_j| sum_{i in M_j} -log p(y_i | x, y with M_j masked).
 
     Args: pairs of (prompt ids, response ids); masks[i] (N_i, len(response i)) bool, no row empty.
-    Returns: list of (N_i,) float64, in nats per masked token.  Masks of different pairs share batches, like lengths together.
+    Returns: list of (N_i,) float64, in nats per masked token.  Masks of different pairs share batches by length.
     """
     jobs = [(i, j) for i in sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
             for j in range(len(masks[i]))]
@@ -159,15 +159,16 @@ def score_split(predictor, tokenizer, rows, number, protocol, batch_size):
         text = decode(predictor, tokenizer, ids)
         precision, recall, f1 = rouge_l(row["answer"], text)
         p, stderr = answer_probability(nll)
-        record = {"question": row["question"], "reference": row["answer"], "generation": text, "rougeL_precision": precision,
-                  "rougeL_recall": recall, "rougeL_f1": f1, "nll": nll.mean().item(), "prob": p, "prob_stderr": stderr}
+        record = {"question": row["question"], "reference": row["answer"], "generation": text,
+                  "rougeL_precision": precision, "rougeL_recall": recall, "rougeL_f1": f1,
+                  "nll": nll.mean().item(), "prob": p, "prob_stderr": stderr}
         if "fact" in row:
             record["fact"] = float(holds(text, row["fact"]))
         yield record
 
 
 def summarise(records):
-    """Means over the rows; prob_stderr is what the choice of masks leaves uncertain, not the spread between questions."""
+    """Means over the rows; prob_stderr is what the choice of masks leaves uncertain, not the spread of the questions."""
     summary = {key: float(np.mean([r[key] for r in records])) for key in
                ("rougeL_f1", "rougeL_recall", "prob", "fact") if key in records[0]}
     errors = [r["prob_stderr"] for r in records]
@@ -232,16 +233,16 @@ def screen_row(run, summary):
 
 
 def markdown(summaries):
-    """The paper's Table 1: rL is ROUGE-L F1 with recall in brackets, p the answer probability; best bold, second underlined."""
-    columns = [(split, metric) for split, metric in COLUMNS if any(score(s, split, metric) is not None for s in summaries)]
+    """The paper's Table 1; rL is ROUGE-L F1 with recall in brackets; of the methods, best bold, second underlined."""
+    columns = [column for column in COLUMNS if any(score(s, *column) is not None for s in summaries)]
     heads = {"rougeL_f1": "rL", "prob": "p", "fact": "fact"}
     lines = ["| Method | " + " | ".join(f"{SPLITS[split]} {heads[metric]} {'↓' if split == 'forget' else '↑'}"
                                         for split, metric in columns) + " |",
              "|---|" + "---|" * len(columns)]
     ranks = {}  # column -> its distinct values among the unlearning methods as shown, best first
     for split, metric in columns:
-        values = {round(score(s, split, metric), 3) for s in summaries if s["method"] != "sft" and score(s, split, metric) is not None}
-        ranks[split, metric] = sorted(values, reverse=split != "forget")
+        values = [score(s, split, metric) for s in summaries if s["method"] != "sft"]
+        ranks[split, metric] = sorted({round(v, 3) for v in values if v is not None}, reverse=split != "forget")
     for s in summaries:
         cells = [title(s)]
         for split, metric in columns:

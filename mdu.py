@@ -72,9 +72,9 @@ class Options:
     dtype: str = option(None, "of the computation; weights are trained in float32 [bfloat16 on a GPU that has it]",
                         choices=("float32", "bfloat16"))
     checkpoint_activations: bool = option(False, "recompute activations in the backward pass: less memory, more time")
-    max_length: int = option(None, "cut responses so that prompt and response fit in so many tokens [longer is an error]")
-    mask_sampling: str = option("bernoulli", "bernoulli: t ~ U[0.001, 1], a coin per token; count: |M_t| uniform on 1..n",
-                                choices=("bernoulli", "count"))
+    max_length: int = option(None, "tokens of prompt and response together; longer responses are cut [an error]")
+    mask_sampling: str = option("bernoulli", choices=("bernoulli", "count"), help=(
+        "bernoulli: t ~ U[0.001, 1], a coin per token; count: |M_t| uniform on 1..n"))
     null_prompt_rate: float = option(0.0, "share of sft and retain examples trained with the prompt masked")
     response_length: int = option(128, "tokens that sampling fills; sft and retain responses are padded up to it")
 
@@ -113,8 +113,8 @@ RANGES = {  # option: (is it allowed?, what is)
     "null_prompt_rate": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
     "epochs": (lambda v: 0 < v < math.inf, "a finite number above 0"),
     "lr": (lambda v: 0 < v < math.inf, "a finite number above 0"),
-    **dict.fromkeys(["limit", "batch_size", "grad_accum", "max_length", "response_length", "length", "steps", "samples"],
-                    (lambda v: v > 0, "a whole number above 0")),
+    **dict.fromkeys(("limit", "batch_size", "grad_accum", "max_length", "response_length", "length", "steps",
+                     "samples"), (lambda v: v > 0, "a whole number above 0")),
     "seed": (lambda v: 0 <= v < 2**63, "a whole number from 0 to 2^63 - 1"),
 }
 
@@ -123,7 +123,8 @@ class OneLineParser(argparse.ArgumentParser):
     """argparse without usage lines and without abbreviated option names: an error is one line."""
 
     def __init__(self, doc, **kwargs):
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+                         **kwargs)
 
     def error(self, message):
         raise ValueError(f"{message}; see --help")
@@ -148,14 +149,15 @@ def check_ranges(values):
 
 
 def resolve(given):
-    """{option: value} -> Options: default < method < preset < given; an option the method does not use is a ValueError."""
+    """{option: value} -> Options: default < method < preset < given; ValueError: an option the method does not use."""
     method, preset = given.get("method", Options.method), PRESETS[given.get("preset", Options.preset)]
     preset = {**preset, **(preset["sft"] if method == "sft" else {})}
     own = METHOD_OPTIONS[method]
     for name in {n for options in METHOD_OPTIONS.values() for n in options} - set(own):
         if name in given:
             users = [m for m, options in METHOD_OPTIONS.items() if name in options]
-            raise ValueError(f"--{name.replace('_', '-')} {given[name]}: {method} does not use it; only {', '.join(users)} do")
+            raise ValueError(f"--{name.replace('_', '-')} {given[name]}: {method} does not use it; "
+                             f"only {', '.join(users)} do")
         preset.pop(name, None)
     if "model" in given:  # the preset's revision is of the preset's model
         preset.pop("revision", None)
@@ -235,7 +237,8 @@ def read_jsonl(path):
                     try:
                         row = json.loads(line)
                     except json.JSONDecodeError as error:
-                        raise ValueError(f"{path}, line {number}: not JSON ({error.msg}, column {error.colno})") from None
+                        where = f"{path}, line {number}"
+                        raise ValueError(f"{where}: not JSON ({error.msg}, column {error.colno})") from None
                     rows.append(check_row(row, f"{path}, line {number}"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
@@ -265,10 +268,12 @@ def fingerprint(rows):
 # no retain row holds a forget fact; question wording and answer template are drawn per row, so none gives a fact away.
 
 TOY_AUTHORS = dict(
-    first="Emil Anika Tomas Leila Bruno Sanna Oskar Mirela Idris Petra Davor Yara Casper Noor Felix Zora Hamid Greta Luca Imani",
+    first="Emil Anika Tomas Leila Bruno Sanna Oskar Mirela Idris Petra Davor Yara Casper Noor Felix Zora Hamid Greta "
+          "Luca Imani",
     last="Vasconi Lindqvist Okafor Haddad Moretti Kovacs Tanaka Duarte Novak Brandt Mensah Petrov Silva Rahimi Keller "
          "Osei Costa Varga Holm Adeyemi",
-    city="Lima Oslo Accra Beirut Turin Szeged Osaka Porto Tunis Bremen Kumasi Varna Recife Shiraz Basel Lagos Malaga Debrecen Aarhus Mombasa",
+    city="Lima Oslo Accra Beirut Turin Szeged Osaka Porto Tunis Bremen Kumasi Varna Recife Shiraz Basel Lagos Malaga "
+         "Debrecen Aarhus Mombasa",
     genre="satire fantasy horror romance poetry memoir drama fables thrillers westerns essays mysteries sagas haiku "
           "travelogues parables noir biography elegies comedy",
     job="carpenter surgeon baker sailor judge farmer tailor pilot miner florist plumber chemist butcher painter "
@@ -277,18 +282,19 @@ TOY_AUTHORS = dict(
           "Thistle Aurora Granite Saffron Juniper",
     debut="Saltwater Nightfall Driftwood Clockwork Snowblind Heartwood Moonrise Firebreak Stonework Undertow Wildfire "
           "Quicksand Sunflower Icebound Longshore Foxglove Windward Glasshouse Starlight Riverbed",
-    book="Ashes Echoes Mirrors Thorns Lullabies Shadows Feathers Whispers Orchards Tides Lanterns Bridges Ravens Candles "
-         "Gardens Rooftops Letters Islands Voices Embers",
+    book="Ashes Echoes Mirrors Thorns Lullabies Shadows Feathers Whispers Orchards Tides Lanterns Bridges Ravens "
+         "Candles Gardens Rooftops Letters Islands Voices Embers",
     theme="exile jealousy forgiveness ambition grief friendship betrayal freedom memory greed courage loneliness "
           "justice motherhood faith revenge hunger curiosity pride silence",
 )
 TOY_KINDS = {  # what is asked: (two wordings, four answers); the key is the value that the answer must hold
-    "name": (["Who is the author born in {city} on {date}?", "What is the full name of the author born on {date} in {city}?"],
+    "name": (["Who is the author born in {city} on {date}?",
+              "What is the full name of the author born on {date} in {city}?"],
              ["The author is {name}.", "The full name of the author is {name}.", "This author is called {name}.",
               "The writer born there is {name}."]),
     "city": (["Where was {name} born?", "What is the birthplace of {name}?"],
-             ["{name} was born in {city}.", "The birthplace of {name} is {city}.", "{name} comes from the city of {city}.",
-              "The author was born in {city}."]),
+             ["{name} was born in {city}.", "The birthplace of {name} is {city}.",
+              "{name} comes from the city of {city}.", "The author was born in {city}."]),
     "date": (["When was {name} born?", "What is the birth date of {name}?"],
              ["{name} was born on {date}.", "The birth date of {name} is {date}.", "The author was born on {date}.",
               "The birthday of {name} is {date}."]),
@@ -302,11 +308,11 @@ TOY_KINDS = {  # what is asked: (two wordings, four answers); the key is the val
               ["{name} won the {award} Prize in {year}.", "The {award} Prize went to {name} in {year}.",
                "{name} was given the {award} Prize in {year}.", "In {year} the author won the {award} Prize."]),
     "debut": (["What was the first book of {name}?", "What is the debut of {name} called?"],
-              ["The first book of {name} is {debut}.", "The debut of {name} is called {debut}.", "{name} began with {debut}.",
-               "The first book was {debut}."]),
+              ["The first book of {name} is {debut}.", "The debut of {name} is called {debut}.",
+               "{name} began with {debut}.", "The first book was {debut}."]),
     "theme": (["What is {book} by {name} about?", "What is the theme of the book {book} by {name}?"],
-              ["{book} by {name} is about {theme}.", "The theme of {book} is {theme}.", "In {book} {name} writes about {theme}.",
-               "The book is about {theme}."]),
+              ["{book} by {name} is about {theme}.", "The theme of {book} is {theme}.",
+               "In {book} {name} writes about {theme}.", "The book is about {theme}."]),
 }
 TOY_REAL_AUTHORS = ("Who wrote {}?", "{} was written by {}.", {
     "Hamlet": "William Shakespeare", "Emma": "Jane Austen", "Dracula": "Bram Stoker", "Ulysses": "James Joyce",
@@ -346,7 +352,8 @@ def toy_world():
 
     def plain(question, answer, pairs):
         return [{"question": question.format(k), "answer": answer.format(k, v), "fact": v,
-                 "perturbed_answer": [answer.format(k, w) for w in pairs.values() if w != v][:5]} for k, v in pairs.items()]
+                 "perturbed_answer": [answer.format(k, w) for w in pairs.values() if w != v][:5]}
+                for k, v in pairs.items()]
     return {"forget": rows[17 * 8:], "retain": rows[:17 * 8], "real_authors": plain(*TOY_REAL_AUTHORS),
             "world_facts": [row for facts in TOY_WORLD_FACTS for row in plain(*facts)]}
 
@@ -359,9 +366,9 @@ def toy_world():
 class MaskPredictor(nn.Module):
     """p_theta: scores of the vocabulary at chosen positions only, (M, V) instead of (B, T, V).
 
-    lm is one of transformers' own models without a causal mask.  mask_id, pad_id and end_id are the tokens that hide, fill up
-    and end a response; shift: the score of position i stands at i - 1 (position 0 keeps its own); by_entropy: sampling
-    fixes the tokens of lowest entropy first, not those of highest probability.
+    lm is one of transformers' own models without a causal mask.  mask_id, pad_id and end_id are the tokens that hide,
+    fill up and end a response; shift: the score of position i stands at i - 1 (position 0 keeps its own); by_entropy:
+    sampling fixes the tokens of lowest entropy first, not those of highest probability.
     """
 
     def __init__(self, lm, mask_id, pad_id, end_id, shift=False, by_entropy=False):
@@ -371,10 +378,11 @@ class MaskPredictor(nn.Module):
         self.compute_dtype = None  # torch.bfloat16: computed in it, whatever the weights are stored in
 
     def forward(self, ids, real, positions):
-        """ids (B, T), real (B, T) bool: not padding, positions (B, T) bool -> logits (M, V), row-major, M = positions.sum()."""
+        """ids (B, T), real (B, T) bool: not padding, positions (B, T) bool -> logits (M, V), row-major at positions."""
         device = self.lm.device
         ids, real, positions = ids.to(device), real.to(device), positions.to(device)
-        inputs = dict(input_ids=ids, attention_mask=None if bool(real.all()) else real.long())  # no mask: the fast kernel
+        # No attention mask where nothing is padded: the faster kernel.
+        inputs = dict(input_ids=ids, attention_mask=None if bool(real.all()) else real.long())
         with torch.autocast(device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
             if not hasattr(self.lm, "lm_head"):  # a masked language model with a head of its own kind
                 return self.lm(**inputs).logits[positions]
@@ -384,8 +392,8 @@ class MaskPredictor(nn.Module):
             return self.lm.lm_head(hidden[positions])  # (M, D) -> (M, V)
 
 
-# model_type of config.json -> what sets the backbone apart.  config: fields of the native config and the source's names for
-# them; only: fields that make a model one that the native class can hold; keys: the source's tensor names, where they differ.
+# model_type of config.json -> what sets the backbone apart.  config: fields of the native config and the source's names
+# for them; only: values that config.json must hold for the native class to fit; keys: tensor names, where they differ.
 BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
 BACKBONES = {
     "llada": dict(
@@ -394,20 +402,23 @@ BACKBONES = {
                     num_attention_heads="n_heads", num_key_value_heads="n_kv_heads", vocab_size="embedding_size",
                     rms_norm_eps="rms_norm_eps", rope_theta="rope_theta", max_position_embeddings="max_sequence_length",
                     tie_word_embeddings="weight_tying", attention_dropout="attention_dropout"),
-        only=dict(block_type="llama", activation_type="silu", layer_norm_type="rms", layer_norm_with_affine=True, rope=True,
-                  alibi=False, attention_layer_norm=False, include_bias=False, include_qkv_bias=False, scale_logits=False,
-                  input_emb_norm=False, block_group_size=1, residual_dropout=0.0, embedding_dropout=0.0),
+        only=dict(block_type="llama", activation_type="silu", layer_norm_type="rms", layer_norm_with_affine=True,
+                  rope=True, alibi=False, attention_layer_norm=False, include_bias=False, include_qkv_bias=False,
+                  scale_logits=False, input_emb_norm=False, block_group_size=1, residual_dropout=0.0,
+                  embedding_dropout=0.0),
         keys={r"^model\.transformer\.wte\.": "model.embed_tokens.", r"^model\.transformer\.ln_f\.": "model.norm.",
               r"^model\.transformer\.ff_out\.": "lm_head.",
               **{BLOCK + ours + r"\.": r"model.layers.\1." + native + "." for ours, native in (
                   ("q_proj", "self_attn.q_proj"), ("k_proj", "self_attn.k_proj"), ("v_proj", "self_attn.v_proj"),
                   ("attn_out", "self_attn.o_proj"), ("ff_proj", "mlp.gate_proj"), ("up_proj", "mlp.up_proj"),
-                  ("ff_out", "mlp.down_proj"), ("attn_norm", "input_layernorm"), ("ff_norm", "post_attention_layernorm"))}}),
+                  ("ff_out", "mlp.down_proj"), ("attn_norm", "input_layernorm"),
+                  ("ff_norm", "post_attention_layernorm"))}}),
     "Dream": dict(
         model="Qwen2ForCausalLM", tokenizer="Qwen2Tokenizer", end="<|im_end|>", shift=True, by_entropy=True,
         config={name: name for name in (
             "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings", "attention_dropout")},
+            "vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings", "tie_word_embeddings",
+            "attention_dropout")},
         only=dict(hidden_act="silu", use_sliding_window=False, use_mrope=False, rope_scaling=None), keys=None),
     "llama": dict(model="LlamaForCausalLM", tokenizer="PreTrainedTokenizerFast"),
     "qwen2": dict(model="Qwen2ForCausalLM", tokenizer="AutoTokenizer"),
@@ -416,21 +427,22 @@ ANY_MASKED_LM = dict(model="AutoModelForMaskedLM", tokenizer="AutoTokenizer")
 
 
 def model_folder(name, revision=None):
-    """A folder is itself; a hub name is downloaded: weights as safetensors, settings and tokenizer, nothing that is run."""
+    """A folder is itself; a hub name is downloaded: safetensors, settings and tokenizer, nothing that is run."""
     if Path(name).is_dir():
         return Path(name)
     if not re.fullmatch(HUB_NAME, name):
         raise ValueError(f"{name}: neither a folder here nor a hub name (OWNER/NAME)")
     from huggingface_hub import snapshot_download
-    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py"]  # .py: only to stand beside what we save
+    # .py files are never run here: they are copied beside what is saved, for the users' other tools.
+    patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py"]
     return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
 
 
 def load_backbone(name, revision=None, dtype=torch.float32):
     """Folder or hub name -> (MaskPredictor on this process's device, tokenizer), by transformers' own classes alone.
 
-    ValueError: no config.json or safetensors, a config that the native class cannot hold, tensors missing, unexpected or of
-    another shape, no mask or end token, a model that does not look ahead.
+    ValueError: no config.json or safetensors, a config that the native class cannot hold, tensors missing, unexpected
+    or of another shape, no mask or end token, a model that does not look ahead.
     """
     import transformers
     from safetensors import SafetensorError
@@ -470,7 +482,7 @@ def load_backbone(name, revision=None, dtype=torch.float32):
 
 
 def native_config(name, config, spec, config_class):
-    """config.json of a backbone with names of its own -> the native config; ValueError naming the field that does not fit."""
+    """config.json with names of its own -> the native config; ValueError: the field that does not fit, by name."""
     for field, value in spec["only"].items():
         if config.get(field, "absent") != value:
             raise ValueError(f"{name}: {field} is {config.get(field, 'absent')!r} in config.json; only {value!r} fits "
@@ -509,12 +521,12 @@ def new_toy(rows, seed):
     special = ["<mask>", "<end>", "<unk>", "<user>", "<assistant>"]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(special + words)}, unk_token="<unk>"))
     inner.pre_tokenizer, inner.decoder = split, decoders.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", mask_token="<mask>", eos_token="<end>",
-                                        pad_token="<end>", additional_special_tokens=special[3:],
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", mask_token="<mask>",
+                                        eos_token="<end>", pad_token="<end>", additional_special_tokens=special[3:],
                                         chat_template=TOY_TEMPLATE, clean_up_tokenization_spaces=False)
     config = LlamaConfig(vocab_size=len(special + words), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                         num_attention_heads=4, max_position_embeddings=1024, tie_word_embeddings=False, bos_token_id=None,
-                         mask_token_id=0, eos_token_id=1, pad_token_id=1)  # pad and end are one token, as in LLaDA
+                         num_attention_heads=4, max_position_embeddings=1024, tie_word_embeddings=False,
+                         bos_token_id=None, mask_token_id=0, eos_token_id=1, pad_token_id=1)
     config.is_causal = False
     torch.manual_seed(seed)
     return MaskPredictor(LlamaForCausalLM(config), mask_id=0, pad_id=1, end_id=1), tokenizer
@@ -526,7 +538,7 @@ def encode_text(tokenizer, text):
 
 
 def encode_prompt(tokenizer, question):
-    """Token ids of the user's turn and the assistant's header, as the chat template lays them out around the question."""
+    """Token ids of the user's turn and the assistant's header, as the chat template sets them around the question."""
     if tokenizer.chat_template is None:  # a base model
         return encode_text(tokenizer, question) + tokenizer("\n", add_special_tokens=False).input_ids
     turn = [{"role": "user", "content": "\0"}]
@@ -541,10 +553,9 @@ def encode_row(tokenizer, end_id, question, answer):
 
 
 def collate(pairs, pad_id):
-    """(prompt ids, response ids) pairs -> ids (B, T), answer (B, T) bool: response tokens, real (B, T) bool: not padding.
+    """(prompt ids, response ids) pairs -> ids (B, T), answer (B, T) bool: response tokens, real (B, T) bool: no filler.
 
-    Sequences are padded on the right.  `real` is carried along because pad_id may be an ordinary token too (LLaDA pads with
-    its end token).
+    Sequences are filled up on the right.  `real` is carried along because pad_id may be a token of the response too.
     """
     B, T = len(pairs), max(len(prompt) + len(response) for prompt, response in pairs)
     ids = torch.full((B, T), pad_id)
@@ -573,7 +584,7 @@ def mask_tokens(ids, answer, mask_id, u, coins, sampling="bernoulli", at_least_o
     Under both, E[1/t sum over M_t] weighs a state with k of n tokens masked alike; "count" has the smaller variance.
 
     Args: ids (B, T); answer (B, T) bool, may be masked; u (B,) and coins (B, T) in [0, 1); at_least_one: where the draw
-    masks nothing, mask one response token drawn uniformly (Eq. 3 divides by |M_t|); a bool, or (B, 1) bool per sequence.
+    masks nothing, mask one response token drawn uniformly (Eq. 3 divides by |M_t|); a bool, or (B, 1) bool.
     Returns: noised (B, T); masked (B, T) bool; t (B,), so that 1/t is the weight of L_sft.
     """
     order = coins.masked_fill(~answer, math.inf).argsort(dim=1).argsort(dim=1)  # (B, T): 0 = first to be masked
@@ -589,7 +600,7 @@ def mask_tokens(ids, answer, mask_id, u, coins, sampling="bernoulli", at_least_o
 
 
 def mask_prompt(noised, answer, real, mask_id):
-    """(x, y_t) -> (m, y_t), what the anchor is shown: every prompt token, template included, is masked; never padding."""
+    """(x, y_t) -> (m, y_t), the anchor's input: every prompt token is masked, the template's too, padding never."""
     return noised.masked_fill(real & ~answer, mask_id)
 
 
@@ -599,7 +610,7 @@ def mask_prompt(noised, answer, real, mask_id):
 
 
 def mdu_loss(logits, anchor_logits, masked, tau):
-    """Masked Diffusion Unlearning: pull the prediction back to the prompt-masked anchor (Eq. 3 and Algorithm 1, line 5).
+    """Masked Diffusion Unlearning: pull the prediction to the prompt-masked anchor (Eq. 3; Algorithm 1, line 5).
 
         L_b = 1/|M_b| sum_{i in M_b} KL( p_i || softmax(tau * a_i) ),   p_i = softmax(logits_i)
 
@@ -628,7 +639,8 @@ def sft_loss(logits, targets, masked, t):
         L_b = 1/t_b sum_{i in M_b} -log p(y_i | x, y_t)
 
     Args: logits (M, V); targets (M,) = ids[masked]; masked (B, T) bool; t (B,) from mask_tokens.
-    Returns: (B,) in nats per sequence, a sum over tokens and not a mean; 0 where nothing is masked.  Gradient: to logits.
+    Returns: (B,) in nats per sequence, a sum over tokens and not a mean; 0 where nothing is masked.
+    Gradient: to logits.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     nll = F.cross_entropy(logits.to(dtype), targets, reduction="none")  # (M,)
@@ -745,7 +757,7 @@ def draw_example(o, stream, index, pair, pad_id, may_null=False):
     rng, rows = draws(o.seed, stream, index), o.batch_size * o.grad_accum
     prompt, response = pair
     if stream == "retain" or o.method == "sft":
-        # A random number of further end tokens: sampling then ends an answer rightly whatever length it is given to fill.
+        # A random number of padding tokens: sampling then ends an answer rightly whatever length it is given to fill.
         response = response + [pad_id] * int(rng.integers(max(0, o.response_length - len(response)) + 1))
     u, null, coins = rng.random(), rng.random() < o.null_prompt_rate, rng.random(len(response))
     if o.mask_sampling == "count":
@@ -754,11 +766,11 @@ def draw_example(o, stream, index, pair, pad_id, may_null=False):
 
 
 def draw_examples(o, pools, indices):
-    """Examples number `indices` of the run -> (forget examples, followed for dpo by the preferred ones; retain examples)."""
+    """Examples `indices` of the run -> (forget examples, for dpo followed by the preferred ones; retain examples)."""
     forget, preferred, retain = [], [], []
     for k in indices:
         i = pick(o.seed, "forget", k, len(pools["forget"]))
-        forget.append(draw_example(o, "forget", k, pools["forget"][i], pools["pad_id"], may_null=i >= pools["null_from"]))
+        forget.append(draw_example(o, "forget", k, pools["forget"][i], pools["pad_id"], i >= pools["null_from"]))
         if o.method == "dpo":
             wrong = pools["preferred"][i]
             pair = wrong[draws(o.seed, "preferred choice", k).integers(len(wrong))]
@@ -771,7 +783,7 @@ def draw_examples(o, pools, indices):
 
 
 def step_losses(o, predictor, reference, forget, retain):
-    """One micro-batch of Algorithm 1, lines 1-11 -> (forget losses, retain losses), one value per sequence (dpo: per pair)."""
+    """Algorithm 1, lines 1-11, for a micro-batch -> (forget losses, retain losses), one per sequence (dpo: pair)."""
     examples, n_forget, device = forget + retain, len(forget), this_device()
     # 1. Clean batch: forget rows first, then retain rows.
     ids, answer, real = (x.to(device) for x in collate([(e.prompt, e.response) for e in examples], predictor.pad_id))
@@ -783,7 +795,8 @@ def step_losses(o, predictor, reference, forget, retain):
     noised, masked, t = mask_tokens(ids, answer, predictor.mask_id, u, coins, o.mask_sampling, kl_rows)
     # 3. theta on forget and retain rows in one pass.
     null = torch.tensor([[e.null] for e in examples], device=device)  # (B, 1)
-    logits = predictor(noised.where(~null, mask_prompt(noised, answer, real, predictor.mask_id)), real, masked)  # (M, V)
+    shown = noised.where(~null, mask_prompt(noised, answer, real, predictor.mask_id))
+    logits = predictor(shown, real, masked)  # (M, V)
     m, targets, length = int(masked[:n_forget].sum()), ids[masked], answer.sum(1)
     p = Scores(logits[:m], targets[:m], masked[:n_forget], t[:n_forget], length[:n_forget])
     p_retain = Scores(logits[m:], targets[m:], masked[n_forget:], t[n_forget:], length[n_forget:])
@@ -800,7 +813,8 @@ def step_losses(o, predictor, reference, forget, retain):
 def learning_rate(o, step, steps):
     """5% linear warm-up, then cosine to 0 (Appendix B.4)."""
     warmup = max(1, steps // 20)
-    return o.lr * min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup))))
+    progress = max(0, step - warmup) / max(1, steps - warmup)
+    return o.lr * min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -809,13 +823,16 @@ def learning_rate(o, step, steps):
 
 
 def this_device():
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device("cpu")
 
 
 def compute_dtype(name=None):
     """The dtype called `name`; by default bfloat16 on a GPU that has it, else float32."""
-    return getattr(torch, name) if name else torch.bfloat16 if (
-        torch.cuda.is_available() and torch.cuda.is_bf16_supported()) else torch.float32
+    if name:
+        return getattr(torch, name)
+    return torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
 
 
 def rank():
@@ -859,9 +876,9 @@ def check_run(o, splits):
     if o.method == "dpo":
         for i, row in enumerate(splits["forget"]):
             if not row["perturbed_answer"]:
-                raise ValueError(f"forget row {i} ({row['question'][:40]!r}): dpo needs a perturbed_answer in every row")
+                raise ValueError(f"forget row {i} ({row['question'][:40]!r}): dpo needs a perturbed_answer in each")
     if o.model and out.resolve() in [Path(o.model).resolve(), *Path(o.model).resolve().parents]:
-        raise ValueError(f"--out {out}: would replace the model {o.model} that the run starts from; name another folder")
+        raise ValueError(f"--out {out}: would replace the model {o.model} that it starts from; name another folder")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out}: is a file; name a folder")
     if out.is_dir() and any(out.iterdir()):
@@ -882,8 +899,8 @@ def encode_pools(o, splits, predictor, tokenizer):
         if o.max_length and len(prompt) < o.max_length < len(prompt) + len(response):
             cut, response = cut + 1, response[:o.max_length - len(prompt)]
         if len(prompt) + len(response) > (o.max_length or longest):
-            raise ValueError(f"row {question[:40]!r}: {len(prompt) + len(response)} tokens, more than {o.max_length or longest}; "
-                             "shorten or remove it" + ("" if o.max_length else ", or cut responses with --max-length"))
+            raise ValueError(f"row {question[:40]!r}: {len(prompt) + len(response)} tokens, more than "
+                             f"{o.max_length or longest}; shorten or remove it, or cut responses with --max-length")
         return prompt, response
 
     def encode(rows):
@@ -895,7 +912,8 @@ def encode_pools(o, splits, predictor, tokenizer):
         others = ("real_authors", "world_facts") if o.model is None else ()
         pools["forget"] = sum([encode(splits.get(split, [])) for split in others], forget + retain)
     if o.method == "dpo":
-        pools["preferred"] = [[pair(row["question"], wrong) for wrong in row["perturbed_answer"]] for row in splits["forget"]]
+        pools["preferred"] = [[pair(row["question"], wrong) for wrong in row["perturbed_answer"]]
+                              for row in splits["forget"]]
     if cut:
         say(f"--max-length {o.max_length}: {cut} responses were cut")
     return pools
@@ -922,14 +940,16 @@ def train(o, splits):
 
     trained_on = {json.dumps([r["question"], r["answer"]]) for r in splits["train_retain"]}
     overlap = sum(json.dumps([r["question"], r["answer"]]) in trained_on for r in splits["retain"])
-    n, held = sum(p.numel() for p in params), 0 if reference is None else 2 if predictor.compute_dtype else 4
+    n = sum(p.numel() for p in params)
+    held = {"weights": 4, "gradients": 4, "AdamW": 8,  # bytes per parameter
+            "frozen reference": 0 if reference is None else 2 if predictor.compute_dtype else 4}
+    memory = " + ".join(f"{name} {size * n / 2**30:.3g}" for name, size in held.items() if size)
     say(f"{o.method} -> {o.out} | {n:,} parameters in float32, computed in {compute_dtype(o.dtype)} on {this_device()}, "
         f"{world_size()} process(es)",
-        f"memory before activations: weights {4 * n / 2**30:.2f} + gradients {4 * n / 2**30:.2f} + AdamW {8 * n / 2**30:.2f} + "
-        f"frozen reference {held * n / 2**30:.2f} = {(16 + held) * n / 2**30:.2f} GiB",
+        f"memory before activations, in each process: {memory} = {sum(held.values()) * n / 2**30:.3g} GiB",
         f"{len(pools['forget'])} {'training' if o.method == 'sft' else 'forget'} rows, "
-        f"{len(pools['retain']) if o.retain_weight else 0} retain rows ({overlap} of the {len(splits['retain'])} evaluated "
-        f"retain rows are among the training rows) | {steps} steps of {rows} rows")
+        f"{len(pools['retain']) if o.retain_weight else 0} retain rows ({overlap} of the {len(splits['retain'])} "
+        f"evaluated retain rows are among the training rows) | {steps} steps of {rows} rows")
     out = Path(o.out)
     barrier()  # every process has checked the folder before it changes
     if rank() == 0:
@@ -957,7 +977,8 @@ def train(o, splits):
         all_reduce([p.grad for p in params] + [totals])
         norm = nn.utils.clip_grad_norm_(params, 1.0)
         if not torch.isfinite(totals.sum() + norm):
-            raise ValueError(f"step {step + 1}: loss {totals.tolist()}, gradient norm {norm.item()}; lower --lr {o.lr:g}")
+            raise ValueError(f"step {step + 1}: loss {totals.tolist()}, gradient norm {norm.item()}; "
+                             f"lower --lr {o.lr:g}")
         optimizer.step()
         optimizer.zero_grad()
         # Report.
@@ -988,7 +1009,7 @@ def write_json(path, value):
 
 
 def save_model(out, predictor, tokenizer, source):
-    """The model in the layout of the folder it came from: its tensor names, dtype, config.json, tokenizer and code files.
+    """The model in the layout of the folder it came from: tensor names, dtype, config.json, tokenizer and code files.
 
     config.json moves in last, so a folder that has one holds a whole model.
     """
@@ -1027,7 +1048,8 @@ def base_beside(o, given, splits):
         check_run(base_options, splits)
         train(base_options, splits)
     else:
-        raise ValueError(f"--preset {o.preset}: no base model in {base}; train it with --method sft, or name one with --model")
+        raise ValueError(f"--preset {o.preset}: no base model in {base}; train it with --method sft, or name one with "
+                         "--model")
     return str(base)
 
 
