@@ -769,6 +769,7 @@ def test_draws_depend_on_seed_stream_and_index_alone(method):
     """Drawn one by one, in any order, equals drawn together; an epoch visits every row once; methods share their masks."""
     o = options("--method", method, "--batch-size", "5")
     together = mdu.draw_examples(o, pools(), range(40))
+    assert all(lose.u == win.u for lose, win in zip(together[0], together[0][40:]))  # dpo: one noise level for both answers
     for part in (0, 1):
         alone = [mdu.draw_examples(o, pools(), [k])[part][:1] for k in reversed(range(40))][::-1]
         for a, b in zip(together[part], sum(alone, [])):
@@ -1267,9 +1268,41 @@ def test_accumulation_and_processes_change_nothing(base, tmp_path):
                     "--out", str(tmp_path / "processes")], check=True, timeout=120, cwd=tmp_path)
     one, start = weights(tmp_path / "one"), weights(base)
     assert max((one[k] - start[k]).abs().max() for k in one) > 1e-4
+    logs = {run: [json.loads(line) for line in open(tmp_path / run / "metrics.jsonl")] for run in ("one", "four", "processes")}
     for other in ("four", "processes"):
+        for a, b in zip(logs["one"], logs[other], strict=True):
+            assert [a[k] for k in ("step", "forget", "retain", "grad_norm", "lr")] == pytest.approx(
+                [b[k] for k in ("step", "forget", "retain", "grad_norm", "lr")], rel=1e-4, abs=1e-5)
         for key, value in weights(tmp_path / other).items():
             torch.testing.assert_close(value, one[key], rtol=0, atol=1e-6)
+
+
+def test_training_equals_a_plain_loop(base, tmp_path):
+    """Three steps of NPO at lambda 0.5 against AdamW, clipping and the schedule written out, on means over the whole batch."""
+    argv = ["--method", "npo", "--model", str(base), "--epochs", "1", "--lr", "1e-4", "--retain-weight", "0.5"]
+    mdu.main([*argv, "--out", str(tmp_path)])
+    o, splits = options(*argv), mdu.toy_world()
+    splits["train_retain"] = splits["retain"]
+    (model, tokenizer), (frozen, _) = mdu.load_backbone(str(base)), mdu.load_backbone(str(base))
+    drawn = mdu.encode_pools(o, splits, model, tokenizer)
+    parameters = dict(model.lm.named_parameters())
+    first, second = ({k: torch.zeros_like(p) for k, p in parameters.items()} for _ in range(2))
+    logs = [json.loads(line) for line in open(tmp_path / "metrics.jsonl")]
+    for step, lr in enumerate([1e-4, 1e-4, 0.5e-4]):  # one step of warm-up, then half a cosine over the two others
+        forget, retain = mdu.step_losses(o, model, frozen, *mdu.draw_examples(o, drawn, range(8 * step, 8 * step + 8)))
+        grads = torch.autograd.grad(forget.mean() + 0.5 * retain.mean(), list(parameters.values()))
+        norm = math.sqrt(sum(g.pow(2).sum().item() for g in grads))
+        assert logs[step]["grad_norm"] == pytest.approx(norm, rel=1e-4) and logs[step]["lr"] == pytest.approx(lr)
+        assert (logs[step]["forget"], logs[step]["retain"]) == pytest.approx((forget.mean().item(), retain.mean().item()), rel=1e-4)
+        with torch.no_grad():
+            for (k, p), g in zip(parameters.items(), grads):
+                g = g * min(1.0, 1.0 / norm)
+                first[k], second[k] = 0.9 * first[k] + 0.1 * g, 0.999 * second[k] + 0.001 * g * g
+                corrected = second[k] / (1 - 0.999 ** (step + 1))
+                p -= lr * (first[k] / (1 - 0.9 ** (step + 1))) / (corrected.sqrt() + 1e-8)
+    assert len(logs) == 3
+    for key, value in weights(tmp_path).items():
+        torch.testing.assert_close(value, parameters[key].detach(), rtol=0, atol=2e-6)
 
 
 def test_python_mdu_trains_the_base_it_lacks(tmp_path, tofu, monkeypatch):
