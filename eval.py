@@ -178,7 +178,7 @@ def summarise(records):
 
 def evaluate(run, a):
     """Score one run on every split of its data; returns what RUN/eval/summary.json then holds."""
-    start, options = time.time(), run_options(run)
+    start, options = time.time(), mdu.Options(**mdu.read_run(run)["options"])
     options.data, options.limit = a.data or options.data, a.limit or options.limit
     splits = {split: rows for split, rows in mdu.load_data(options).items() if split in SPLITS and rows}
     predictor, tokenizer = mdu.load_backbone(run, dtype=mdu.compute_dtype(options.dtype))
@@ -200,13 +200,6 @@ def evaluate(run, a):
         summary.setdefault("examples", [{k: r[k] for k in ("question", "reference", "generation")} for r in records[:3]])
     mdu.write_json(out / "summary.json", summary)
     return summary
-
-
-def run_options(run):
-    file = Path(run) / "run.json"
-    if not file.is_file():
-        raise ValueError(f"{run}: no run.json there; a folder that mdu.py made is needed")
-    return mdu.Options(**json.loads(file.read_text(encoding="utf-8"))["options"])
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -275,7 +268,7 @@ def report(runs):
         file = Path(run) / "eval" / "summary.json"
         if not file.is_file():
             raise ValueError(f"{run}: not scored yet; run: python eval.py {run}")
-        summaries.append(json.loads(file.read_text(encoding="utf-8")))
+        summaries.append(mdu.parse_json(file.read_text(encoding="utf-8"), file))
     table, path = markdown(summaries), Path(runs[0]).parent / "report.md"
     path.write_text(table + "\n", encoding="utf-8")
     print(table, f"\n({path})")

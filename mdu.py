@@ -111,7 +111,7 @@ RANGES = {  # option: (is it allowed?, what is)
     "delta": (lambda v: 0 <= v < math.inf, "a finite number, 0 or more"),
     "retain_weight": (lambda v: 0 <= v < math.inf, "a finite number, 0 or more"),
     "null_prompt_rate": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
-    "epochs": (lambda v: 0 < v < math.inf, "a finite number above 0"),
+    "epochs": (lambda v: 0 < v <= 1e6, "a number above 0, at most 1000000"),
     "lr": (lambda v: 0 < v < math.inf, "a finite number above 0"),
     **dict.fromkeys(("limit", "batch_size", "grad_accum", "max_length", "response_length", "length", "steps",
                      "samples"), (lambda v: v > 0, "a whole number above 0")),
@@ -213,19 +213,45 @@ def load_data(o):
     return {split: rows[:o.limit] for split, rows in splits.items()}
 
 
+def is_text(value):
+    """A string with something in it that UTF-8 can hold: half a surrogate pair cannot be tokenised."""
+    return isinstance(value, str) and value.strip() != "" and value == value.encode(errors="ignore").decode()
+
+
 def check_row(row, where):
     """A row as read -> {"question", "answer", "perturbed_answer"}; ValueError naming `where` if it cannot be used."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: {str(row)[:40]!r} is not a JSON object with a question and an answer")
     row = {"question": row.get("prompt"), "answer": row.get("response"), **row}
     for field in ("question", "answer"):
-        if not isinstance(row[field], str) or not row[field].strip():
-            raise ValueError(f"{where}: {field} is {row[field]!r}; it must be a text that is not empty")
+        if not is_text(row[field]):
+            raise ValueError(f"{where}: {field} is {repr(row[field])[:40]}; it must be a text that is not empty")
     wrong = row.get("perturbed_answer") or []
     wrong = [wrong] if isinstance(wrong, str) else wrong
-    if not isinstance(wrong, list) or not all(isinstance(a, str) and a.strip() for a in wrong):
+    if not isinstance(wrong, list) or not all(map(is_text, wrong)):
         raise ValueError(f"{where}: perturbed_answer is {str(wrong)[:40]!r}; it must be a text or a list of texts")
     return {"question": row["question"], "answer": row["answer"], "perturbed_answer": wrong}
+
+
+def parse_json(text, where):
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # malformed, a number of thousands of digits, or nested too deeply
+        raise ValueError(f"{where}: not JSON that can be read ({error})") from None
+
+
+def read_run(folder):
+    """run.json of a run's folder; ValueError if it is not what `train` wrote."""
+    file = Path(folder) / "run.json"
+    if not file.is_file():
+        raise ValueError(f"{folder}: no run.json there; a folder that mdu.py made is needed")
+    info = parse_json(file.read_text(encoding="utf-8"), file)
+    if not isinstance(info, dict) or not {"options", "data"} <= set(info):
+        raise ValueError(f"{file}: lacks options or data; it was not written by mdu.py")
+    unknown = set(info["options"]) - {field.name for field in dataclasses.fields(Options)}
+    if unknown:
+        raise ValueError(f"{file}: unknown options {sorted(unknown)}; it was written by another version")
+    return info
 
 
 def read_jsonl(path):
@@ -234,12 +260,8 @@ def read_jsonl(path):
         with open(path, encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    try:
-                        row = json.loads(line)
-                    except json.JSONDecodeError as error:
-                        where = f"{path}, line {number}"
-                        raise ValueError(f"{where}: not JSON ({error.msg}, column {error.colno})") from None
-                    rows.append(check_row(row, f"{path}, line {number}"))
+                    where = f"{path}, line {number}"
+                    rows.append(check_row(parse_json(line, where), where))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     if not rows:
@@ -445,7 +467,6 @@ def load_backbone(name, revision=None, dtype=torch.float32):
     or of another shape, no mask or end token, a model that does not look ahead.
     """
     import transformers
-    from safetensors import SafetensorError
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what matters is checked below
     folder = model_folder(name, revision)
@@ -453,7 +474,9 @@ def load_backbone(name, revision=None, dtype=torch.float32):
         raise ValueError(f"{name}: no config.json there; a model folder, such as a finished run, is needed")
     if not list(folder.glob("*.safetensors")):
         raise ValueError(f"{name}: no *.safetensors there; other formats, .bin among them, are not read")
-    config, _ = transformers.PretrainedConfig.get_config_dict(folder)
+    config = parse_json((folder / "config.json").read_text(encoding="utf-8"), folder / "config.json")
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder / 'config.json'}: not a JSON object")
     spec = BACKBONES.get(config.get("model_type"), ANY_MASKED_LM)
     model = getattr(transformers, spec["model"])
     arguments = dict(dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True)
@@ -462,8 +485,9 @@ def load_backbone(name, revision=None, dtype=torch.float32):
     try:
         lm, loaded = model.from_pretrained(folder, **arguments)
         tokenizer = getattr(transformers, spec["tokenizer"]).from_pretrained(folder)
-    except SafetensorError as error:
-        raise ValueError(f"{name}: its safetensors cannot be read ({error}); copy or train the model again") from None
+    except Exception as error:  # whatever the libraries make of a damaged file
+        raise ValueError(f"{name}: cannot be loaded as {spec['model']} with {spec['tokenizer']} "
+                         f"({type(error).__name__}: {error})") from None
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loaded[problem]:
             raise ValueError(f"{name}: {problem.replace('_', ' ')} in its safetensors: {sorted(loaded[problem])[:3]} "
@@ -473,6 +497,8 @@ def load_backbone(name, revision=None, dtype=torch.float32):
     for what, value in ids.items():
         if value is None or value == tokenizer.unk_token_id:
             raise ValueError(f"{name}: no {what} in its config.json or tokenizer; masked diffusion needs one")
+        if not isinstance(value, int) or not 0 <= value < lm.config.vocab_size:
+            raise ValueError(f"{name}: {what} {value!r} is not one of its {lm.config.vocab_size} tokens")
     pad_id = config.get("pad_token_id", tokenizer.pad_token_id)
     end_id = ids["end token"]
     predictor = MaskPredictor(lm.to(this_device()), ids["mask_token_id"], end_id if pad_id is None else pad_id, end_id,
@@ -752,13 +778,14 @@ def pick(seed, stream, index, n):
     return epoch_order(seed, f"{stream} order", epoch, n)[i]
 
 
-def draw_example(o, stream, index, pair, pad_id, may_null=False):
+def draw_example(o, stream, index, pair, pools, may_null=False):
     """Every random decision about one example: its end tokens, whether its prompt is masked, its u and coins."""
     rng, rows = draws(o.seed, stream, index), o.batch_size * o.grad_accum
     prompt, response = pair
     if stream == "retain" or o.method == "sft":
         # A random number of padding tokens: sampling then ends an answer rightly whatever length it is given to fill.
-        response = response + [pad_id] * int(rng.integers(max(0, o.response_length - len(response)) + 1))
+        room = min(o.response_length, pools["longest"] - len(prompt)) - len(response)
+        response = response + [pools["pad_id"]] * int(rng.integers(max(0, room) + 1))
     u, null, coins = rng.random(), rng.random() < o.null_prompt_rate, rng.random(len(response))
     if o.mask_sampling == "count":
         u = (index % rows + u) / rows  # stratified: the noise levels of one step cover [0, 1) evenly
@@ -770,15 +797,15 @@ def draw_examples(o, pools, indices):
     forget, preferred, retain = [], [], []
     for k in indices:
         i = pick(o.seed, "forget", k, len(pools["forget"]))
-        forget.append(draw_example(o, "forget", k, pools["forget"][i], pools["pad_id"], i >= pools["null_from"]))
+        forget.append(draw_example(o, "forget", k, pools["forget"][i], pools, i >= pools["null_from"]))
         if o.method == "dpo":
             wrong = pools["preferred"][i]
             pair = wrong[draws(o.seed, "preferred choice", k).integers(len(wrong))]
-            preferred.append(draw_example(o, "preferred", k, pair, pools["pad_id"]))
+            preferred.append(draw_example(o, "preferred", k, pair, pools))
             preferred[-1].u = forget[-1].u  # both answers at one noise level
         if o.retain_weight:
             i = pick(o.seed, "retain", k, len(pools["retain"]))
-            retain.append(draw_example(o, "retain", k, pools["retain"][i], pools["pad_id"], may_null=True))
+            retain.append(draw_example(o, "retain", k, pools["retain"][i], pools, may_null=True))
     return forget + preferred, retain
 
 
@@ -890,23 +917,23 @@ def check_run(o, splits):
 
 def encode_pools(o, splits, predictor, tokenizer):
     """Rows -> token pairs of each stream; null_from is the first forget-stream row whose prompt may be masked."""
-    longest = predictor.lm.config.max_position_embeddings
-    cut = 0
+    longest, cut = o.max_length or predictor.lm.config.max_position_embeddings, 0
 
     def pair(question, answer):
         nonlocal cut
         prompt, response = encode_row(tokenizer, predictor.end_id, question, answer)
-        if o.max_length and len(prompt) < o.max_length < len(prompt) + len(response):
-            cut, response = cut + 1, response[:o.max_length - len(prompt)]
-        if len(prompt) + len(response) > (o.max_length or longest):
-            raise ValueError(f"row {question[:40]!r}: {len(prompt) + len(response)} tokens, more than "
-                             f"{o.max_length or longest}; shorten or remove it, or cut responses with --max-length")
+        if o.max_length and len(prompt) < longest < len(prompt) + len(response):
+            cut, response = cut + 1, response[:longest - len(prompt)]
+        if len(prompt) + len(response) > longest:
+            raise ValueError(f"row {question[:40]!r}: {len(prompt) + len(response)} tokens, more than {longest}; "
+                             "shorten or remove it, or cut responses with --max-length")
         return prompt, response
 
     def encode(rows):
         return [pair(row["question"], row["answer"]) for row in rows]
     forget, retain = encode(splits["forget"]), encode(splits["train_retain"])
-    pools = {"forget": forget, "retain": retain, "null_from": len(forget), "pad_id": predictor.pad_id}
+    pools = {"forget": forget, "retain": retain, "null_from": len(forget), "pad_id": predictor.pad_id,
+             "longest": longest}
     if o.method == "sft":
         # A backbone made from scratch has had no pre-training: the facts of the other splits stand in for it.
         others = ("real_authors", "world_facts") if o.model is None else ()
@@ -1038,7 +1065,7 @@ def base_beside(o, given, splits):
     """The base model beside the run, out/PRESET/base by default; the toy's is trained now if it is absent."""
     base = Path(o.out).parent / "base"
     if (base / "config.json").is_file():
-        trained = json.loads((base / "run.json").read_text(encoding="utf-8"))["data"]
+        trained = read_run(base)["data"]
         for split, rows in splits.items():
             if trained.get(split, {}).get("sha256") != fingerprint(rows):
                 raise ValueError(f"{base}: was trained on other {split} rows; name another --out, or a --model")
@@ -1074,6 +1101,9 @@ def run_program(name, main):
     except (ValueError, OSError) as error:
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

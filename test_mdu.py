@@ -628,6 +628,7 @@ def files(tmp_path_factory):
     content = {"good": "\n".join(rows), "malformed": rows[0] + "\n" + rows[1][:-3], "array": "[1, 2]", "empty": "\n",
                "no-question": '{"answer": "a"}', "empty-answer": rows[0] + '\n\n{"question": "q", "answer": " "}',
                "prompt-number": '{"prompt": 3, "response": "a"}', "wrong-perturbed": rows[0][:-1] + ', "perturbed_answer": [3]}',
+               "deep": "[" * 100000, "digits": '{"question": ' + "9" * 5000 + "}", "surrogate": '{"question": "\\ud800", "answer": "a"}',
                "long": '{"question": "q", "answer": "' + "a " * 2000 + '"}\n' + "\n".join(rows)}
     for name, text in content.items():
         (root / f"{name}.jsonl").write_text(text)
@@ -655,13 +656,20 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--forget {d}/prompt-number.jsonl --retain-weight 0": ["question is 3"],
     "--forget {d}/wrong-perturbed.jsonl --retain-weight 0": ["perturbed_answer"],
     "--forget {d}/latin.jsonl --retain-weight 0": ["latin.jsonl", "UTF-8"],
+    "--forget {d}/deep.jsonl --retain-weight 0": ["line 1", "recursion"],
+    "--forget {d}/digits.jsonl --retain-weight 0": ["line 1", "digits"],
+    "--forget {d}/surrogate.jsonl --retain-weight 0": ["line 1", "question"],
     "--forget {d}/good.jsonl --retain-weight 0 --method dpo": ["row 0", "perturbed_answer"],
     "--forget {d}/long.jsonl --retain-weight 0 --model {base}": ["2004 tokens", "1024"],
     "--data {d}/absent": ["absent", "hub name"], "--limit 4": ["4 forget rows", "8 of one step"],
     "--model {d}": ["no config.json"], "--model {base} --out {base}": ["would replace the model"],
     "--model {base}/eval/.. --out {base}/..": ["--out"], "--out {d}": ["holds other files"],
     "--out {d}/good.jsonl": ["is a file"], "--model {causal}": ["causal model", "bidirectional"],
-    "--model {truncated}": ["safetensors"],
+    "--model {garbage}": ["config.json", "not JSON"], "--model {tokenizer}": ["PreTrainedTokenizerFast"],
+    "--model {mask}": ["mask_token_id 99999"], "--revision x --model {base}": ["hub name"], "--epochs 1e300": ["1000000"],
+    "--preset rwku-llada": ["--forget FILE"], "--preset tofu-llada --data toy": ["no base model", "--method sft"],
+    "--dtype float16": ["float16", "bfloat16"], "--max-length 5 --model {base}": ["more than 5"],
+    "--model {truncated}": ["SafetensorError"],
 }
 
 
@@ -683,8 +691,13 @@ def test_bad_input_is_one_line_and_exit_code_2(typed, files, base, broken, tmp_p
 
 
 def test_bad_input_of_eval(base, tmp_path, capsys):
-    """The same for eval.py: no run, a run that is not scored, numbers out of range."""
-    for typed, expected in ((f"{tmp_path}", "no run.json"), (f"--report {tmp_path}", "not scored yet"), ("", "RUN"),
+    """The same for eval.py: no run, a damaged one, one that is not scored, numbers out of range."""
+    for name, text in (("json", "{"), ("list", "[]"), ("options", '{"options": {"x": 1}, "data": {}}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(text)
+    for typed, expected in (
+            (f"{tmp_path}/json", "not JSON"), (f"{tmp_path}/list", "lacks options"), (f"{tmp_path}/options", "['x']"),
+            (f"{tmp_path}", "no run.json"), (f"--report {tmp_path}", "not scored yet"), ("", "RUN"),
                             (f"--samples 0 {base}", "--samples 0"), (f"--steps 17 {base}", "more than the 16 tokens")):
         with pytest.raises(SystemExit) as stop:
             ev.mdu.run_program("eval.py", lambda: ev.main(typed.split()))
@@ -760,7 +773,7 @@ def pools(n=10, m=7):
     def pair(start, i):
         return [start + i, 4, 5][:2 + i % 2], list(range(6, 8 + i % 5)) + [1]
     forget, retain = [pair(30, i) for i in range(n)], [pair(50, i) for i in range(m)]
-    return {"forget": forget, "retain": retain, "null_from": n, "pad_id": 1, "preferred": [[pair(30, i)[:1] + ([8 + j, 9, 1],) for j in range(3)]
+    return {"forget": forget, "retain": retain, "null_from": n, "pad_id": 1, "longest": 99, "preferred": [[pair(30, i)[:1] + ([8 + j, 9, 1],) for j in range(3)]
                                                                              for i in range(n)]}
 
 
@@ -798,6 +811,8 @@ def test_stratified_counts_end_tokens_and_null_prompts():
     assert {len(e.response) for e in forget} == {3, 4, 5, 6, 7} and not any(e.null for e in forget)
     assert {len(e.response) for e in retain} == set(range(3, 13)) and abs(np.mean([e.null for e in retain]) - 0.3) < 0.05
     assert abs(np.mean([e.u for e in forget]) - 0.5) < 0.02
+    _, retain = mdu.draw_examples(o, dict(pools(), longest=11), range(500))
+    assert max(len(e.prompt) + len(e.response) for e in retain) == 11
 
 
 def tiny(seed):
@@ -1213,12 +1228,15 @@ def base(tmp_path_factory):
 def broken(base, tmp_path_factory):
     """Copies of the base model that must be refused."""
     root = tmp_path_factory.mktemp("broken")
-    folders = {name: root / name for name in ("causal", "truncated")}
+    folders = {name: root / name for name in ("causal", "truncated", "garbage", "tokenizer", "mask")}
     for folder in folders.values():
         shutil.copytree(base, folder)
     config = json.loads((base / "config.json").read_text())
+    (folders["mask"] / "config.json").write_text(json.dumps({**config, "mask_token_id": 99999}))
     del config["is_causal"]
     (folders["causal"] / "config.json").write_text(json.dumps(config))
+    (folders["garbage"] / "config.json").write_text("{")
+    (folders["tokenizer"] / "tokenizer.json").write_text("{}")
     weights = folders["truncated"] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     return folders
