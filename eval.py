@@ -1,12 +1,12 @@
 """Score what mdu.py trained: ROUGE-L and answer probability on forget, retain, real-authors and world-facts questions.
 
     python eval.py RUN [RUN ...]             # RUN/eval/summary.json, RUN/eval/SPLIT.jsonl, one table row per run
-    python eval.py --report RUN [RUN ...]    # the paper's Table 1 in Markdown, from what is already scored
+    python eval.py --report RUN [RUN ...]    # the paper's Table 2 in Markdown, from what is already scored
 
 metric       better on forget / elsewhere   definition                                                  source
 rougeL_f1    lower / higher                 LCS F1 of generation and reference (the paper's rL)          Lin 2004
 rougeL_recall  lower / higher               LCS recall, what TOFU's own code calls rougeL                Lin 2004
-prob         lower / higher                 exp(-L_rec), L_rec = Monte-Carlo NLL per token, N masks      Eq. 14
+prob         lower / higher                 exp(-L_rec), L_rec = Monte-Carlo NLL per token, N masks      Eq. 7
 prob_stderr  -                              Monte-Carlo standard error of the split's mean prob          delta method
 fact         lower                          share of generations that hold the row's key fact (toy only)
 
@@ -59,12 +59,12 @@ def holds(text, fact):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# Answer probability (Eq. 14)
+# Answer probability (Eq. 7)
 # ------------------------------------------------------------------------------------------------------------------
 
 
 def draw_masks(n, samples, seed):
-    """Eq. 14's masks, (samples, n) bool: the number of masked tokens uniform on 1..n, then a uniform subset of them."""
+    """Eq. 7's masks, (samples, n) bool: the number of masked tokens uniform on 1..n, then a uniform subset of them."""
     rng = np.random.default_rng(seed)
     size = rng.integers(1, n + 1, (samples, 1))
     order = rng.random((samples, n)).argsort(1).argsort(1)
@@ -73,7 +73,7 @@ def draw_masks(n, samples, seed):
 
 @torch.no_grad()
 def masked_nll(predictor, pairs, masks, batch_size=64):
-    """The inner mean of Eq. 14 for every mask of every pair: 1/|M_j| sum_{i in M_j} -log p(y_i | x, y with M_j masked).
+    """The inner mean of Eq. 7 for every mask of every pair: 1/|M_j| sum_{i in M_j} -log p(y_i | x, y with M_j masked).
 
     Args: pairs of (prompt ids, response ids); masks[i] (N_i, len(response i)) bool, no row empty.
     Returns: list of (N_i,) float64, in nats per masked token.  Masks of different pairs share batches by length.
@@ -95,7 +95,7 @@ def masked_nll(predictor, pairs, masks, batch_size=64):
 
 
 def answer_probability(nll):
-    """Eq. 14: p = exp(-mean of nll (N,)), and its Monte-Carlo standard error p std / sqrt(N) (None for one sample)."""
+    """Eq. 7: p = exp(-mean of nll (N,)), and its Monte-Carlo standard error p std / sqrt(N) (None for one sample)."""
     p = math.exp(-nll.mean())
     return p, p * (nll.std() / math.sqrt(len(nll))).item() if len(nll) > 1 else None
 
@@ -226,7 +226,7 @@ def screen_row(run, summary):
 
 
 def markdown(summaries):
-    """The paper's Table 1; rL is ROUGE-L F1 with recall in brackets; of the methods, best bold, second underlined."""
+    """The paper's Table 2; rL is ROUGE-L F1 with recall in brackets; of the methods, best bold, second underlined."""
     columns = [column for column in COLUMNS if any(score(s, *column) is not None for s in summaries)]
     heads = {"rougeL_f1": "rL", "prob": "p", "fact": "fact"}
     lines = ["| Method | " + " | ".join(f"{SPLITS[split]} {heads[metric]} {'↓' if split == 'forget' else '↑'}"
@@ -250,7 +250,7 @@ def markdown(summaries):
         lines.append("| " + " | ".join(cells) + " |")
     sizes = ", ".join(f"{SPLITS[split]} {summaries[0]['splits'][split]['n']}" for split in summaries[0]["splits"])
     protocol = summaries[0]["protocol"]
-    lines += ["", f"rL: ROUGE-L F1 (recall). p: answer probability (Eq. 14, {protocol['samples']} masks). "
+    lines += ["", f"rL: ROUGE-L F1 (recall). p: answer probability (Eq. 7, {protocol['samples']} masks). "
               f"{protocol['steps']} steps for {protocol['length']} tokens. Questions: {sizes}.", "",
               "What is written to the first forget questions:", "",
               "| | " + " | ".join(example["question"] for example in summaries[0]["examples"]) + " |",
@@ -282,7 +282,7 @@ def main(argv=None):
     parser.add_argument("--limit", type=int, help="score at most so many rows of every split [the run's]")
     parser.add_argument("--length", type=int, help="tokens to generate [the run's response length]")
     parser.add_argument("--steps", type=int, help="denoising steps [one per token]")
-    parser.add_argument("--samples", type=int, default=128, help="masks per answer, N of Eq. 14 [128]")
+    parser.add_argument("--samples", type=int, default=128, help="masks per answer, N of Eq. 7 [128]")
     parser.add_argument("--batch-size", type=int, default=64, help="sequences in one forward pass [64]")
     parser.add_argument("--seed", type=int, default=0, help="seed of the masks [0]")
     a = parser.parse_args(argv)

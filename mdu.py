@@ -1,7 +1,7 @@
 """Masked Diffusion Unlearning (MDU) and its six baselines, in one file.
 
 A masked diffusion language model predicts masked response tokens y_i from a prompt x and a partly masked response y_t.
-Fine-tuning moved its prediction from the prompt-masked one, p(.|m, y_t), to p(.|x, y_t); MDU pulls it back (Eq. 3):
+Fine-tuning moved its prediction from the prompt-masked one, p(.|m, y_t), to p(.|x, y_t); MDU pulls it back (Eq. 5):
 
     min_theta  E_{(x,y), t, y_t}  1/|M_t| sum_{i in M_t}  KL( p_theta(.|x, y_t) || p_theta0(.|m, y_t)^tau / Z_i )
 
@@ -610,7 +610,7 @@ def mask_tokens(ids, answer, mask_id, u, coins, sampling="bernoulli", at_least_o
     Under both, E[1/t sum over M_t] weighs a state with k of n tokens masked alike; "count" has the smaller variance.
 
     Args: ids (B, T); answer (B, T) bool, may be masked; u (B,) and coins (B, T) in [0, 1); at_least_one: where the draw
-    masks nothing, mask one response token drawn uniformly (Eq. 3 divides by |M_t|); a bool, or (B, 1) bool.
+    masks nothing, mask one response token drawn uniformly (Eq. 5 divides by |M_t|); a bool, or (B, 1) bool.
     Returns: noised (B, T); masked (B, T) bool; t (B,), so that 1/t is the weight of L_sft.
     """
     order = coins.masked_fill(~answer, math.inf).argsort(dim=1).argsort(dim=1)  # (B, T): 0 = first to be masked
@@ -636,7 +636,7 @@ def mask_prompt(noised, answer, real, mask_id):
 
 
 def mdu_loss(logits, anchor_logits, masked, tau):
-    """Masked Diffusion Unlearning: pull the prediction to the prompt-masked anchor (Eq. 3; Algorithm 1, line 5).
+    """Masked Diffusion Unlearning: pull the prediction to the prompt-masked anchor (Eq. 5; Algorithm 1, line 5).
 
         L_b = 1/|M_b| sum_{i in M_b} KL( p_i || softmax(tau * a_i) ),   p_i = softmax(logits_i)
 
@@ -817,7 +817,7 @@ def step_losses(o, predictor, reference, forget, retain):
     u = torch.tensor([e.u for e in examples], dtype=torch.float64, device=device)
     coins = torch.zeros(ids.shape, dtype=u.dtype, device=device)
     coins[answer] = torch.tensor(np.concatenate([e.coins for e in examples]), device=device)
-    # 2. Forward process.  Eq. 3 divides by |M_t|: MDU's forget rows are never left without a mask.
+    # 2. Forward process.  Eq. 5 divides by |M_t|: MDU's forget rows are never left without a mask.
     kl_rows = torch.arange(len(examples), device=device)[:, None] < (n_forget if o.method == "mdu" else 0)  # (B, 1)
     noised, masked, t = mask_tokens(ids, answer, predictor.mask_id, u, coins, o.mask_sampling, kl_rows)
     # 3. theta on forget and retain rows in one pass.

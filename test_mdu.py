@@ -1,7 +1,7 @@
 """Tests of mdu.py and eval.py: CPU only, offline.    python -m pytest -q test_mdu.py
 
 Losses are checked against slow float64 loops written from the paper's equations, against numbers worked by hand and
-in their limits; masking against its definition; ROUGE-L against a table of fractions; the answer probability (Eq. 14)
+in their limits; masking against its definition; ROUGE-L against a table of fractions; the answer probability (Eq. 7)
 against the enumeration of all masks; the sampler against what a recording predictor saw; the training step against one
 sequence at a time; whole runs against each other on small data that the tests write.
 """
@@ -9,6 +9,8 @@ import inspect
 import itertools
 import json
 import math
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -45,7 +47,7 @@ def slow_softmax(row):
 
 
 def slow_mdu(logits, anchor, masked, tau):
-    """Eq. 3: 1/|M_t| sum_i KL(p^c || p^u^tau / Z_i); p^u^0 is 1 whatever the anchor."""
+    """Eq. 5: 1/|M_t| sum_i KL(p^c || p^u^tau / Z_i); p^u^0 is 1 whatever the anchor."""
     out = []
     for rows in rows_of(masked):
         total = 0 * logits.sum()
@@ -326,7 +328,7 @@ def test_bernoulli_masks_at_rate_t():
 
 
 def assert_subset_shares(masks):
-    """Eq. 14's distribution by enumeration: each subset of size l of n positions has probability 1/(n C(n, l))."""
+    """Eq. 7's distribution by enumeration: each subset of size l of n positions has probability 1/(n C(n, l))."""
     N, n = masks.shape
     codes = (masks.long() * 2 ** torch.arange(n)).sum(1).bincount(minlength=2 ** n).double() / N
     for subset in range(2 ** n):
@@ -467,11 +469,11 @@ def llama():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Eq. 14: the answer probability
+# Eq. 7: the answer probability
 # ---------------------------------------------------------------------------------------------------------------------
 
 def all_masks(n):
-    """Every non-empty subset of n positions as a bool (2^n - 1, n), and its probability under Eq. 14."""
+    """Every non-empty subset of n positions as a bool (2^n - 1, n), and its probability under Eq. 7."""
     masks = torch.tensor(list(itertools.product([False, True], repeat=n))[1:])
     return masks, f64(*(1 / (n * math.comb(n, size)) for size in masks.sum(1).tolist()))
 
@@ -515,7 +517,7 @@ def test_masked_nll_equals_slow_loop(batch_size):
 
 
 def test_monte_carlo_estimate_finds_the_exact_value():
-    """Eq. 14 sampled against Eq. 14 summed over all masks: within 4 standard errors, which shrink as 1/sqrt(N)."""
+    """Eq. 7 sampled against Eq. 7 summed over all masks: within 4 standard errors, which shrink as 1/sqrt(N)."""
     questions = [([3, 1], [4, 5, 9]), ([8], [7, 6, 1, 2, 5]), ([2, 9, 4], [3, 3])]
     exact = ev.masked_nll(Fake(), questions, [all_masks(len(y))[0] for _, y in questions])
     exact = [math.exp(-(nll @ all_masks(len(y))[1]).item()) for nll, (_, y) in zip(exact, questions)]
@@ -618,6 +620,17 @@ def test_presets_resolve_to_their_documented_numbers():
         assert o.retain_weight == 1.0 and {k: getattr(o, k) for k in values} == values
     assert options("--method", "ga").retain_weight is None
     assert options("--method", "mdu", "--tau", "0.25", "--lr", "3", "--overwrite").out == "out/toy/mdu-tau0.25"
+
+
+def test_commands_in_the_readme_parse():
+    """Every mdu.py line of README.md is accepted as typed."""
+    readme = (Path(mdu.__file__).parent / "README.md").read_text(encoding="utf-8")
+    tofu, = re.findall(r'TOFU="(.*)"', readme)
+    lines = [line.replace("$TOFU", tofu).split("mdu.py", 1)[1] for line in readme.splitlines()
+             if re.match(r"    (python|torchrun .*) ?mdu\.py", line)]
+    assert len(lines) >= 9
+    for line in lines:
+        mdu.resolve(mdu.parse(shlex.split(line, comments=True)))
 
 
 @pytest.fixture(scope="session")
