@@ -268,7 +268,10 @@ def report(runs):
         file = Path(run) / "eval" / "summary.json"
         if not file.is_file():
             raise ValueError(f"{run}: not scored yet; run: python eval.py {run}")
-        summaries.append(mdu.parse_json(file.read_text(encoding="utf-8"), file))
+        summary = mdu.parse_json(file.read_text(encoding="utf-8"), file)
+        if not isinstance(summary, dict) or not {"method", "tau", "protocol", "splits", "examples"} <= set(summary):
+            raise ValueError(f"{file}: not a summary of this program; run: python eval.py {run}")
+        summaries.append(summary)
     table, path = markdown(summaries), Path(runs[0]).parent / "report.md"
     path.write_text(table + "\n", encoding="utf-8")
     print(table, f"\n({path})")

@@ -114,7 +114,7 @@ RANGES = {  # option: (is it allowed?, what is)
     "epochs": (lambda v: 0 < v <= 1e6, "a number above 0, at most 1000000"),
     "lr": (lambda v: 0 < v < math.inf, "a finite number above 0"),
     **dict.fromkeys(("limit", "batch_size", "grad_accum", "max_length", "response_length", "length", "steps",
-                     "samples"), (lambda v: v > 0, "a whole number above 0")),
+                     "samples"), (lambda v: 0 < v <= 1e6, "a whole number from 1 to 1000000")),
     "seed": (lambda v: 0 <= v < 2**63, "a whole number from 0 to 2^63 - 1"),
 }
 
@@ -477,7 +477,7 @@ def load_backbone(name, revision=None, dtype=torch.float32):
     config = parse_json((folder / "config.json").read_text(encoding="utf-8"), folder / "config.json")
     if not isinstance(config, dict):
         raise ValueError(f"{folder / 'config.json'}: not a JSON object")
-    spec = BACKBONES.get(config.get("model_type"), ANY_MASKED_LM)
+    spec = BACKBONES.get(str(config.get("model_type")), ANY_MASKED_LM)
     model = getattr(transformers, spec["model"])
     arguments = dict(dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True)
     if "config" in spec:
@@ -485,6 +485,7 @@ def load_backbone(name, revision=None, dtype=torch.float32):
     try:
         lm, loaded = model.from_pretrained(folder, **arguments)
         tokenizer = getattr(transformers, spec["tokenizer"]).from_pretrained(folder)
+        encode_prompt(tokenizer, "Is the chat template whole?")
     except Exception as error:  # whatever the libraries make of a damaged file
         raise ValueError(f"{name}: cannot be loaded as {spec['model']} with {spec['tokenizer']} "
                          f"({type(error).__name__}: {error})") from None

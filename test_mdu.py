@@ -653,7 +653,7 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--method sgd": ["sgd", "choose from"], "--preset tofu": ["tofu", "choose from"], "--meth mdu": ["unrecognized"],
     "--tau 1.5": ["--tau 1.5", "[0, 1]"], "--tau -0.1": ["--tau -0.1"], "--tau nan": ["--tau nan"], "--tau x": ["--tau", "'x'"],
     "--lr inf": ["--lr inf"], "--lr 0": ["--lr"], "--epochs nan": ["--epochs nan"], "--seed -1": ["--seed -1"],
-    "--limit 0": ["--limit 0"], "--batch-size 2.5": ["2.5"], "--retain-weight -1": ["--retain-weight"],
+    "--limit 0": ["--limit 0"], "--limit 9999999999": ["1000000"], "--batch-size 2.5": ["2.5"], "--retain-weight -1": ["--retain-weight"],
     "--method ga --tau 1": ["--tau", "ga does not use it", "mdu"], "--method mdu --beta 1": ["--beta", "npo, simnpo, dpo"],
     "--method ga --retain-weight 1": ["ga does not use it"], "--method sft --gamma 1": ["wga"],
     "--method gd --retain-weight 0": ["use --method ga"], "--method npo --beta 0": ["--beta 0"],
@@ -679,6 +679,7 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--model {base}/eval/.. --out {base}/..": ["--out"], "--out {d}": ["holds other files"],
     "--out {d}/good.jsonl": ["is a file"], "--model {causal}": ["causal model", "bidirectional"],
     "--model {garbage}": ["config.json", "not JSON"], "--model {tokenizer}": ["PreTrainedTokenizerFast"],
+    "--model {template}": ["TemplateSyntaxError"],
     "--model {mask}": ["mask_token_id 99999"], "--revision x --model {base}": ["hub name"], "--epochs 1e300": ["1000000"],
     "--preset rwku-llada": ["--forget FILE"], "--preset tofu-llada --data toy": ["no base model", "--method sft"],
     "--dtype float16": ["float16", "bfloat16"], "--max-length 5 --model {base}": ["more than 5"],
@@ -708,8 +709,10 @@ def test_bad_input_of_eval(base, tmp_path, capsys):
     for name, text in (("json", "{"), ("list", "[]"), ("options", '{"options": {"x": 1}, "data": {}}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(text)
+    (tmp_path / "list/eval").mkdir()
+    (tmp_path / "list/eval/summary.json").write_text("[]")
     for typed, expected in (
-            (f"{tmp_path}/json", "not JSON"), (f"{tmp_path}/list", "lacks options"), (f"{tmp_path}/options", "['x']"),
+            (f"--report {tmp_path}/list", "not a summary"), (f"{tmp_path}/json", "not JSON"), (f"{tmp_path}/list", "lacks options"), (f"{tmp_path}/options", "['x']"),
             (f"{tmp_path}", "no run.json"), (f"--report {tmp_path}", "not scored yet"), ("", "RUN"),
                             (f"--samples 0 {base}", "--samples 0"), (f"--steps 17 {base}", "more than the 16 tokens")):
         with pytest.raises(SystemExit) as stop:
@@ -1241,7 +1244,7 @@ def base(tmp_path_factory):
 def broken(base, tmp_path_factory):
     """Copies of the base model that must be refused."""
     root = tmp_path_factory.mktemp("broken")
-    folders = {name: root / name for name in ("causal", "truncated", "garbage", "tokenizer", "mask")}
+    folders = {name: root / name for name in ("causal", "truncated", "garbage", "tokenizer", "mask", "template")}
     for folder in folders.values():
         shutil.copytree(base, folder)
     config = json.loads((base / "config.json").read_text())
@@ -1250,6 +1253,7 @@ def broken(base, tmp_path_factory):
     (folders["causal"] / "config.json").write_text(json.dumps(config))
     (folders["garbage"] / "config.json").write_text("{")
     (folders["tokenizer"] / "tokenizer.json").write_text("{}")
+    (folders["template"] / "chat_template.jinja").write_text("{% for")
     weights = folders["truncated"] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     return folders
