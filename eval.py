@@ -14,6 +14,7 @@ Generation is greedy: all response tokens start masked, every step fixes the mos
 """
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -179,7 +180,9 @@ def summarise(records):
 def evaluate(run, a):
     """Score one run on every split of its data; returns what RUN/eval/summary.json then holds."""
     start, options = time.time(), mdu.Options(**mdu.read_run(run)["options"])
-    options.data, options.limit = a.data or options.data, a.limit or options.limit
+    options.limit = a.limit or options.limit
+    if a.data is not None:
+        options.data, options.forget, options.retain = a.data, None, None
     splits = {split: rows for split, rows in mdu.load_data(options).items() if split in SPLITS and rows}
     predictor, tokenizer = mdu.load_backbone(run, dtype=mdu.compute_dtype(options.dtype))
     length = a.length or options.response_length
@@ -290,6 +293,8 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0, help="seed of the masks [0]")
     a = parser.parse_args(argv)
     mdu.check_ranges(vars(a))
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(f"{os.environ['WORLD_SIZE']} processes: evaluation runs in one; start it with python")
     if a.report:
         report(a.runs)
         return

@@ -25,6 +25,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,7 +113,7 @@ RANGES = {  # option: (is it allowed?, what is)
     "retain_weight": (lambda v: 0 <= v < math.inf, "a finite number, 0 or more"),
     "null_prompt_rate": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
     "epochs": (lambda v: 0 < v <= 1e6, "a number above 0, at most 1000000"),
-    "lr": (lambda v: 0 < v < math.inf, "a finite number above 0"),
+    "lr": (lambda v: 0 < v <= 1, "a number above 0, at most 1"),
     **dict.fromkeys(("limit", "batch_size", "grad_accum", "max_length", "response_length", "length", "steps",
                      "samples"), (lambda v: 0 < v <= 1e6, "a whole number from 1 to 1000000")),
     "seed": (lambda v: 0 <= v < 2**63, "a whole number from 0 to 2^63 - 1"),
@@ -150,6 +151,9 @@ def check_ranges(values):
 
 def resolve(given):
     """{option: value} -> Options: default < method < preset < given; ValueError: an option the method does not use."""
+    for name in ("model", "revision", "data", "forget", "retain", "out"):
+        if given.get(name) == "":
+            raise ValueError(f"--{name}: is empty; leave it out or name something")
     method, preset = given.get("method", Options.method), PRESETS[given.get("preset", Options.preset)]
     preset = {**preset, **(preset["sft"] if method == "sft" else {})}
     own = METHOD_OPTIONS[method]
@@ -165,6 +169,9 @@ def resolve(given):
     check_ranges(vars(o))
     if o.method == "gd" and o.retain_weight == 0:
         raise ValueError("--retain-weight 0: gd without its retain loss is ga; use --method ga")
+    for name in ("null_prompt_rate", "retain_reduction"):
+        if name in given and o.method != "sft" and not o.retain_weight:
+            raise ValueError(f"--{name.replace('_', '-')} {given[name]}: not used without a retain loss")
     if o.data is None and not o.forget:
         raise ValueError(f"--preset {o.preset}: names no data; give --forget FILE")
     if o.revision and (o.model is None or Path(o.model).is_dir()):
@@ -275,7 +282,9 @@ def read_tofu(name, config):
         raise ValueError(f"--data {name}: neither 'toy', nor a folder here, nor a hub name (OWNER/NAME)")
     import datasets
     datasets.disable_progress_bars()
-    rows = datasets.load_dataset(name, config, split="train")
+    with tempfile.TemporaryDirectory() as scratch:  # a folder's files may change under one name: read them anew
+        cache = dict(cache_dir=scratch) if Path(name).is_dir() else {}
+        rows = list(datasets.load_dataset(name, config, split="train", **cache))
     return [check_row(row, f"{name}, {config}, row {i}") for i, row in enumerate(rows)]
 
 
@@ -494,7 +503,7 @@ def load_backbone(name, revision=None, dtype=torch.float32):
             raise ValueError(f"{name}: {problem.replace('_', ' ')} in its safetensors: {sorted(loaded[problem])[:3]} "
                              f"({len(loaded[problem])} in all); the checkpoint is not a {spec['model']}")
     ids = {"mask_token_id": config.get("mask_token_id", tokenizer.mask_token_id),
-           "end token": tokenizer.convert_tokens_to_ids(spec.get("end") or tokenizer.eos_token or "")}
+           "end token": tokenizer.convert_tokens_to_ids(spec.get("end") or tokenizer.eos_token or tokenizer.sep_token or "")}
     for what, value in ids.items():
         if value is None or value == tokenizer.unk_token_id:
             raise ValueError(f"{name}: no {what} in its config.json or tokenizer; masked diffusion needs one")
@@ -504,6 +513,9 @@ def load_backbone(name, revision=None, dtype=torch.float32):
     end_id = ids["end token"]
     predictor = MaskPredictor(lm.to(this_device()), ids["mask_token_id"], end_id if pad_id is None else pad_id, end_id,
                               spec.get("shift", False), spec.get("by_entropy", False))
+    for module in predictor.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # its draws would not be those of the seed
     check_looks_ahead(name, predictor)
     return predictor, tokenizer
 
@@ -907,11 +919,18 @@ def check_run(o, splits):
                 raise ValueError(f"forget row {i} ({row['question'][:40]!r}): dpo needs a perturbed_answer in each")
     if o.model and out.resolve() in [Path(o.model).resolve(), *Path(o.model).resolve().parents]:
         raise ValueError(f"--out {out}: would replace the model {o.model} that it starts from; name another folder")
+    for name in ("data", "forget", "retain"):
+        value = getattr(o, name)
+        if value not in (None, "toy") and out.resolve() in [Path(value).resolve(), *Path(value).resolve().parents]:
+            raise ValueError(f"--out {out}: would replace --{name} {value}, which lies in it; name another folder")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out}: is a file; name a folder")
     if out.is_dir() and any(out.iterdir()):
         if not (out / "run.json").is_file():
             raise ValueError(f"--out {out}: holds other files; name an empty or a new folder")
+        others = [f.name for f in out.iterdir() if f.is_dir() and f.name not in ("eval", "export.partial")]
+        if others:
+            raise ValueError(f"--out {out}: holds folders that are no part of a run ({others[0]}); name another folder")
         if not o.overwrite:
             raise ValueError(f"--out {out}: holds a run already; add --overwrite to replace it, or name another folder")
 
@@ -1041,7 +1060,7 @@ def save_model(out, predictor, tokenizer, source):
 
     config.json moves in last, so a folder that has one holds a whole model.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
     from transformers.utils import logging
     logging.disable_progress_bar()
     aside, state = out / "export.partial", predictor.lm.state_dict()
@@ -1049,7 +1068,10 @@ def save_model(out, predictor, tokenizer, source):
         with safe_open(min(source.glob("*.safetensors")), framework="pt") as weights:
             dtype = weights.get_tensor(next(iter(weights.keys()))).dtype
         state = {name: tensor.to(dtype) for name, tensor in state.items()}
-    predictor.lm.save_pretrained(aside, state_dict=state, max_shard_size="5GB")
+    try:
+        predictor.lm.save_pretrained(aside, state_dict=state, max_shard_size="5GB")
+    except SafetensorError as error:
+        raise OSError(f"{aside}: the model cannot be written ({error}); is the disk full?") from None
     if source:
         ours = ("run.json", "model.safetensors.index.json")
         for file in source.iterdir():
@@ -1064,27 +1086,33 @@ def save_model(out, predictor, tokenizer, source):
 
 def base_beside(o, given, splits):
     """The base model beside the run, out/PRESET/base by default; the toy's is trained now if it is absent."""
-    base = Path(o.out).parent / "base"
+    base = Path(o.out).resolve().parent / "base"
+    if base == Path(o.out).resolve():
+        raise ValueError(f"--out {o.out}: is where the base model belongs; name another folder, or a --model")
     if (base / "config.json").is_file():
         trained = read_run(base)["data"]
         for split, rows in splits.items():
             if trained.get(split, {}).get("sha256") != fingerprint(rows):
                 raise ValueError(f"{base}: was trained on other {split} rows; name another --out, or a --model")
     elif o.preset == "toy":
-        shared = {k: given[k] for k in ("data", "forget", "retain", "limit", "seed", "response_length") if k in given}
-        base_options = resolve({**shared, "method": "sft", "out": str(base)})
+        shared = {k: given[k] for k in ("data", "forget", "retain", "limit", "seed", "response_length", "max_length",
+                                        "dtype", "checkpoint_activations") if k in given}
+        started = (base / "run.json").is_file()  # but never finished
+        base_options = resolve({**shared, "method": "sft", "out": str(base), "overwrite": started})
         check_run(base_options, splits)
         train(base_options, splits)
     else:
         raise ValueError(f"--preset {o.preset}: no base model in {base}; train it with --method sft, or name one with "
                          "--model")
-    return str(base)
+    return str(Path(o.out).parent / "base")
 
 
 def main(argv=None):
     given = parse(argv)
     o = resolve(given)
     if "WORLD_SIZE" in os.environ:  # started by torchrun
+        if torch.cuda.is_available():
+            torch.cuda.set_device(this_device())
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     splits = load_data(o)
     check_run(o, splits)

@@ -619,7 +619,7 @@ def test_presets_resolve_to_their_documented_numbers():
         o = options("--method", method)
         assert o.retain_weight == 1.0 and {k: getattr(o, k) for k in values} == values
     assert options("--method", "ga").retain_weight is None
-    assert options("--method", "mdu", "--tau", "0.25", "--lr", "3", "--overwrite").out == "out/toy/mdu-tau0.25"
+    assert options("--method", "mdu", "--tau", "0.25", "--lr", "0.3", "--overwrite").out == "out/toy/mdu-tau0.25"
 
 
 def test_commands_in_the_readme_parse():
@@ -653,7 +653,8 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--method sgd": ["sgd", "choose from"], "--preset tofu": ["tofu", "choose from"], "--meth mdu": ["unrecognized"],
     "--tau 1.5": ["--tau 1.5", "[0, 1]"], "--tau -0.1": ["--tau -0.1"], "--tau nan": ["--tau nan"], "--tau x": ["--tau", "'x'"],
     "--lr inf": ["--lr inf"], "--lr 0": ["--lr"], "--epochs nan": ["--epochs nan"], "--seed -1": ["--seed -1"],
-    "--limit 0": ["--limit 0"], "--limit 9999999999": ["1000000"], "--batch-size 2.5": ["2.5"], "--retain-weight -1": ["--retain-weight"],
+    "--limit 0": ["--limit 0"], "--lr 2": ["at most 1"],
+    "--method ga --null-prompt-rate 0.1": ["not used without a retain loss"], "--out x/base": ["where the base model belongs"], "--limit 9999999999": ["1000000"], "--batch-size 2.5": ["2.5"], "--retain-weight -1": ["--retain-weight"],
     "--method ga --tau 1": ["--tau", "ga does not use it", "mdu"], "--method mdu --beta 1": ["--beta", "npo, simnpo, dpo"],
     "--method ga --retain-weight 1": ["ga does not use it"], "--method sft --gamma 1": ["wga"],
     "--method gd --retain-weight 0": ["use --method ga"], "--method npo --beta 0": ["--beta 0"],
@@ -661,6 +662,7 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--forget {d}/good.jsonl --data toy --retain-weight 0": ["--data toy"],
     "--forget {d}/absent.jsonl --retain-weight 0": ["absent.jsonl", "No such file"],
     "--forget {d} --retain-weight 0": ["directory"],
+    "--forget {d}/good.jsonl --retain-weight 0 --out {d} --overwrite": ["would replace --forget"],
     "--forget {d}/malformed.jsonl --retain-weight 0": ["malformed.jsonl, line 2", "JSON"],
     "--forget {d}/array.jsonl --retain-weight 0": ["array.jsonl, line 1", "object"],
     "--forget {d}/empty.jsonl --retain-weight 0": ["empty.jsonl", "no rows"],
@@ -729,7 +731,11 @@ def test_a_run_is_replaced_only_with_overwrite(base, tmp_path, capsys):
     before = snapshot(out)
     with pytest.raises(ValueError, match="--overwrite"):
         mdu.main(argv)
+    (out / "mine").mkdir()
+    with pytest.raises(ValueError, match="mine"):
+        mdu.main(argv + ["--overwrite"])
     assert snapshot(out) == before
+    (out / "mine").rmdir()
     mdu.main(argv + ["--seed", "2", "--overwrite"])
     after = snapshot(out)
     assert after.keys() == before.keys() and after[out / "model.safetensors"] != before[out / "model.safetensors"]
@@ -762,6 +768,11 @@ def test_tofu_layout_is_read_from_a_folder(tofu):
     assert splits["forget"][0] == {"question": "Q forget10_perturbed 0?", "answer": "A 0.", "perturbed_answer": ["B 0.", "C 0."]}
     assert splits["train_retain"][5]["question"] == "Q retain90 5?"
     assert len(mdu.load_data(options("--data", str(tofu), "--limit", "2"))["train_retain"]) == 2
+    file = tofu / "world_facts_perturbed.json"  # changed under the same name: read anew
+    before = file.read_text()
+    file.write_text(before + "\n" + before.splitlines()[0].replace("0?", "9?"))
+    assert [r["question"][-2:] for r in mdu.load_data(options("--data", str(tofu)))["world_facts"]] == ["0?", "1?", "2?", "9?"]
+    file.write_text(before)
 
 
 def test_prompt_and_response_ids(base):
@@ -896,8 +907,8 @@ STEPS = ["mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "ga", "gd", "npo", "sim
 @pytest.mark.parametrize("method", STEPS)
 def test_step_equals_one_sequence_at_a_time(method, sampling):
     """The fused, padded step of every method against slow_step: losses and all gradients, to 1e-9."""
-    o = options("--method", *method.split(), "--batch-size", "6", "--mask-sampling", sampling, "--response-length", "9",
-                "--null-prompt-rate", "0.4")
+    null = [] if method == "ga" else ["--null-prompt-rate", "0.4"]  # ga has no retain rows
+    o = options("--method", *method.split(), "--batch-size", "6", "--mask-sampling", sampling, "--response-length", "9", *null)
     model, frozen, drawn_pools = tiny(0), tiny(1), dict(pools(), null_from=4 if method == "sft" else 10)
     examples = mdu.draw_examples(o, drawn_pools, range(6, 12))
     if sampling == "bernoulli":
@@ -916,11 +927,11 @@ def test_step_equals_one_sequence_at_a_time(method, sampling):
 
 
 def test_learning_rate_warms_up_and_ends_near_zero():
-    """Hand-worked: 100 steps at peak 2: warm-up over 5 steps, half-way through the cosine half the peak, 0 after the last."""
-    o = options("--lr", "2")
-    assert [mdu.learning_rate(o, s, 100) for s in range(6)] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0, 2.0])
-    assert mdu.learning_rate(o, 5 + 95 / 2, 100) == pytest.approx(1.0)
-    assert mdu.learning_rate(o, 100, 100) == pytest.approx(0) and mdu.learning_rate(o, 0, 1) == pytest.approx(2)
+    """Hand-worked: 100 steps at peak 0.2: warm-up over 5 steps, half-way through the cosine half the peak, 0 after the last."""
+    o = options("--lr", "0.2")
+    assert [mdu.learning_rate(o, s, 100) for s in range(6)] == pytest.approx([0.04, 0.08, 0.12, 0.16, 0.2, 0.2])
+    assert mdu.learning_rate(o, 5 + 95 / 2, 100) == pytest.approx(0.1)
+    assert mdu.learning_rate(o, 100, 100) == pytest.approx(0) and mdu.learning_rate(o, 0, 1) == pytest.approx(0.2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
