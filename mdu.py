@@ -15,8 +15,10 @@ Order of the file: options, data, backbone, forward process, losses, training st
 Where this departs from the paper, and why, is a list in README.md ("Deviations").
 """
 import argparse
+import contextlib
 import copy
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import json
@@ -24,6 +26,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -34,8 +37,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 # ------------------------------------------------------------------------------------------------------------------
 # Options: defaults < method < preset < command line
@@ -65,13 +72,16 @@ class Options:
     limit: int = option(None, "read at most so many rows of every split")
     out: str = option(None, "folder of the run (default: out/PRESET/METHOD)")
     overwrite: bool = option(False, "replace a run that already stands in --out")
+    resume: bool = option(False, "continue the run in --out from its newest checkpoint, with any number of processes")
+    checkpoint_every: int = option(500, "optimizer steps between two checkpoints; one is also written on SIGTERM and Ctrl-C")
     epochs: float = option(1.0, "passes over the forget set (sft: over all rows)")
     lr: float = option(1e-5, "peak learning rate of AdamW; 5%% linear warm-up, then cosine to 0")
     batch_size: int = option(4, "rows in one forward pass of one process")
     grad_accum: int = option(1, "batches in one optimizer step; batch-size x grad-accum rows, whatever the processes")
     seed: int = option(1, "seed of every random draw")
-    dtype: str = option(None, "of the computation; weights are trained in float32 [bfloat16 on a GPU that has it]",
-                        choices=("float32", "bfloat16"))
+    dtype: str = option(None, "of the computation [bfloat16 on a GPU that has it]", choices=("float32", "bfloat16"))
+    weights: str = option("float32", choices=("float32", "bfloat16"), help=(
+        "what is trained; bfloat16 (by AdamW with Kahan's compensation) takes 14 bytes per parameter, not 18"))
     checkpoint_activations: bool = option(False, "recompute activations in the backward pass: less memory, more time")
     max_length: int = option(None, "tokens of prompt and response together; longer responses are cut [an error]")
     mask_sampling: str = option("bernoulli", choices=("bernoulli", "count"), help=(
@@ -114,8 +124,8 @@ RANGES = {  # option: (is it allowed?, what is)
     "null_prompt_rate": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
     "epochs": (lambda v: 0 < v <= 1e6, "a number above 0, at most 1000000"),
     "lr": (lambda v: 0 < v <= 1, "a number above 0, at most 1"),
-    **dict.fromkeys(("limit", "batch_size", "grad_accum", "max_length", "response_length", "length", "steps",
-                     "samples"), (lambda v: 0 < v <= 1e6, "a whole number from 1 to 1000000")),
+    **dict.fromkeys(("limit", "batch_size", "grad_accum", "checkpoint_every", "max_length", "response_length", "length",
+                     "steps", "samples"), (lambda v: 0 < v <= 1e6, "a whole number from 1 to 1000000")),
     "seed": (lambda v: 0 <= v < 2**63, "a whole number from 0 to 2^63 - 1"),
 }
 
@@ -176,6 +186,8 @@ def resolve(given):
         raise ValueError(f"--preset {o.preset}: names no data; give --forget FILE")
     if o.revision and (o.model is None or Path(o.model).is_dir()):
         raise ValueError(f"--revision {o.revision}: used only with a hub name as --model")
+    if o.resume and o.overwrite:
+        raise ValueError("--resume: continues a run that --overwrite would replace; give one of them")
     if o.retain and not o.forget:
         raise ValueError(f"--retain {o.retain}: used only beside --forget")
     if o.forget and "data" in given:
@@ -183,7 +195,7 @@ def resolve(given):
     if o.forget and not o.retain and o.retain_weight:
         raise ValueError(f"--forget {o.forget}: --retain-weight {o.retain_weight} needs --retain FILE; "
                          "give one, or --retain-weight 0")
-    for name in ("data", "forget", "retain"):  # run.json must mean the same from any folder
+    for name in ("model", "data", "forget", "retain"):  # run.json must mean the same from any folder
         value = getattr(o, name)
         if value not in (None, "toy") and Path(value).exists():
             setattr(o, name, str(Path(value).resolve()))
@@ -406,7 +418,6 @@ class MaskPredictor(nn.Module):
         super().__init__()
         self.lm, self.mask_id, self.pad_id, self.end_id, self.shift, self.by_entropy = (
             lm, mask_id, pad_id, end_id, shift, by_entropy)
-        self.compute_dtype = None  # torch.bfloat16: computed in it, whatever the weights are stored in
 
     def forward(self, ids, real, positions):
         """ids (B, T), real (B, T) bool: not padding, positions (B, T) bool -> logits (M, V), row-major at positions."""
@@ -414,13 +425,12 @@ class MaskPredictor(nn.Module):
         ids, real, positions = ids.to(device), real.to(device), positions.to(device)
         # No attention mask where nothing is padded: the faster kernel.
         inputs = dict(input_ids=ids, attention_mask=None if bool(real.all()) else real.long())
-        with torch.autocast(device.type, self.compute_dtype, enabled=self.compute_dtype is not None):
-            if not hasattr(self.lm, "lm_head"):  # a masked language model with a head of its own kind
-                return self.lm(**inputs).logits[positions]
-            hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
-            if self.shift:
-                hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
-            return self.lm.lm_head(hidden[positions])  # (M, D) -> (M, V)
+        if not hasattr(self.lm, "lm_head"):  # a masked language model with a head of its own kind
+            return self.lm(**inputs).logits[positions]
+        hidden = self.lm.base_model(**inputs, use_cache=False).last_hidden_state  # (B, T, D)
+        if self.shift:
+            hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], dim=1)
+        return self.lm.lm_head(hidden[positions])  # (M, D) -> (M, V)
 
 
 # model_type of config.json -> what sets the backbone apart.  config: fields of the native config and the source's names
@@ -858,7 +868,7 @@ def learning_rate(o, step, steps):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# Run: processes, checks, loop, run folder
+# Processes: one by itself, or several under torchrun; each holds 1/N of weights, gradients and AdamW's averages
 # ------------------------------------------------------------------------------------------------------------------
 
 
@@ -883,23 +893,204 @@ def world_size():
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def all_reduce(tensors):
-    """Sum each tensor over the processes, in place, in one message."""
-    if world_size() > 1:
-        flat = torch.cat([x.reshape(-1) for x in tensors])
-        dist.all_reduce(flat)
-        for x, total in zip(tensors, flat.split([x.numel() for x in tensors])):
-            x.copy_(total.view_as(x))
+def start_processes():
+    """Join the other processes that torchrun started; a program by itself is one process of one."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(this_device())
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def barrier():
+@contextlib.contextmanager
+def together():
+    """The end of the block waits for every process; what is wrong in one ends all, and the first such one tells."""
+    error = None
+    try:
+        yield
+    except (ValueError, OSError) as caught:
+        error = caught
     if world_size() > 1:
-        dist.barrier()
+        first = torch.tensor(world_size() if error is None else rank(), device=this_device())
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+        if first.item() < world_size() and first.item() != rank():
+            raise SystemExit(2)
+    if error is not None:
+        raise error
 
 
 def say(*lines):
     if rank() == 0:
         print(*lines, sep="\n", flush=True)
+
+
+def shard(predictor, dtype):
+    """FSDP2: weights are gathered block by block, in `dtype`, when they compute; gradients are averaged in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    blocks = max((m for m in predictor.modules() if isinstance(m, nn.ModuleList)), key=len, default=())
+    for block in blocks:
+        fully_shard(block, mp_policy=policy)
+    # Not FSDP's default for the root, under which a forward pass without gradients loses the root's next gradients.
+    fully_shard(predictor, mp_policy=policy, reshard_after_forward=True)
+
+
+class KahanAdamW(torch.optim.Optimizer):
+    """AdamW without weight decay for bfloat16 weights: what rounding cuts off a weight w is kept in c (Kahan 1965).
+
+        m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,  s = w + c - lr m/(1 - b1^k) / (sqrt(v/(1 - b2^k)) + eps)
+        w <- bfloat16(s),  c <- bfloat16(s - w)
+
+    computed in float32; w, c, m are bfloat16, v is float32, whose small steps bfloat16 would lose.  Differs from AdamW
+    by rounding alone: w + c holds 16 bits of a weight, where most updates at a learning rate of 1e-5 need 12.
+    """
+
+    def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            (b1, b2), eps = group["betas"], group["eps"]
+            for p in group["params"]:
+                k = self.state[p]["step"].add_(1).item()
+                w, g, m, v, c = (x.to_local() if isinstance(x, DTensor) else x for x in (
+                    p, p.grad, *(self.state[p][key] for key in ("exp_avg", "exp_avg_sq", "compensation"))))
+                g = g.float()
+                mean = m.float().lerp(g, 1 - b1)
+                v.lerp_(g.square(), 1 - b2)
+                s = w.float() + c.float() - group["lr"] * (mean / (1 - b1**k)) / ((v / (1 - b2**k)).sqrt() + eps)
+                m.copy_(mean)
+                w.copy_(s)
+                c.copy_(s - w.float())
+
+
+def new_optimizer(o, params):
+    """AdamW with its state laid out at once: what a step will need is known, and a checkpoint can be read into it."""
+    kahan = o.weights == "bfloat16"
+    optimizer = (KahanAdamW(params, lr=o.lr) if kahan else
+                 torch.optim.AdamW(params, lr=o.lr, weight_decay=0.0, fused=True))
+    for p in params:
+        optimizer.state[p] = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p),
+                              "exp_avg_sq": torch.zeros_like(p, dtype=torch.float32)}
+        if kahan:
+            optimizer.state[p]["compensation"] = torch.zeros_like(p)
+    return optimizer
+
+
+def memory_plan(o, n, referenced):
+    """Bytes in each process before activations, for n parameters -> ({what: bytes}, accumulate before gradients move?).
+
+    Gradients of several micro-batches are summed over the processes once per step if holding them whole (4 n bytes)
+    leaves 30% of the card to activations; else after every micro-batch.
+    """
+    size, world = 2 if o.weights == "bfloat16" else 4, world_size()
+    held = {"weights": size * n / world, "gradients": size * n / world, "AdamW": (size + 4) * n / world,
+            "compensation": 2 * n / world if size == 2 else 0,
+            "frozen reference": (2 if compute_dtype(o.dtype) == torch.bfloat16 else 4) * n if referenced else 0}
+    whole, several = {"gradients being summed": 4 * n}, o.batch_size * o.grad_accum // world > o.batch_size
+    card = torch.cuda.get_device_properties(this_device()).total_memory if torch.cuda.is_available() else math.inf
+    once = world > 1 and several and sum(held.values()) + 4 * n < 0.7 * card
+    return {**held, **(whole if once else {})}, once
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Checkpoints: RUN/checkpoint/STEP/ holds safetensors of every process and, last, checkpoint.json with their sha256
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def run_state(predictor, optimizer):
+    """{name: tensor} of all that a run continues from; the draws depend on the step number alone."""
+    state = {}
+    for name, p in predictor.named_parameters():
+        state[f"weights.{name}"] = p.detach()
+        state.update({f"{key}.{name}": value for key, value in optimizer.state[p].items()})
+    return state
+
+
+def digests(folder):
+    """{file: sha256} of the safetensors in a folder, each computed by one of the processes."""
+    files = sorted(folder.glob("*.safetensors"))
+    sums = torch.zeros(len(files), 32, dtype=torch.uint8)
+    with together():
+        for i in range(rank(), len(files), world_size()):
+            digest = hashlib.sha256()
+            with open(files[i], "rb") as file:
+                while piece := file.read(2**24):
+                    digest.update(piece)
+            sums[i] = torch.tensor(list(digest.digest()), dtype=torch.uint8)
+    sums = sums.to(this_device())
+    dist.all_reduce(sums)
+    return {file.name: bytes(row).hex() for file, row in zip(files, sums.tolist())}
+
+
+def save_checkpoint(out, step, state):
+    """Complete or absent: written aside, synced, renamed; then older ones go."""
+    folder, aside = out / "checkpoint" / f"{step:08}", out / "checkpoint" / f"{step:08}.partial"
+    with together():
+        if rank() == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+    try:
+        dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(aside), save_distributed=True))
+    except CheckpointException as error:
+        reason = str(next(iter(error.failures.values()))[0]).splitlines()[0]
+        raise OSError(f"{aside}: the checkpoint cannot be written ({reason}); the last whole one is kept") from None
+    files = digests(aside)
+    with together():
+        if rank() == 0:
+            write_json(aside / "checkpoint.json", {"step": step, "processes": world_size(), "files": files})
+            os.replace(aside, folder)
+            sync(folder.parent)
+            for other in folder.parent.iterdir():
+                if other != folder:
+                    shutil.rmtree(other)
+
+
+def load_checkpoint(out, state):
+    """Read the newest checkpoint of a run into its state -> the step it was written after (0: there is none)."""
+    folders = [f for f in sorted((out / "checkpoint").glob("*")) if f.suffix != ".partial"]
+    if not folders:
+        return 0
+    file = folders[-1] / "checkpoint.json"
+    info = parse_json(file.read_text(encoding="utf-8"), file) if file.is_file() else None
+    if not isinstance(info, dict) or not {"step", "files"} <= set(info) or not isinstance(info["files"], dict):
+        raise ValueError(f"{file}: damaged; remove {folders[-1]} to start the run anew")
+    found = digests(folders[-1])
+    for name in sorted({*info["files"], *found}):
+        if info["files"].get(name) != found.get(name):
+            what = "missing" if name not in found else "not part of the checkpoint" if name not in info["files"] else (
+                "changed or cut short since it was written")
+            raise ValueError(f"{folders[-1] / name}: {what}; remove {folders[-1]} to start the run anew")
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folders[-1])))
+    steps = {int(value) for name, value in state.items() if name.startswith("step.")}
+    if steps != {info["step"]}:
+        raise ValueError(f"{file}: step {info['step']}, but its tensors are of step {min(steps)}; remove {folders[-1]} "
+                         "to start the run anew")
+    return info["step"]
+
+
+def sync(path):
+    """Wait until a file or a folder's names are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path, value):
+    """Complete or absent: written aside, then renamed."""
+    aside = Path(f"{path}.partial")
+    aside.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    sync(aside)
+    os.replace(aside, path)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Run: checks, loop, run folder
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def check_run(o, splits):
@@ -928,11 +1119,33 @@ def check_run(o, splits):
     if out.is_dir() and any(out.iterdir()):
         if not (out / "run.json").is_file():
             raise ValueError(f"--out {out}: holds other files; name an empty or a new folder")
-        others = [f.name for f in out.iterdir() if f.is_dir() and f.name not in ("eval", "export.partial")]
+        others = [f.name for f in out.iterdir() if f.is_dir() and f.name not in RUN_FOLDERS]
         if others:
             raise ValueError(f"--out {out}: holds folders that are no part of a run ({others[0]}); name another folder")
-        if not o.overwrite:
-            raise ValueError(f"--out {out}: holds a run already; add --overwrite to replace it, or name another folder")
+        if o.resume:
+            check_same_run(o, splits, read_run(out))
+        elif not o.overwrite:
+            finished = (out / "config.json").is_file()
+            raise ValueError(f"--out {out}: holds {'a run' if finished else 'an unfinished run'} already; add "
+                             f"--overwrite to replace it,{'' if finished else ' --resume to continue it,'} or name "
+                             "another folder")
+
+
+RUN_FOLDERS = ("eval", "checkpoint", "export.partial")
+MAY_DIFFER = ("out", "overwrite", "resume", "checkpoint_every", "checkpoint_activations")  # between parts of a run
+
+
+def check_same_run(o, splits, info):
+    """ValueError: --resume with options or data other than those that the run was started with."""
+    for name, value in dataclasses.asdict(o).items():
+        before = info["options"].get(name)
+        # The model of a run from the base beside it is known only when that base is there.
+        if name not in MAY_DIFFER and before != value and not (name == "model" and value is None):
+            raise ValueError(f"--{name.replace('_', '-')} {value}: the run in {o.out} was started with {before}; give "
+                             "the same options to --resume it, or --overwrite it")
+    for split, rows in splits.items():
+        if info["data"].get(split, {}).get("sha256") != fingerprint(rows):
+            raise ValueError(f"--out {o.out}: was trained on other {split} rows; --resume needs the same, --overwrite not")
 
 
 def encode_pools(o, splits, predictor, tokenizer):
@@ -965,94 +1178,160 @@ def encode_pools(o, splits, predictor, tokenizer):
         say(f"--max-length {o.max_length}: {cut} responses were cut")
     return pools
 
-
-def train(o, splits):
-    """Run one method and leave a run folder: the model, its tokenizer, run.json (what was run) and metrics.jsonl."""
+def prepare(o, splits):
+    """-> predictor with its weights shared out, tokenizer, the frozen reference (whole, or None)."""
     if o.model:
         predictor, tokenizer = load_backbone(o.model, o.revision)
     else:
-        predictor, tokenizer = new_toy(sum(splits.values(), []), o.seed)
-    predictor.to(this_device()).train()
-    reference = copy.deepcopy(predictor).eval().requires_grad_(False) if needs_reference(o) else None
-    if compute_dtype(o.dtype) == torch.bfloat16:
-        predictor.compute_dtype = torch.bfloat16
-        reference = reference and reference.to(torch.bfloat16)
+        predictor, tokenizer = new_toy([row for rows in splits.values() for row in rows], o.seed)
+    predictor.to(this_device(), getattr(torch, o.weights)).train()
+    reference = None
+    if needs_reference(o):
+        reference = copy.deepcopy(predictor).eval().requires_grad_(False).to(compute_dtype(o.dtype))
     if o.checkpoint_activations:
         predictor.lm.activation_checkpointing_enable({"use_reentrant": False})
-    pools = encode_pools(o, splits, predictor, tokenizer)
+    return predictor, tokenizer, reference
+
+
+def open_folder(o, splits, steps):
+    """Make the run's folder, empty unless it is continued, with run.json -> a handle that keeps other programs out."""
+    out = Path(o.out)
+    out.mkdir(parents=True, exist_ok=True)
+    handle = os.open(out, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise ValueError(f"--out {out}: another program is at work there; wait for it, or name another folder") from None
+    if not (o.resume and (out / "run.json").is_file()):
+        for old in out.iterdir():
+            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+        write_json(out / "run.json", {
+            "options": dataclasses.asdict(o), "steps": steps, "rows_per_step": o.batch_size * o.grad_accum,
+            "processes": world_size(),
+            "data": {split: {"rows": len(r), "sha256": fingerprint(r)} for split, r in splits.items()},
+            "versions": {"python": sys.version.split()[0], "torch": torch.__version__}})
+    return handle
+
+
+def open_metrics(out, step):
+    """metrics.jsonl, to append to, without lines of steps that come again after `step`."""
+    file, lines = out / "metrics.jsonl", []
+    if step:
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)[:step]
+    aside = out / "metrics.jsonl.partial"
+    aside.write_text("".join(lines), encoding="utf-8")
+    os.replace(aside, file)
+    return open(file, "a", buffering=1)
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, and has saved; args: what to tell, exit code."""
+
+
+@contextlib.contextmanager
+def signals():
+    """SIGTERM, Ctrl-C and a torchrun that is gone -> a function that says so: 0, or the exit code to stop with."""
+    caught, parent, before = [], os.getppid(), {}
+
+    def note(number, frame):
+        caught.append(128 + number)
+        if "WORLD_SIZE" not in os.environ:  # torchrun passes on what a terminal has sent already
+            signal.signal(number, before[number])  # a second one stops at once
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before[number] = signal.signal(number, note)
+        yield lambda: caught[0] if caught else 128 + signal.SIGTERM if os.getppid() != parent else 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def train(o, splits):
+    """Run one method and leave a run folder: the model, its tokenizer, run.json (what was run) and metrics.jsonl."""
+    if o.resume and (Path(o.out) / "config.json").is_file():
+        say(f"{o.out}: is finished already")
+        return
+    with together():
+        predictor, tokenizer, reference = prepare(o, splits)
+        pools = encode_pools(o, splits, predictor, tokenizer)
+    shard(predictor, compute_dtype(o.dtype))
+    params = list(predictor.parameters())
+    optimizer = new_optimizer(o, params)
     rows = o.batch_size * o.grad_accum
     steps = math.ceil(o.epochs * len(pools["forget"]) / rows)
-    params = list(predictor.parameters())
-    optimizer = torch.optim.AdamW(params, lr=o.lr, weight_decay=0.0, fused=True)
 
     trained_on = {json.dumps([r["question"], r["answer"]]) for r in splits["train_retain"]}
     overlap = sum(json.dumps([r["question"], r["answer"]]) in trained_on for r in splits["retain"])
     n = sum(p.numel() for p in params)
-    held = {"weights": 4, "gradients": 4, "AdamW": 8,  # bytes per parameter
-            "frozen reference": 0 if reference is None else 2 if predictor.compute_dtype else 4}
-    memory = " + ".join(f"{name} {size * n / 2**30:.3g}" for name, size in held.items() if size)
-    say(f"{o.method} -> {o.out} | {n:,} parameters in float32, computed in {compute_dtype(o.dtype)} on {this_device()}, "
-        f"{world_size()} process(es)",
-        f"memory before activations, in each process: {memory} = {sum(held.values()) * n / 2**30:.3g} GiB",
+    held, once = memory_plan(o, n, reference is not None)
+    memory = " + ".join(f"{name} {size / 2**30:.3g}" for name, size in held.items() if size)
+    say(f"{o.method} -> {o.out} | {n:,} parameters in {o.weights}, computed in {compute_dtype(o.dtype)} on "
+        f"{this_device()}, shared by {world_size()} process(es)",
+        f"memory before activations, in each process: {memory} = {sum(held.values()) / 2**30:.3g} GiB",
         f"{len(pools['forget'])} {'training' if o.method == 'sft' else 'forget'} rows, "
         f"{len(pools['retain']) if o.retain_weight else 0} retain rows ({overlap} of the {len(splits['retain'])} "
         f"evaluated retain rows are among the training rows) | {steps} steps of {rows} rows")
-    out = Path(o.out)
-    barrier()  # every process has checked the folder before it changes
-    if rank() == 0:
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
-        write_json(out / "run.json", {
-            "options": dataclasses.asdict(o), "steps": steps, "rows_per_step": rows, "processes": world_size(),
-            "data": {split: {"rows": len(r), "sha256": fingerprint(r)} for split, r in splits.items()},
-            "versions": {"python": sys.version.split()[0], "torch": torch.__version__}})
-        metrics = open(out / "metrics.jsonl", "w", buffering=1)
+
+    out, lock, metrics = Path(o.out), None, None
+    with together():
+        if rank() == 0:
+            lock = open_folder(o, splits, steps)
+    state = run_state(predictor, optimizer)
+    first = load_checkpoint(out, state) if o.resume else 0
+    with together():
+        if rank() == 0:
+            metrics = open_metrics(out, first)
+    if first:
+        say(f"continued after step {first}")
 
     start = printed = time.time()
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(o, step, steps)
-        # This process's share of the step's examples, in micro-batches.
-        share = rows // world_size()
-        mine = range(step * rows + rank() * share, step * rows + (rank() + 1) * share)
-        totals = torch.zeros(2, device=this_device())  # forget and retain loss, means over the step's rows
-        for i in range(0, share, o.batch_size):
-            forget, retain = step_losses(o, predictor, reference, *draw_examples(o, pools, mine[i:i + o.batch_size]))
-            loss = (forget.sum() + (o.retain_weight or 0) * retain.sum()) / rows  # Algorithm 1, line 12
-            loss.backward()
-            totals += torch.stack([forget.detach().sum(), retain.detach().sum()]) / rows
-        all_reduce([p.grad for p in params] + [totals])
-        norm = nn.utils.clip_grad_norm_(params, 1.0)
-        if not torch.isfinite(totals.sum() + norm):
-            raise ValueError(f"step {step + 1}: loss {totals.tolist()}, gradient norm {norm.item()}; "
-                             f"lower --lr {o.lr:g}")
-        optimizer.step()
-        optimizer.zero_grad()
-        # Report.
-        now, done = time.time(), step + 1
-        if rank() == 0:
-            rate = done / (now - start)
-            metrics.write(json.dumps({
-                "step": done, "epoch": done * rows / len(pools["forget"]), "forget": totals[0].item(),
-                "retain": totals[1].item(), "lr": learning_rate(o, step, steps), "grad_norm": norm.item(),
-                "examples_per_second": rate * rows, "seconds": now - start}) + "\n")
-            if done in (1, steps) or now - printed > 5:
-                printed = now
-                say(f"step {done:0{len(str(steps))}}/{steps} | forget {totals[0]:8.4f} | retain {totals[1]:8.4f} | "
-                    f"lr {learning_rate(o, step, steps):.1e} | gn {norm:7.2f} | {rate * rows:6.1f} ex/s | "
-                    f"eta {(steps - done) / rate / 60:.1f}m")
+    with signals() as stop_code:
+        for step in range(first, steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(o, step, steps)
+            # This process's share of the step's examples, in micro-batches.
+            share = rows // world_size()
+            mine = range(step * rows + rank() * share, step * rows + (rank() + 1) * share)
+            totals = torch.zeros(3, device=this_device())  # means of forget and retain loss over the step's rows; stop?
+            for i in range(0, share, o.batch_size):
+                predictor.set_requires_gradient_sync(not once or i + o.batch_size >= share)
+                forget, retain = step_losses(o, predictor, reference, *draw_examples(o, pools, mine[i:i + o.batch_size]))
+                loss = (forget.sum() + (o.retain_weight or 0) * retain.sum()) / rows  # Algorithm 1, line 12
+                (loss * world_size()).backward()  # FSDP takes the mean over the processes
+                totals[:2] += torch.stack([forget.detach().sum(), retain.detach().sum()]) / rows
+            totals[2] = stop_code()
+            if world_size() > 1:
+                dist.all_reduce(totals)
+            norm = nn.utils.clip_grad_norm_(params, 1.0).full_tensor()
+            if not torch.isfinite(totals.sum() + norm):
+                raise ValueError(f"step {step + 1}: loss {totals[:2].tolist()}, gradient norm {norm.item()}; "
+                                 f"lower --lr {o.lr:g}")
+            optimizer.step()
+            optimizer.zero_grad()
+            # Report.
+            now, done = time.time(), step + 1
+            if rank() == 0:
+                rate = (done - first) / (now - start)
+                metrics.write(json.dumps({
+                    "step": done, "epoch": done * rows / len(pools["forget"]), "forget": totals[0].item(),
+                    "retain": totals[1].item(), "lr": learning_rate(o, step, steps), "grad_norm": norm.item(),
+                    "examples_per_second": rate * rows, "seconds": now - start}) + "\n")
+                if done in (first + 1, steps) or now - printed > 5:
+                    printed = now
+                    say(f"step {done:0{len(str(steps))}}/{steps} | forget {totals[0]:8.4f} | retain {totals[1]:8.4f} | "
+                        f"lr {learning_rate(o, step, steps):.1e} | gn {norm:7.2f} | {rate * rows:6.1f} ex/s | "
+                        f"eta {(steps - done) / rate / 60:.1f}m")
+            if done < steps and (totals[2] > 0 or done % o.checkpoint_every == 0):
+                save_checkpoint(out, done, state)
+                if totals[2] > 0:
+                    raise Interrupted(f"{o.out}: stopped after step {done}; --resume continues", int(stop_code() or 143))
+        save_model(out, predictor, tokenizer, o.model and model_folder(o.model, o.revision))
     if rank() == 0:
         metrics.close()
-        save_model(out, predictor, tokenizer, o.model and model_folder(o.model, o.revision))
-    barrier()
-    say(f"{o.out}: done in {time.time() - start:.1f}s")
-
-
-def write_json(path, value):
-    """Complete or absent: written aside, then renamed."""
-    aside = Path(f"{path}.partial")
-    aside.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+        os.close(lock)
+    peak = f", peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if torch.cuda.is_available() else ""
+    say(f"{o.out}: done in {time.time() - start:.1f}s{peak}")
 
 
 def save_model(out, predictor, tokenizer, source):
@@ -1063,25 +1342,33 @@ def save_model(out, predictor, tokenizer, source):
     from safetensors import SafetensorError, safe_open
     from transformers.utils import logging
     logging.disable_progress_bar()
-    aside, state = out / "export.partial", predictor.lm.state_dict()
+    aside, state, dtype = out / "export.partial", {}, None
     if source:
         with safe_open(min(source.glob("*.safetensors")), framework="pt") as weights:
             dtype = weights.get_tensor(next(iter(weights.keys()))).dtype
-        state = {name: tensor.to(dtype) for name, tensor in state.items()}
-    try:
-        predictor.lm.save_pretrained(aside, state_dict=state, max_shard_size="5GB")
-    except SafetensorError as error:
-        raise OSError(f"{aside}: the model cannot be written ({error}); is the disk full?") from None
-    if source:
-        ours = ("run.json", "model.safetensors.index.json")
-        for file in source.iterdir():
-            if file.suffix in (".json", ".jinja", ".txt", ".model", ".py") and file.name not in ours:
-                shutil.copyfile(file, aside / file.name)
-    else:
-        tokenizer.save_pretrained(aside)
-    for file in sorted(aside.iterdir(), key=lambda f: f.name == "config.json"):
-        os.replace(file, out / file.name)
-    aside.rmdir()
+    for name, tensor in predictor.lm.state_dict().items():
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # gathered by all processes
+        if rank() == 0:
+            state[name] = tensor.to(dtype=dtype).cpu()
+    with together():
+        if rank() == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            try:
+                predictor.lm.save_pretrained(aside, state_dict=state, max_shard_size="5GB")
+            except SafetensorError as error:
+                raise OSError(f"{aside}: the model cannot be written ({error}); is the disk full?") from None
+            if source:
+                ours = ("run.json", "model.safetensors.index.json")
+                for file in source.iterdir():
+                    if file.suffix in (".json", ".jinja", ".txt", ".model", ".py") and file.name not in ours:
+                        shutil.copyfile(file, aside / file.name)
+            else:
+                tokenizer.save_pretrained(aside)
+            for file in sorted(aside.iterdir(), key=lambda f: f.name == "config.json"):
+                sync(file)
+                os.replace(file, out / file.name)
+            aside.rmdir()
+            shutil.rmtree(out / "checkpoint", ignore_errors=True)
 
 
 def base_beside(o, given, splits):
@@ -1089,37 +1376,37 @@ def base_beside(o, given, splits):
     base = Path(o.out).resolve().parent / "base"
     if base == Path(o.out).resolve():
         raise ValueError(f"--out {o.out}: is where the base model belongs; name another folder, or a --model")
-    if (base / "config.json").is_file():
+    started, finished = ((base / name).is_file() for name in ("run.json", "config.json"))
+    if finished:
         trained = read_run(base)["data"]
         for split, rows in splits.items():
             if trained.get(split, {}).get("sha256") != fingerprint(rows):
                 raise ValueError(f"{base}: was trained on other {split} rows; name another --out, or a --model")
     elif o.preset == "toy":
         shared = {k: given[k] for k in ("data", "forget", "retain", "limit", "seed", "response_length", "max_length",
-                                        "dtype", "checkpoint_activations") if k in given}
-        started = (base / "run.json").is_file()  # but never finished
-        base_options = resolve({**shared, "method": "sft", "out": str(base), "overwrite": started})
-        check_run(base_options, splits)
+                                        "dtype", "weights", "checkpoint_every", "checkpoint_activations") if k in given}
+        base_options = resolve({**shared, "method": "sft", "out": str(base), "resume": started})
+        with together():
+            check_run(base_options, splits)
         train(base_options, splits)
     else:
         raise ValueError(f"--preset {o.preset}: no base model in {base}; train it with --method sft, or name one with "
                          "--model")
-    return str(Path(o.out).parent / "base")
+    return str(base)
 
 
 def main(argv=None):
     given = parse(argv)
     o = resolve(given)
-    if "WORLD_SIZE" in os.environ:  # started by torchrun
-        if torch.cuda.is_available():
-            torch.cuda.set_device(this_device())
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    splits = load_data(o)
-    check_run(o, splits)
-    if o.model is None and o.method != "sft":
-        o.model = base_beside(o, given, splits)
-    train(o, splits)
-    if dist.is_initialized():
+    start_processes()
+    try:
+        with together():
+            splits = load_data(o)
+            check_run(o, splits)
+        if o.model is None and o.method != "sft":
+            o.model = base_beside(o, given, splits)
+        train(o, splits)
+    finally:
         dist.destroy_process_group()
 
 
@@ -1130,6 +1417,9 @@ def run_program(name, main):
     except (ValueError, OSError) as error:
         print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except Interrupted as stop:
+        print(f"{name}: {stop.args[0]}", file=sys.stderr)
+        sys.exit(stop.args[1])
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         sys.exit(130)
