@@ -893,15 +893,21 @@ def world_size():
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def start_processes():
+@contextlib.contextmanager
+def processes():
     """Join the other processes that torchrun started; a program by itself is one process of one."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(this_device())
-    if "WORLD_SIZE" in os.environ:
+    if "WORLD_SIZE" in os.environ:  # left as they are at the end: to tear them down can hang or crash
         dist.init_process_group(backend)
+        yield
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -918,6 +924,7 @@ def together():
         if first.item() < world_size() and first.item() != rank():
             raise SystemExit(2)
     if error is not None:
+        error.tell = True
         raise error
 
 
@@ -1398,31 +1405,41 @@ def base_beside(o, given, splits):
 def main(argv=None):
     given = parse(argv)
     o = resolve(given)
-    start_processes()
-    try:
+    with processes():
         with together():
             splits = load_data(o)
             check_run(o, splits)
         if o.model is None and o.method != "sft":
             o.model = base_beside(o, given, splits)
         train(o, splits)
-    finally:
-        dist.destroy_process_group()
 
 
 def run_program(name, main):
     """Bad input (ValueError) and a failing disk or hub (OSError) end in one line on stderr and exit code 2."""
+    code, message, tell = 0, None, os.environ.get("RANK", "0") == "0"
     try:
         main()
     except (ValueError, OSError) as error:
-        print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        code, message, tell = 2, " ".join(str(error).split()), tell or hasattr(error, "tell")
     except Interrupted as stop:
-        print(f"{name}: {stop.args[0]}", file=sys.stderr)
-        sys.exit(stop.args[1])
+        message, code = stop.args
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
-        sys.exit(130)
+        code, message = 130, "interrupted"
+    except SystemExit as stop:
+        code = stop.code
+    except torch.OutOfMemoryError as error:
+        code, message, tell = 1, f"{str(error).splitlines()[0]} Lower --batch-size or add --checkpoint-activations", True
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        code, message = 1, f"another process of the run is gone ({str(error).splitlines()[0][:120]})"
+    if message and tell:
+        print(f"{name}: {message}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "WORLD_SIZE" in os.environ:
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
