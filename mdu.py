@@ -898,6 +898,9 @@ def processes():
     """Join the other processes that torchrun started; a program by itself is one process of one."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
+        if this_device().index >= torch.cuda.device_count():
+            raise ValueError(f"{os.environ['LOCAL_WORLD_SIZE']} processes for {torch.cuda.device_count()} GPUs: each needs "
+                             "one of its own; lower --nproc_per_node")
         torch.cuda.set_device(this_device())
     if "WORLD_SIZE" in os.environ:  # left as they are at the end: to tear them down can hang or crash
         dist.init_process_group(backend)
