@@ -82,6 +82,7 @@ class Options:
     dtype: str = option(None, "of the computation [bfloat16 on a GPU that has it]", choices=("float32", "bfloat16"))
     weights: str = option("float32", choices=("float32", "bfloat16"), help=(
         "what is trained; bfloat16 (by AdamW with Kahan's compensation) takes 14 bytes per parameter, not 18"))
+    diagnose: bool = option(False, "log, at every epoch, how far the prediction is from the base's and from the anchor")
     checkpoint_activations: bool = option(False, "recompute activations in the backward pass: less memory, more time")
     max_length: int = option(None, "tokens of prompt and response together; longer responses are cut [an error]")
     mask_sampling: str = option("bernoulli", choices=("bernoulli", "count"), help=(
@@ -186,6 +187,8 @@ def resolve(given):
         raise ValueError(f"--preset {o.preset}: names no data; give --forget FILE")
     if o.revision and (o.model is None or Path(o.model).is_dir()):
         raise ValueError(f"--revision {o.revision}: used only with a hub name as --model")
+    if o.diagnose and o.method == "sft":
+        raise ValueError("--diagnose: measures unlearning; sft has no model to be compared with")
     if o.resume and o.overwrite:
         raise ValueError("--resume: continues a run that --overwrite would replace; give one of them")
     if o.retain and not o.forget:
@@ -782,7 +785,7 @@ def needs_reference(o):
 # Training step
 # ------------------------------------------------------------------------------------------------------------------
 
-STREAMS = ("forget", "forget order", "preferred", "preferred choice", "retain", "retain order")
+STREAMS = ("forget", "forget order", "preferred", "preferred choice", "retain", "retain order", "diagnose")
 
 
 def draws(seed, stream, index):
@@ -832,32 +835,66 @@ def draw_examples(o, pools, indices):
     return forget + preferred, retain
 
 
-def step_losses(o, predictor, reference, forget, retain):
-    """Algorithm 1, lines 1-11, for a micro-batch -> (forget losses, retain losses), one per sequence (dpo: pair)."""
-    examples, n_forget, device = forget + retain, len(forget), this_device()
-    # 1. Clean batch: forget rows first, then retain rows.
+class Batch(NamedTuple):
+    """Clean and noised sequences of some examples."""
+    ids: torch.Tensor  # (B, T)
+    answer: torch.Tensor  # (B, T) bool: response tokens
+    real: torch.Tensor  # (B, T) bool: not filler
+    noised: torch.Tensor  # (B, T)
+    masked: torch.Tensor  # (B, T) bool
+    t: torch.Tensor  # (B,)
+
+
+def noise(o, predictor, examples, n_kl):
+    """Lay examples out and mask them; Eq. 5 divides by |M_t|, so the first n_kl, whose loss it is, get a mask at least."""
+    device = this_device()
     ids, answer, real = (x.to(device) for x in collate([(e.prompt, e.response) for e in examples], predictor.pad_id))
     u = torch.tensor([e.u for e in examples], dtype=torch.float64, device=device)
     coins = torch.zeros(ids.shape, dtype=u.dtype, device=device)
     coins[answer] = torch.tensor(np.concatenate([e.coins for e in examples]), device=device)
-    # 2. Forward process.  Eq. 5 divides by |M_t|: MDU's forget rows are never left without a mask.
-    kl_rows = torch.arange(len(examples), device=device)[:, None] < (n_forget if o.method == "mdu" else 0)  # (B, 1)
-    noised, masked, t = mask_tokens(ids, answer, predictor.mask_id, u, coins, o.mask_sampling, kl_rows)
-    # 3. theta on forget and retain rows in one pass.
-    null = torch.tensor([[e.null] for e in examples], device=device)  # (B, 1)
-    shown = noised.where(~null, mask_prompt(noised, answer, real, predictor.mask_id))
-    logits = predictor(shown, real, masked)  # (M, V)
-    m, targets, length = int(masked[:n_forget].sum()), ids[masked], answer.sum(1)
-    p = Scores(logits[:m], targets[:m], masked[:n_forget], t[:n_forget], length[:n_forget])
-    p_retain = Scores(logits[m:], targets[m:], masked[n_forget:], t[n_forget:], length[n_forget:])
-    # 4. The frozen theta0 on the same y_t: MDU hides the prompt from it, NPO and DPO do not.
+    kl_rows = torch.arange(len(examples), device=device)[:, None] < n_kl  # (B, 1)
+    return Batch(ids, answer, real, *mask_tokens(ids, answer, predictor.mask_id, u, coins, o.mask_sampling, kl_rows))
+
+
+def step_losses(o, predictor, reference, forget, retain):
+    """Algorithm 1, lines 1-11, for a micro-batch -> (forget losses, retain losses), one per sequence (dpo: pair)."""
+    # 1. Forward process, forget rows first, then retain rows.
+    n = len(forget)
+    ids, answer, real, noised, masked, t = noise(o, predictor, forget + retain, n if o.method == "mdu" else 0)
+    # 2. theta on forget and retain rows in one pass.
+    hidden = mask_prompt(noised, answer, real, predictor.mask_id)
+    null = torch.tensor([[e.null] for e in forget + retain], device=ids.device)  # (B, 1)
+    logits = predictor(noised.where(~null, hidden), real, masked)  # (M, V)
+    m, targets, length = int(masked[:n].sum()), ids[masked], answer.sum(1)
+    p = Scores(logits[:m], targets[:m], masked[:n], t[:n], length[:n])
+    p_retain = Scores(logits[m:], targets[m:], masked[n:], t[n:], length[n:])
+    # 3. The frozen theta0 on the same y_t: MDU hides the prompt from it, NPO and DPO do not.
     p_ref = None
-    if reference is not None:
-        seen = mask_prompt(noised, answer, real, predictor.mask_id) if o.method == "mdu" else noised
+    if needs_reference(o):
         with torch.no_grad():
-            p_ref = p._replace(logits=reference(seen[:n_forget], real[:n_forget], masked[:n_forget]))
-    # 5. The loss.
+            p_ref = p._replace(logits=reference((hidden if o.method == "mdu" else noised)[:n], real[:n], masked[:n]))
+    # 4. The loss.
     return FORGET_LOSS[o.method](o, p, p_ref), reconstruction(o, p_retain)
+
+
+@torch.no_grad()
+def diagnose(o, predictor, reference, pools):
+    """The convergence diagnostic: mean KL, in nats per masked token, from p_theta(.|x, y_t) to three distributions.
+
+    "base": p_theta0(.|x, y_t); "anchor": p_theta0(.|m, y_t); "uniform".  Over all forget rows, each in one state y_t
+    that is the same whenever this is called; each row's mean counts alike, as in Eq. 5.
+    """
+    totals, n = torch.zeros(3, dtype=torch.float64), len(pools["forget"])
+    for start in range(0, n, o.batch_size):
+        examples = [draw_example(o, "diagnose", i, pools["forget"][i], pools)
+                    for i in range(start, min(start + o.batch_size, n))]
+        b = noise(o, predictor, examples, len(examples))
+        logits = predictor(b.noised, b.real, b.masked)
+        for k, (seen, tau) in enumerate(((b.noised, 1), (mask_prompt(b.noised, b.answer, b.real, predictor.mask_id), 1),
+                                         (None, 0))):
+            target = None if seen is None else reference(seen, b.real, b.masked)
+            totals[k] += mdu_loss(logits, target, b.masked, tau).sum().item()
+    return dict(zip(("base", "anchor", "uniform"), (totals / n).tolist()))
 
 
 def learning_rate(o, step, steps):
@@ -1196,7 +1233,7 @@ def prepare(o, splits):
         predictor, tokenizer = new_toy([row for rows in splits.values() for row in rows], o.seed)
     predictor.to(this_device(), getattr(torch, o.weights)).train()
     reference = None
-    if needs_reference(o):
+    if needs_reference(o) or o.diagnose:
         reference = copy.deepcopy(predictor).eval().requires_grad_(False).to(compute_dtype(o.dtype))
     if o.checkpoint_activations:
         predictor.lm.activation_checkpointing_enable({"use_reentrant": False})
@@ -1228,7 +1265,8 @@ def open_metrics(out, step):
     """metrics.jsonl, to append to, without lines of steps that come again after `step`."""
     file, lines = out / "metrics.jsonl", []
     if step:
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)[:step]
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines(keepends=True)
+                 if line.endswith("\n") and json.loads(line)["step"] <= step]
     aside = out / "metrics.jsonl.partial"
     aside.write_text("".join(lines), encoding="utf-8")
     os.replace(aside, file)
@@ -1295,6 +1333,10 @@ def train(o, splits):
     if first:
         say(f"continued after step {first}")
 
+    if o.diagnose and not first:
+        kl = diagnose(o, predictor, reference, pools)
+        if rank() == 0:
+            metrics.write(json.dumps({"step": 0, "epoch": 0, "kl": kl}) + "\n")
     start = printed = time.time()
     with signals() as stop_code:
         for step in range(first, steps):
@@ -1320,13 +1362,16 @@ def train(o, splits):
             optimizer.step()
             optimizer.zero_grad()
             # Report.
-            now, done = time.time(), step + 1
+            now, done, n_forget = time.time(), step + 1, len(pools["forget"])
+            kl = {}
+            if o.diagnose and (done == steps or done * rows // n_forget > step * rows // n_forget):
+                kl = {"kl": diagnose(o, predictor, reference, pools)}
             if rank() == 0:
                 rate = (done - first) / (now - start)
                 metrics.write(json.dumps({
-                    "step": done, "epoch": done * rows / len(pools["forget"]), "forget": totals[0].item(),
+                    "step": done, "epoch": done * rows / n_forget, "forget": totals[0].item(),
                     "retain": totals[1].item(), "lr": learning_rate(o, step, steps), "grad_norm": norm.item(),
-                    "examples_per_second": rate * rows, "seconds": now - start}) + "\n")
+                    "examples_per_second": rate * rows, "seconds": now - start, **kl}) + "\n")
                 if done in (first + 1, steps) or now - printed > 5:
                     printed = now
                     say(f"step {done:0{len(str(steps))}}/{steps} | forget {totals[0]:8.4f} | retain {totals[1]:8.4f} | "
