@@ -835,6 +835,20 @@ def draw_examples(o, pools, indices):
     return forget + preferred, retain
 
 
+def micro_batches(o, pools, step):
+    """This process's share of a step's examples, in batches of like length -> [(forget examples, retain examples)]."""
+    def length(*examples):
+        return sum(len(e.prompt) + len(e.response) for e in examples)
+    rows = o.batch_size * o.grad_accum
+    forget, retain = draw_examples(o, pools, range(step * rows, (step + 1) * rows))
+    groups = zip(*(forget[i:i + rows] for i in range(0, len(forget), rows)))  # dpo: forget row and its preferred answer
+    groups, retain = sorted(groups, key=lambda group: length(*group)), sorted(retain, key=length)
+    size = math.gcd(rows // world_size(), o.batch_size)  # batches are then the same for any number of processes
+    batches = [([e for column in zip(*groups[i:i + size]) for e in column], retain[i:i + size])
+               for i in range(0, rows, size)]
+    return batches[rank()::world_size()]
+
+
 class Batch(NamedTuple):
     """Clean and noised sequences of some examples."""
     ids: torch.Tensor  # (B, T)
@@ -1342,13 +1356,11 @@ def train(o, splits):
         for step in range(first, steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(o, step, steps)
-            # This process's share of the step's examples, in micro-batches.
-            share = rows // world_size()
-            mine = range(step * rows + rank() * share, step * rows + (rank() + 1) * share)
             totals = torch.zeros(3, device=this_device())  # means of forget and retain loss over the step's rows; stop?
-            for i in range(0, share, o.batch_size):
-                predictor.set_requires_gradient_sync(not once or i + o.batch_size >= share)
-                forget, retain = step_losses(o, predictor, reference, *draw_examples(o, pools, mine[i:i + o.batch_size]))
+            batches = micro_batches(o, pools, step)
+            for i, examples in enumerate(batches, 1):
+                predictor.set_requires_gradient_sync(not once or i == len(batches))
+                forget, retain = step_losses(o, predictor, reference, *examples)
                 loss = (forget.sum() + (o.retain_weight or 0) * retain.sum()) / rows  # Algorithm 1, line 12
                 (loss * world_size()).backward()  # FSDP takes the mean over the processes
                 totals[:2] += torch.stack([forget.detach().sum(), retain.detach().sum()]) / rows
@@ -1372,7 +1384,7 @@ def train(o, splits):
                     "step": done, "epoch": done * rows / n_forget, "forget": totals[0].item(),
                     "retain": totals[1].item(), "lr": learning_rate(o, step, steps), "grad_norm": norm.item(),
                     "examples_per_second": rate * rows, "seconds": now - start, **kl}) + "\n")
-                if done in (first + 1, steps) or now - printed > 5:
+                if done in (first + 1, first + 10, steps) or now - printed > 5:
                     printed = now
                     say(f"step {done:0{len(str(steps))}}/{steps} | forget {totals[0]:8.4f} | retain {totals[1]:8.4f} | "
                         f"lr {learning_rate(o, step, steps):.1e} | gn {norm:7.2f} | {rate * rows:6.1f} ex/s | "
