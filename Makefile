@@ -1,4 +1,4 @@
-# make demo: the paper's story on a toy world, on a CPU.  make table: the same with 3 seeds and all figures.  make test: the
+# make demo: the paper's story on a toy world, on a CPU.  make table: the same, 3 seeds, every figure.  make test: the
 # tests.  Each installs what it needs into .venv.
 .PHONY: help install demo table toy-base toy-retain toy-baselines toy-mdu test clean
 

@@ -2,8 +2,9 @@
 
 Losses are checked against slow float64 loops written from the paper's equations, against numbers worked by hand and
 in their limits; masking against its definition; ROUGE-L against a table of fractions; the answer probability (Eq. 7)
-against the enumeration of all masks; TOFU's figures against its official code on its public logs and brute force; the sampler against what a recording predictor saw; the training step against one
-sequence at a time; whole runs against each other on small data that the tests write.
+against the enumeration of all masks; TOFU's figures against what its own code makes of its public logs, and against
+brute force; the sampler against what a recording predictor saw; the training step against one sequence at a time; whole
+runs against each other on small data that the tests write.
 """
 import contextlib
 import inspect
@@ -647,6 +648,7 @@ def test_ks_test_equals_published_values():
     assert d == pytest.approx(119 / 300) and p == pytest.approx(1.834066410994743e-21, rel=1e-12)
     assert ev.ks_test(range(10), [i + 0.5 for i in range(4, 12)]) == pytest.approx((0.5, 0.1659582247817542))
     assert ev.ks_test([1, 2, 2, 3], [2, 3, 3, 4, 5]) == pytest.approx((0.55, 0.4285714285714286))
+    assert ev.ks_test([], [1]) == ev.ks_test([1], []) == (None, None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1652,7 +1654,7 @@ def scored(root, name, method, tau=None, seed=1, samples=128, text="a | b\n c", 
     (run / "run.json").write_text(json.dumps({"options": dict(method=method, tau=tau, seed=seed, out=name), "data": {}}))
     common = dict(n=4, rougeL_recall=0.25, prob_stderr=0.01, stderr=dict(rougeL_f1=0.02, prob=0.03))
     (run / "eval/summary.json").write_text(json.dumps(dict(
-        method=method, tau=tau, protocol=dict(length=8, steps=4, samples=samples, seed=0, dtype="float32"), perplexity=None,
+        method=method, tau=tau, protocol=dict(length=8, steps=4, samples=samples, seed=0, dtype="float32"),
         data=dict(forget=dict(rows=4, sha256=sha), retain=dict(rows=5, sha256="y")), retain_rows_trained_on=[0, 1, 2, 4],
         model_utility=None, forget_quality=None, splits=dict(
             forget=dict(common, **forget), retain=dict(common, rougeL_f1=0.5, prob=0.5)))))
@@ -1676,7 +1678,7 @@ def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
         "MDU τ=0.5": "<u>0.400</u> ± 0.141 (0.250) | **0.100** ± 0.000 | **0.500** ± 0.000 (0.250) | **0.500** ± 0.000 | -",
         "MDU τ=1": "**0.200** (0.250) | 0.300 | **0.500** (0.250) | **0.500** | **0.250**"}
     for part in ("128 masks", "4 steps for 8 tokens", "Forget 4, Retain 5", "rL 0.020, p 0.030", "choice of masks 0.010", "over 1/2 seeds",
-                 "4 are among the training rows: rows 0-2, 4", "| Question | Q3 | Q0 |", r"| GA | a \| b c | a \| b c |",
+                 "4 of the evaluated retain rows are among the rows to train on: rows 0-2, 4", "| Question | Q3 | Q0 |", r"| GA | a \| b c | a \| b c |",
                  "| MDU τ=1 | (empty) | (empty) |", "| Method | Forget truth ratio ↑ |", "MDU from τ = 0 to 1"):
         assert part in text, part
     assert "Pseudo-perplexity" not in text and "Model utility ↑" not in text
