@@ -23,6 +23,7 @@ Generation is greedy: all response tokens start masked, every step fixes the mos
 """
 import argparse
 import bisect
+import itertools
 import json
 import math
 import os
@@ -336,7 +337,7 @@ def json_lines(run, records):
 
 
 def read_records(path):
-    return [mdu.parse_json(line, path) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [mdu.parse_json(line, path) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def plan(run, a):
@@ -349,10 +350,11 @@ def plan(run, a):
     if a.data is not None:
         options.data, options.forget, options.retain = a.data, None, None
     everything = mdu.load_data(options)
-    for split, rows in everything.items():
-        trained = info["data"].get("held_out" if own.retain_only and split == "forget" else split, {})
-        if a.data is None and trained.get("sha256") != mdu.fingerprint(rows[:own.limit]):
-            note(f"{run}: its {split} rows have changed since it was trained; scored on them as they are now")
+    trained = {**info["data"], **({"forget": info["data"].get("held_out")} if own.retain_only else {})}
+    changed = [split for split, rows in everything.items()
+               if (trained.get(split) or {}).get("sha256") != mdu.fingerprint(rows[:own.limit])]
+    if changed and a.data is None:
+        note(f"{run}: its {', '.join(changed)} rows have changed since it was trained; scored on what they are now")
     splits = {split: everything[split][:a.limit or own.limit] for split in SPLITS if everything.get(split)}
     length = a.length or own.response_length
     steps = a.steps or length
@@ -461,7 +463,8 @@ def read_summary(run):
     if not file.is_file():
         raise ValueError(f"{run}: not scored yet; run: python eval.py {run}")
     summary = mdu.parse_json(file.read_text(encoding="utf-8"), file)
-    if not isinstance(summary, dict) or not {"method", "tau", "protocol", "data", "splits"} <= set(summary):
+    if (not isinstance(summary, dict) or not {"method", "tau"} <= set(summary)
+            or not all(isinstance(summary.get(key), dict) for key in ("protocol", "data", "splits"))):
         raise ValueError(f"{file}: not a summary of this program; run: python eval.py {run}")
     return summary
 
@@ -605,9 +608,11 @@ def markdown(groups, answers, picture=None):
 
     def row(title, texts):
         return "| " + " | ".join([title, *(" ".join(t.split()).replace("|", r"\|") or "(empty)" for t in texts)]) + " |"
-    return lines + ["", "What is written to forget questions:", "", row("Question", [a["question"] for a in answers]),
-                    "|---|" + "---|" * len(answers), row("Reference", [a["reference"] for a in answers]),
-                    *(row(g.title, [a["generations"][g.title] for a in answers]) for g in groups)]
+    if answers:
+        lines += ["", "What is written to forget questions:", "", row("Question", [a["question"] for a in answers]),
+                  "|---|" + "---|" * len(answers), row("Reference", [a["reference"] for a in answers]),
+                  *(row(g.title, [a["generations"].get(g.title, "-") for a in answers]) for g in groups)]
+    return lines
 
 
 def draw(groups, path):
@@ -631,9 +636,10 @@ def draw(groups, path):
         if sweep:
             x, y = zip(*map(point, sweep))
             axis.plot(x, y, "o-", color="black", markersize=4, label="MDU", zorder=3)
-            for group, *at in zip(sweep, x, y):
-                axis.annotate(f"τ={group.tau:g}", at, xytext=(4, -10), textcoords="offset points", fontsize=7)
-        for group, mark in zip((g for g in groups if g.method != "mdu"), "*sDv^PX<>hd"):
+            for i, (group, *at) in enumerate(zip(sweep, x, y)):  # one below the other: the points may lie close together
+                axis.annotate(f"τ={group.tau:g}", at, xytext=(14, -22 - 11 * i), textcoords="offset points", fontsize=7,
+                              arrowprops=dict(arrowstyle="-", color="0.6", linewidth=0.5))
+        for group, mark in zip((g for g in groups if g.method != "mdu"), itertools.cycle("*sDv^PX<>hd")):
             axis.scatter(*point(group), marker=mark, s=60, facecolor="0.75", edgecolor="black", label=group.title)
         axis.set(title=names[metric], xlabel="forget (lower is better)", ylabel="retain (higher is better)",
                  xlim=(-0.05, 1.05), ylim=(-0.05, 1.05))
@@ -647,16 +653,22 @@ def draw(groups, path):
     return path.name
 
 
+def side_by_side(groups, questions):
+    """What the first run of each method wrote to the chosen forget questions (None: to the first three)."""
+    files = {group.title: Path(group.runs[0]) / "eval" / "forget.jsonl" for group in groups}
+    records = {title: read_records(file) for title, file in files.items() if file.is_file()}
+    some = next(iter(records.values()), [])
+    questions = range(min(3, len(some))) if questions is None else questions
+    if max(questions, default=-1) >= len(some):
+        raise ValueError(f"--questions {max(questions)}: there are {len(some)} forget questions, numbered from 0")
+    return [{"question": some[i]["question"], "reference": some[i]["reference"],
+             "generations": {title: r[i]["generation"] for title, r in records.items()}} for i in questions]
+
+
 def report(runs, questions, retain_run):
     """report.md, report.json and report.png of scored runs, beside the first; the first is printed too."""
-    groups, folder, answers = group_runs(runs, retain_run), Path(runs[0]).parent, []
-    records = [read_records(Path(group.runs[0]) / "eval" / "forget.jsonl") for group in groups]
-    for i in questions:
-        if i >= len(records[0]):
-            raise ValueError(f"--questions {i}: {runs[0]} has {len(records[0])} forget questions, numbered from 0")
-        answers.append({**{k: records[0][i][k] for k in ("question", "reference")},
-                        "generations": {g.title: r[i]["generation"] for g, r in zip(groups, records)}})
-    picture = None
+    groups, folder, picture = group_runs(runs, retain_run), Path(runs[0]).parent, None
+    answers = side_by_side(groups, questions)
     try:
         picture = draw(groups, folder / "report.png")
     except ImportError:
@@ -699,7 +711,7 @@ def parse(argv):
     parser = mdu.OneLineParser(__doc__, argument_default=argparse.SUPPRESS)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that mdu.py made")
     parser.add_argument("--report", action="store_true", help="tables and a picture of runs that are scored already")
-    parser.add_argument("--questions", help="with --report: numbers of the forget questions to show [0,1,2]")
+    parser.add_argument("--questions", help="with --report: which forget questions to show, such as 0,7 [0,1,2]")
     parser.add_argument("--retain-run", help="scored retain model (sft with --retain-only), for the forget quality")
     parser.add_argument("--data", help="score on this data instead of the run's own")
     parser.add_argument("--limit", type=int, help="score at most so many rows of every split [the run's]")
@@ -716,17 +728,19 @@ def parse(argv):
         raise ValueError(f"--{name.replace('_', '-')}: not used {'with' if reporting else 'without'} --report")
     if "brief" in given and "retain_run" in given:
         raise ValueError("--brief: measures no truth ratios, which --retain-run compares; leave one out")
+    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", given.get("questions", "0")):
+        raise ValueError(f"--questions {given['questions']}: must be whole numbers and commas, such as 0,7")
+    if "questions" in given:
+        given["questions"] = [int(number) for number in given["questions"].split(",")]
     mdu.check_ranges(given)
-    return SimpleNamespace(**{**dict.fromkeys(("retain_run", "data", "limit", "length", "steps", "perplexity")),
-                              **DEFAULTS, "questions": "0,1,2", **given})
+    return SimpleNamespace(**{**dict.fromkeys(("questions", "retain_run", "data", "limit", "length", "steps", "perplexity")),
+                              **DEFAULTS, **given})
 
 
 def main(argv=None):
     a = parse(argv)
     if a.report:
-        if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", a.questions):
-            raise ValueError(f"--questions {a.questions}: must be whole numbers and commas, such as 0,3,17")
-        return report(a.runs, [int(number) for number in a.questions.split(",")], a.retain_run)
+        return report(a.runs, a.questions, a.retain_run)
     mdu.start_processes()
     jobs = [plan(run, a) for run in a.runs]
     for job in jobs:
