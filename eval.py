@@ -323,7 +323,7 @@ def note(text):
 
 def write_aside(path, text):
     """Complete or absent: written aside, then renamed."""
-    aside = Path(f"{path}.partial")
+    aside = Path(f"{path}.{os.getpid()}.partial")
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
 
@@ -400,6 +400,8 @@ def evaluate(job, a):
     mdu.barrier()  # every process has seen the same files
     for file, split, order in tqdm(todo[mdu.rank()::mdu.world_size()], desc=str(job.run), leave=False,
                                    disable=None if mdu.rank() == 0 else True):
+        if "WORLD_SIZE" in os.environ and os.getppid() != mdu.parent():
+            raise SystemExit(143)  # torchrun is gone: leave the rest to whoever starts again
         seeds = [[a.seed, list(SPLITS).index(split), i] for i in order]  # the same for every run
         records = SPLITS[split]["score"](predictor, tokenizer, [job.splits[split][i] for i in order], seeds, a)
         write_aside(file, json_lines(job.run, records))
@@ -636,9 +638,10 @@ def draw(groups, path):
         if sweep:
             x, y = zip(*map(point, sweep))
             axis.plot(x, y, "o-", color="black", markersize=4, label="MDU", zorder=3)
-            for i, (group, *at) in enumerate(zip(sweep, x, y)):  # one below the other: the points may lie close together
-                axis.annotate(f"τ={group.tau:g}", at, xytext=(14, -22 - 11 * i), textcoords="offset points", fontsize=7,
-                              arrowprops=dict(arrowstyle="-", color="0.6", linewidth=0.5))
+            inward = -1 if statistics.fmean(y) > 0.5 else 1
+            for i, (group, *at) in enumerate(zip(sweep, x, y)):  # one above the other: the points may lie close together
+                axis.annotate(f"τ={group.tau:g}", at, xytext=(14, inward * (20 + 11 * i)), textcoords="offset points",
+                              fontsize=7, arrowprops=dict(arrowstyle="-", color="0.6", linewidth=0.5))
         for group, mark in zip((g for g in groups if g.method != "mdu"), itertools.cycle("*sDv^PX<>hd")):
             axis.scatter(*point(group), marker=mark, s=60, facecolor="0.75", edgecolor="black", label=group.title)
         axis.set(title=names[metric], xlabel="forget (lower is better)", ylabel="retain (higher is better)",
