@@ -893,6 +893,12 @@ def world_size():
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+@functools.cache
+def parent():
+    """The process that started this one: asked when it joins the others, before it can have become an orphan."""
+    return os.getppid()
+
+
 @contextlib.contextmanager
 def processes():
     """Join the other processes that torchrun started; a program by itself is one process of one."""
@@ -900,6 +906,7 @@ def processes():
     if torch.cuda.is_available():
         torch.cuda.set_device(this_device())
     if "WORLD_SIZE" in os.environ:  # left as they are at the end: to tear them down can hang or crash
+        parent()
         dist.init_process_group(backend)
         yield
     else:
@@ -1239,7 +1246,11 @@ class Interrupted(Exception):
 @contextlib.contextmanager
 def signals():
     """SIGTERM, Ctrl-C and a torchrun that is gone -> a function that says so: 0, or the exit code to stop with."""
-    caught, parent, before = [], os.getppid(), {}
+    caught, before = [], {}
+
+    def stop_code():
+        orphan = "WORLD_SIZE" in os.environ and os.getppid() != parent()
+        return caught[0] if caught else 128 + signal.SIGTERM if orphan else 0
 
     def note(number, frame):
         caught.append(128 + number)
@@ -1248,7 +1259,7 @@ def signals():
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             before[number] = signal.signal(number, note)
-        yield lambda: caught[0] if caught else 128 + signal.SIGTERM if os.getppid() != parent else 0
+        yield stop_code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
