@@ -1055,6 +1055,7 @@ def save_checkpoint(out, step, state):
     with together():
         if rank() == 0:
             write_json(aside / "checkpoint.json", {"step": step, "processes": world_size(), "files": files})
+            sync(aside)
             os.replace(aside, folder)
             sync(folder.parent)
             for other in folder.parent.iterdir():
@@ -1068,7 +1069,7 @@ def load_checkpoint(out, state):
     if not folders:
         return 0
     file = folders[-1] / "checkpoint.json"
-    info = parse_json(file.read_text(encoding="utf-8"), file) if file.is_file() else None
+    info = parse_json(file.read_bytes(), file) if file.is_file() else None
     if not isinstance(info, dict) or not {"step", "files"} <= set(info) or not isinstance(info["files"], dict):
         raise ValueError(f"{file}: damaged; remove {folders[-1]} to start the run anew")
     found = digests(folders[-1])
@@ -1079,7 +1080,7 @@ def load_checkpoint(out, state):
             raise ValueError(f"{folders[-1] / name}: {what}; remove {folders[-1]} to start the run anew")
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folders[-1])))
     steps = {int(value) for name, value in state.items() if name.startswith("step.")}
-    if steps != {info["step"]}:
+    if [*steps] != [info["step"]]:
         raise ValueError(f"{file}: step {info['step']}, but its tensors are of step {min(steps)}; remove {folders[-1]} "
                          "to start the run anew")
     return info["step"]
