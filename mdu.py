@@ -1095,12 +1095,22 @@ def sync(path):
         os.close(handle)
 
 
+@contextlib.contextmanager
+def writing(path, kinds=OSError):
+    """A disk that is full does not say for which file."""
+    try:
+        yield
+    except kinds as error:
+        raise OSError(f"{path}: cannot be written ({error}); is the disk full?") from None
+
+
 def write_json(path, value):
     """Complete or absent: written aside, then renamed."""
     aside = Path(f"{path}.partial")
-    aside.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    sync(aside)
-    os.replace(aside, path)
+    with writing(path):
+        aside.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        sync(aside)
+        os.replace(aside, path)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1131,7 +1141,7 @@ def check_run(o, splits):
             raise ValueError(f"--out {out}: would replace --{name} {value}, which lies in it; name another folder")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out}: is a file; name a folder")
-    if out.is_dir() and any(out.iterdir()):
+    if out.is_dir() and any(f.name != "run.json.partial" for f in out.iterdir()):
         if not (out / "run.json").is_file():
             raise ValueError(f"--out {out}: holds other files; name an empty or a new folder")
         others = [f.name for f in out.iterdir() if f.is_dir() and f.name not in RUN_FOLDERS]
@@ -1208,36 +1218,40 @@ def prepare(o, splits):
     return predictor, tokenizer, reference
 
 
+@contextlib.contextmanager
 def open_folder(o, splits, steps):
-    """Make the run's folder, empty unless it is continued, with run.json -> a handle that keeps other programs out."""
+    """The run's folder, empty unless it is continued, with run.json; other programs are kept out of it until the end."""
     out = Path(o.out)
     out.mkdir(parents=True, exist_ok=True)
     handle = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--out {out}: another program is at work there; wait for it, or name another "
+                             "folder") from None
+        check_run(o, splits)  # again: another program may have been at work there since
+        if not (o.resume and (out / "run.json").is_file()):
+            # Half emptied, the folder is no model any more, but still a run's.
+            for old in sorted(out.iterdir(), key=lambda f: (f.name == "run.json") - (f.name == "config.json")):
+                shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+            write_json(out / "run.json", {
+                "options": dataclasses.asdict(o), "steps": steps, "rows_per_step": o.batch_size * o.grad_accum,
+                "processes": world_size(),
+                "data": {split: {"rows": len(r), "sha256": fingerprint(r)} for split, r in splits.items()},
+                "versions": {"python": sys.version.split()[0], "torch": torch.__version__}})
+        yield
+    finally:
         os.close(handle)
-        raise ValueError(f"--out {out}: another program is at work there; wait for it, or name another folder") from None
-    if not (o.resume and (out / "run.json").is_file()):
-        for old in out.iterdir():
-            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-        write_json(out / "run.json", {
-            "options": dataclasses.asdict(o), "steps": steps, "rows_per_step": o.batch_size * o.grad_accum,
-            "processes": world_size(),
-            "data": {split: {"rows": len(r), "sha256": fingerprint(r)} for split, r in splits.items()},
-            "versions": {"python": sys.version.split()[0], "torch": torch.__version__}})
-    return handle
 
 
-def open_metrics(out, step):
-    """metrics.jsonl, to append to, without lines of steps that come again after `step`."""
-    file, lines = out / "metrics.jsonl", []
-    if step:
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)[:step]
-    aside = out / "metrics.jsonl.partial"
-    aside.write_text("".join(lines), encoding="utf-8")
-    os.replace(aside, file)
-    return open(file, "a", buffering=1)
+def cut_metrics(file, step):
+    """Leave no lines of steps that come again after `step`."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)[:step] if step else []
+    aside = Path(f"{file}.partial")
+    with writing(file):
+        aside.write_text("".join(lines), encoding="utf-8")
+        os.replace(aside, file)
 
 
 class Interrupted(Exception):
@@ -1269,6 +1283,7 @@ def signals():
 def train(o, splits):
     """Run one method and leave a run folder: the model, its tokenizer, run.json (what was run) and metrics.jsonl."""
     if o.resume and (Path(o.out) / "config.json").is_file():
+        clear(Path(o.out))  # in case it was killed before it had
         say(f"{o.out}: is finished already")
         return
     with together():
@@ -1292,20 +1307,21 @@ def train(o, splits):
         f"{len(pools['retain']) if o.retain_weight else 0} retain rows ({overlap} of the {len(splits['retain'])} "
         f"evaluated retain rows are among the training rows) | {steps} steps of {rows} rows")
 
-    out, lock, metrics = Path(o.out), None, None
-    with together():
-        if rank() == 0:
-            lock = open_folder(o, splits, steps)
-    state = run_state(predictor, optimizer)
-    first = load_checkpoint(out, state) if o.resume else 0
-    with together():
-        if rank() == 0:
-            metrics = open_metrics(out, first)
-    if first:
-        say(f"continued after step {first}")
+    out, metrics = Path(o.out), Path(o.out) / "metrics.jsonl"
+    with contextlib.ExitStack() as stack:  # the folder is this program's own until its end
+        with together():
+            if rank() == 0:
+                stack.enter_context(open_folder(o, splits, steps))
+        state = run_state(predictor, optimizer)
+        first = load_checkpoint(out, state) if o.resume else 0
+        with together():
+            if rank() == 0:
+                cut_metrics(metrics, first)
+        if first:
+            say(f"continued after step {first}")
 
-    start = printed = time.time()
-    with signals() as stop_code:
+        start = printed = time.time()
+        stop_code = stack.enter_context(signals())
         for step in range(first, steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(o, step, steps)
@@ -1332,10 +1348,12 @@ def train(o, splits):
             now, done = time.time(), step + 1
             if rank() == 0:
                 rate = (done - first) / (now - start)
-                metrics.write(json.dumps({
+                line = json.dumps({
                     "step": done, "epoch": done * rows / len(pools["forget"]), "forget": totals[0].item(),
                     "retain": totals[1].item(), "lr": learning_rate(o, step, steps), "grad_norm": norm.item(),
-                    "examples_per_second": rate * rows, "seconds": now - start}) + "\n")
+                    "examples_per_second": rate * rows, "seconds": now - start})
+                with writing(metrics), open(metrics, "a") as file:
+                    file.write(line + "\n")
                 if done in (first + 1, steps) or now - printed > 5:
                     printed = now
                     say(f"step {done:0{len(str(steps))}}/{steps} | forget {totals[0]:8.4f} | retain {totals[1]:8.4f} | "
@@ -1346,9 +1364,6 @@ def train(o, splits):
                 if totals[2] > 0:
                     raise Interrupted(f"{o.out}: stopped after step {done}; --resume continues", int(stop_code() or 143))
         save_model(out, predictor, tokenizer, o.model and model_folder(o.model, o.revision))
-    if rank() == 0:
-        metrics.close()
-        os.close(lock)
     peak = f", peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if torch.cuda.is_available() else ""
     say(f"{o.out}: done in {time.time() - start:.1f}s{peak}")
 
@@ -1358,7 +1373,7 @@ def save_model(out, predictor, tokenizer, source):
 
     config.json moves in last, so a folder that has one holds a whole model.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
     from transformers.utils import logging
     logging.disable_progress_bar()
     aside, state, dtype = out / "export.partial", {}, None
@@ -1372,22 +1387,26 @@ def save_model(out, predictor, tokenizer, source):
     with together():
         if rank() == 0:
             shutil.rmtree(aside, ignore_errors=True)
-            try:
+            with writing(aside, Exception):  # the libraries' own, whatever the disk's was
                 predictor.lm.save_pretrained(aside, state_dict=state, max_shard_size="5GB")
-            except SafetensorError as error:
-                raise OSError(f"{aside}: the model cannot be written ({error}); is the disk full?") from None
+                if not source:
+                    tokenizer.save_pretrained(aside)
             if source:
                 ours = ("run.json", "model.safetensors.index.json")
                 for file in source.iterdir():
                     if file.suffix in (".json", ".jinja", ".txt", ".model", ".py") and file.name not in ours:
                         shutil.copyfile(file, aside / file.name)
-            else:
-                tokenizer.save_pretrained(aside)
             for file in sorted(aside.iterdir(), key=lambda f: f.name == "config.json"):
                 sync(file)
                 os.replace(file, out / file.name)
-            aside.rmdir()
-            shutil.rmtree(out / "checkpoint", ignore_errors=True)
+            sync(out)
+            clear(out)
+
+
+def clear(out):
+    """Remove what a run needs only until its model is there."""
+    for folder in ("export.partial", "checkpoint"):
+        shutil.rmtree(out / folder, ignore_errors=True)
 
 
 def base_beside(o, given, splits):
