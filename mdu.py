@@ -27,6 +27,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -907,6 +908,11 @@ def processes():
         torch.cuda.set_device(this_device())
     if "WORLD_SIZE" in os.environ:  # left as they are at the end: to tear them down can hang or crash
         parent()
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # else joining would try for half an hour
+            try:
+                socket.create_connection((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), timeout=60).close()
+            except OSError as error:
+                raise Interrupted(f"torchrun is gone ({error})", 128 + signal.SIGTERM) from None
         dist.init_process_group(backend)
         yield
     else:
@@ -1255,7 +1261,7 @@ def cut_metrics(file, step):
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, and has saved; args: what to tell, exit code."""
+    """The run was asked to stop, and has saved what it did; args: what to tell, exit code."""
 
 
 @contextlib.contextmanager

@@ -6,12 +6,14 @@ against the enumeration of all masks; the sampler against what a recording predi
 sequence at a time; whole runs against each other on small data that the tests write.
 """
 import contextlib
+import hashlib
 import inspect
 import itertools
 import json
 import math
 import os
 import pkgutil
+import random
 import re
 import resource
 import shlex
@@ -1524,7 +1526,7 @@ def ends(out):
 def assert_equal_ends(a, b, tol=0):
     """Two finished runs: bit for bit, or (tol) weights and averages within tol and the reported numbers within 1e-4 of themselves."""
     (state, lines), (other, other_lines) = ends(a), ends(b)
-    assert state.keys() == other.keys() and len(lines) == len(other_lines) == 6
+    assert state.keys() == other.keys() and len(lines) == len(other_lines) >= 6
     assert any(name.startswith("exp_avg_sq.") and x.any() for name, x in state.items())
     for name, x in state.items():
         assert x.dtype == other[name].dtype
@@ -1894,6 +1896,127 @@ def test_memory_plan_counts_what_is_held(weights, base):
     assert held["AdamW"] == size["exp_avg"] + size["exp_avg_sq"]
 
 
+class Torchrun:
+    """`torchrun` on n processes that run this file's last lines; its children are told from others' by a mark in their environment."""
+
+    def __init__(self, n, argv, out):
+        self.mark, self.errors = f"{out}-{time.monotonic_ns()}", open(f"{out}.err", "w+")
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", __file__, *argv, "--resume", "--out", str(out)]
+        self.program = subprocess.Popen(command, env={**os.environ, "MDU_SOAK": self.mark}, start_new_session=True,
+                                        stdout=subprocess.DEVNULL, stderr=self.errors)
+
+    def alive(self):
+        """{process id: its rank, None for torchrun} of all that run still."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                environment = dict(line.split("=", 1) for line in (folder / "environ").read_text().split("\0") if "=" in line)
+                if environment.get("MDU_SOAK") == self.mark:
+                    found[int(folder.name)] = environment.get("RANK")
+        return found
+
+    def send(self, number, whom, choice):
+        """A signal to all, to torchrun's group (a terminal's Ctrl-C), to torchrun alone or to the choice-th of its workers."""
+        alive = self.alive()
+        workers = sorted(pid for pid, rank in alive.items() if rank is not None)
+        pids = {"all": list(alive), "torchrun": [self.program.pid], "its terminal": [-self.program.pid],
+                "one worker": workers and [workers[choice % len(workers)]]}[whom]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return bool(pids) and self.program.pid in alive
+
+    def end(self, seconds):
+        """Wait until nothing is left -> (exit code, seconds that took, lines on stderr)."""
+        start = time.monotonic()
+        try:
+            while self.program.poll() is None or self.alive():
+                assert time.monotonic() - start < seconds, f"still there after {seconds} s: {self.alive()}"
+                time.sleep(0.02)
+        finally:
+            for pid in self.alive():
+                os.kill(pid, signal.SIGKILL)
+        self.errors.seek(0)
+        return self.program.returncode, time.monotonic() - start, self.errors.read().splitlines()
+
+
+def newest_checkpoint(out):
+    """The step of a run's newest checkpoint, 0 for none; it must hold the files and sums that it names, and nothing else."""
+    folders = sorted(f for f in (out / "checkpoint").glob("*") if f.suffix != ".partial")
+    if not folders:
+        return 0
+    info = json.loads((folders[-1] / "checkpoint.json").read_text())
+    assert info["files"] == {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folders[-1].glob("*.safetensors")}
+    assert {f.name for f in folders[-1].iterdir()} == {*info["files"], "checkpoint.json"} and len(info["files"]) == info["processes"]
+    assert all(len(safetensors.torch.load_file(folders[-1] / name)) for name in info["files"])
+    return info["step"]
+
+
+def lines_in(file):
+    return len(file.read_text().splitlines()) if file.is_file() else 0
+
+
+def wait_for(aim, run, out, rng):
+    """Sleep until the moment aimed at, and a little; False: the run was over before."""
+    first, metrics, checkpoint = newest_checkpoint(out), out / "metrics.jsonl", out / "checkpoint"
+    ahead = first + 2 * rng.randint(1, 2)
+    reached, late = {
+        "the start": (lambda: True, rng.uniform(0, 8)),
+        "a step": (lambda: lines_in(metrics) >= ahead, rng.uniform(0, 0.1)),
+        "a save": (lambda: (checkpoint / f"{ahead:08}.partial").exists(), rng.uniform(0, 0.06)),
+        "the export": (lambda: (out / "export.partial").exists(), rng.uniform(0, 0.06))}[aim]
+    start = time.monotonic()
+    while run.program.poll() is None and not reached():
+        assert time.monotonic() - start < 120
+        time.sleep(0.001)
+    time.sleep(late)
+    return run.program.poll() is None, f"{1000 * late:.0f} ms into {aim}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("n", [2, 4])
+def test_soak(n, base, tmp_path):
+    """14 SIGKILLs and three stops under torchrun: nothing is left over, the newest checkpoint is whole, and whatever is resumed ends
+    with the weights, optimizer states and metrics of the run that nothing broke, bit for bit."""
+    argv = ["--model", str(base), "--epochs", "8", "--tau", "1", "--lr", "1e-4", "--checkpoint-every", "2"]
+    began, rng, whole, runs = time.monotonic(), random.Random(n), tmp_path / "whole", (tmp_path / f"run{i}" for i in itertools.count())
+    assert Torchrun(n, argv, whole).end(120)[0] == 0
+    kills, kill = [], signal.SIGKILL
+    for aim, whom in zip(["a step", "a save", "the start", "a save", "a step", "a save", "the export"] * 2,
+                         ["all", "one worker", "torchrun"] * 5):
+        kills.append((kill, whom, aim))
+    stops = [(signal.SIGTERM, "torchrun", "a step"), (signal.SIGTERM, "one worker", "a step"), (signal.SIGINT, "its terminal", "a step")]
+    out, longest, done = next(runs), 0, 0
+    for number, whom, aim in kills[:7] + stops + kills[7:]:
+        name, hit = f"{signal.Signals(number).name} to {whom}", False
+        while not hit:  # a run that was over before it could be hit makes room for the next
+            run = Torchrun(n, argv, out)
+            hit, when = wait_for(aim, run, out, rng)
+            hit = hit and run.send(number, whom, rng.randrange(n))
+            code, seconds, errors = run.end(40)
+            step, lines = newest_checkpoint(out), lines_in(out / "metrics.jsonl")
+            finished = (out / "config.json").is_file()
+            print(f"{n} processes | {name if hit else 'not hit'} {when} | exit code {code}, gone after {seconds:4.1f} s | "
+                  f"{lines:2} steps, {'finished' if finished else f'checkpoint {step}'}", flush=True)
+            if not hit:
+                assert code == 0 and finished, errors
+            elif number == kill:
+                assert code == (1 if whom == "one worker" else -kill), errors
+            elif not finished:
+                assert code != 0 and step == lines and any(f"stopped after step {step}; --resume" in line for line in errors), errors
+            longest, done = max(longest, seconds), done + (hit and number == kill)
+            if finished:
+                assert Torchrun(n, argv, out).end(60)[0] == 0  # says so, and clears what a kill may have left
+                assert not any((out / name).exists() for name in ("checkpoint", "export.partial"))
+                assert_equal_ends(whole, out)
+                out = next(runs)
+    code, _, errors = Torchrun(n, argv, out).end(120)
+    assert code == 0, errors
+    assert_equal_ends(whole, out)
+    print(f"{n} processes | {done} kills and 3 stops in {time.monotonic() - began:.0f} s, all gone after {longest:.1f} s at most | weights "
+          f"{hashlib.sha256((out / 'model.safetensors').read_bytes()).hexdigest()[:16]} in every run", flush=True)
+
+
 def test_evaluation_writes_records_that_add_up(base, capsys):
     """summary.json is the mean of the records, every score can be recomputed from its record, and the report shows a dash
     for what was not measured."""
@@ -1917,3 +2040,7 @@ def test_evaluation_writes_records_that_add_up(base, capsys):
     assert base_row.startswith("| Base |") and "**" not in base_row
     ev.main(["--report", str(base)])
     assert (base.parent / "report.md").read_text().startswith("| Method | Forget rL ↓ | Forget p ↓ |")
+
+
+if __name__ == "__main__":  # what test_soak starts
+    mdu.run_program("mdu.py", lambda: watch(sys.argv[1:-2], sys.argv[-1]))
