@@ -16,8 +16,10 @@ import json
 import math
 import os
 import re
+import string
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -137,10 +139,118 @@ def generate(predictor, prompts, length, steps, batch_size=64):
     return outputs
 
 
-def decode(predictor, tokenizer, ids):
-    """The text before the first end or padding token."""
+def before_end(predictor, tokenizer, ids):
+    """The text before the first end or padding token, as it is."""
     end = min([ids.index(stop) for stop in (predictor.end_id, predictor.pad_id) if stop in ids], default=len(ids))
-    return tokenizer.decode(ids[:end], skip_special_tokens=True).strip()
+    return tokenizer.decode(ids[:end], skip_special_tokens=True)
+
+
+def decode(predictor, tokenizer, ids):
+    """The text before the first end or padding token, without white space around it."""
+    return before_end(predictor, tokenizer, ids).strip()
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# RWKU (Jin et al. 2024): what is still said about a person, about neighbours, and four-choice and trivia questions
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def write_answers(predictor, tokenizer, rows, a):
+    """What is generated after each row's prompt and prefill, up to the end token."""
+    prompts = [mdu.encode_prompt(tokenizer, row["question"], row["prefill"]) for row in rows]
+    return [before_end(predictor, tokenizer, ids) for ids in generate(predictor, prompts, a.length, a.steps, a.batch_size)]
+
+
+def first_line(text):
+    """The answer ends with its line; an empty one counts as NOANSWER."""
+    return text.split("\n")[0].strip() or "NOANSWER"
+
+
+def score_probes(predictor, tokenizer, rows, seeds, a):
+    """Fill-in-the-blank, question and attack probes: ROUGE-L recall of the first line."""
+    records = []
+    for row, text in zip(rows, map(first_line, write_answers(predictor, tokenizer, rows, a))):
+        records.append({"subject": row["subject"], "kind": row["kind"], "question": row["question"], "reference": row["answer"],
+                        "generation": text, "rougeL_recall": rouge_l(row["answer"], text)[1]})
+    return records
+
+
+@torch.no_grad()
+def score_mmlu(predictor, tokenizer, rows, seeds, a):
+    """Four choices: the most probable of " A" ... " D" at one masked position after "Answer:"."""
+    letters = [tokenizer(f" {letter}", add_special_tokens=False).input_ids[-1] for letter in "ABCD"]
+    records = []
+    for start in range(0, len(rows), a.batch_size):
+        batch = rows[start:start + a.batch_size]
+        pairs = [(mdu.encode_prompt(tokenizer, row["question"], row["prefill"]), [predictor.mask_id]) for row in batch]
+        ids, masked, real = mdu.collate(pairs, predictor.pad_id)
+        for row, logits in zip(batch, predictor(ids, real, masked)[:, letters]):  # (B, V) -> (B, 4)
+            choice = "ABCD"[logits.argmax()]
+            records.append({"subject": row["subject"], "question": row["question"], "reference": row["answer"],
+                            "generation": choice, "accuracy": float(choice == row["answer"])})
+    return records
+
+
+def score_truthfulqa(predictor, tokenizer, rows, seeds, a):
+    """MC1: is the true choice likelier than every false one; MC2: the true choices' share of the likelihood.
+
+    log p(y|x) of a choice of n tokens, "A: y" without its end token, is -n times the mean of masked_nll: the sum of n/|M_j|
+    times the masked tokens' -log p, |M_j| uniform on 1..n, averaged over j.  Every choice has the row's masks.
+    """
+    pairs, masks, choices = [], [], []
+    for row, seed in zip(rows, seeds):
+        prompt = mdu.encode_prompt(tokenizer, row["question"], row["prefill"])
+        choices.append(list(dict.fromkeys(row["mc1"]["choices"] + row["mc2"]["choices"])))
+        for choice in choices[-1]:
+            pairs.append((prompt, mdu.encode_text(tokenizer, f" {choice.strip()}")))
+            masks.append(draw_masks(len(pairs[-1][1]), a.samples, seed))
+    scores = iter([-len(response) * nll.mean().item() for (_, response), nll
+                   in zip(pairs, masked_nll(predictor, pairs, masks, a.batch_size))])
+    records = []
+    for row, texts in zip(rows, choices):
+        logp = {text: next(scores) for text in texts}
+        records.append({"subject": row["subject"], "question": row["question"], "reference": row["answer"],
+                        "generation": max(logp, key=logp.get), "logp": logp, "mc1": mc1(logp, **row["mc1"]),
+                        "mc2": mc2(logp, **row["mc2"])})
+    return records
+
+
+def mc1(logp, choices, labels):
+    """1 if the first true choice is likelier than all false ones, else 0 (a tie is 0)."""
+    return float(logp[choices[labels.index(1)]] > max(logp[c] for c, true in zip(choices, labels) if not true))
+
+
+def mc2(logp, choices, labels):
+    """sum of p over the true choices / sum of p over all, p = exp(logp)."""
+    best = max(logp[choice] for choice in choices)
+    p = [math.exp(logp[choice] - best) for choice in choices]
+    return sum(v for v, true in zip(p, labels) if true) / sum(p)
+
+
+def plain_words(text):
+    """Lower case, without ASCII punctuation and articles, as TriviaQA compares answers."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def em_f1(prediction, references):
+    """(exact match, F1 of the words as a bag), each the best over the references."""
+    em, f1, said = 0.0, 0.0, plain_words(prediction)
+    for right in map(plain_words, references):
+        common = sum((Counter(said) & Counter(right)).values())
+        em = max(em, float(said == right))
+        f1 = max(f1, 2 * common / (len(said) + len(right)) if said and right else float(said == right))
+    return em, f1
+
+
+def score_triviaqa(predictor, tokenizer, rows, seeds, a):
+    """Five-shot questions: normalised exact match and word F1 of the whole generation."""
+    records = []
+    for row, text in zip(rows, write_answers(predictor, tokenizer, rows, a)):
+        em, f1 = em_f1(text, row["answers"])
+        records.append({"subject": row["subject"], "question": row["question"], "reference": row["answer"],
+                        "generation": text.strip(), "em": em, "f1": f1})
+    return records
 
 
 # ------------------------------------------------------------------------------------------------------------------
