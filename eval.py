@@ -1,30 +1,43 @@
-"""Score what mdu.py trained: ROUGE-L and answer probability on forget, retain, real-authors and world-facts questions.
+"""Score what mdu.py trained on the questions to forget, to retain, about real authors and about the world (TOFU).
 
-    python eval.py RUN [RUN ...]             # RUN/eval/summary.json, RUN/eval/SPLIT.jsonl, one table row per run
-    python eval.py --report RUN [RUN ...]    # the paper's Table 2 in Markdown, from what is already scored
+    python eval.py RUN [RUN ...]                 # RUN/eval/summary.json, RUN/eval/SPLIT.jsonl, one table row per run
+    torchrun --nproc_per_node=4 eval.py RUN      # the same on 4 processes; interrupted, either goes on where it stopped
+    python eval.py --report RUN [RUN ...]        # tables, report.json and report.png of what is already scored
 
-metric       better on forget / elsewhere   definition                                                  source
-rougeL_f1    lower / higher                 LCS F1 of generation and reference (the paper's rL)          Lin 2004
-rougeL_recall  lower / higher               LCS recall, what TOFU's own code calls rougeL                Lin 2004
-prob         lower / higher                 exp(-L_rec), L_rec = Monte-Carlo NLL per token, N masks      Eq. 7
-prob_stderr  -                              Monte-Carlo standard error of the split's mean prob          delta method
-fact         lower                          share of generations that hold the row's key fact (toy only)
+metric                  better on forget / elsewhere   definition                                               source
+rougeL_f1               lower / higher     LCS F1 of generation and reference (the paper's rL)                 Lin 2004
+rougeL_recall           lower / higher     LCS recall, what TOFU's own code calls rougeL                       Lin 2004
+rougeL_*_paraphrased    lower / higher     the same for the answer to the paraphrased question                        -
+prob                    lower / higher     exp(-L_rec), L_rec = Monte-Carlo NLL per token, N masks                Eq. 7
+perplexity              higher / lower     exp(L_rec) over --perplexity masks; median and mean                  Table 7
+truth_ratio             higher / higher    forget: mean min(R, 1/R); else mean max(0, 1 - R); R = p(wrong)/p(right)  TOFU
+prob_options            - / higher         p(answer) / (p(answer) + sum of p(perturbed answers))                    TOFU
+model_utility           higher             harmonic mean of recall, prob (of the options) and truth_ratio, 3 splits TOFU
+forget_quality          higher             Kolmogorov-Smirnov p-value of R against a retain model's             TOFU
+fact                    lower / higher     share of generations that hold the row's key fact (toy only)               -
 
-Generation is greedy: all response tokens start masked, every step fixes the most confident ones.
+prob_stderr is the Monte-Carlo standard error of the split's mean prob (delta method), stderr that over the questions.
+Differs from TOFU's code: a masked model's p is Eq. 7's, and ROUGE-L is not stemmed.  What was not measured is left out,
+or None.  Generation is greedy: all response tokens start masked, every step fixes the most confident ones.
 """
+import argparse
+import bisect
 import json
 import math
 import os
 import re
+import shutil
+import statistics
 import string
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
-from tqdm import trange
+from tqdm import tqdm
 
 import mdu
 
@@ -67,10 +80,14 @@ def holds(text, fact):
 
 
 def draw_masks(n, samples, seed):
-    """Eq. 7's masks, (samples, n) bool: the number of masked tokens uniform on 1..n, then a uniform subset of them."""
+    """Eq. 7's masks, (samples, n) bool: the number of masked tokens uniform on 1..n, then a uniform subset of them.
+
+    Answers that are compared share a seed: of equal length they get the same masks; otherwise the same share of their
+    tokens is masked (up to rounding), chosen by the same coins where both have a token.
+    """
     rng = np.random.default_rng(seed)
-    size = rng.integers(1, n + 1, (samples, 1))
-    order = rng.random((samples, n)).argsort(1).argsort(1)
+    size = 1 + np.floor(n * rng.random((samples, 1)))
+    order = rng.random((n, samples)).T.argsort(1).argsort(1)
     return torch.from_numpy(order < size)
 
 
@@ -80,11 +97,12 @@ def masked_nll(predictor, pairs, masks, batch_size=64):
 
     Args: pairs of (prompt ids, response ids); masks[i] (N_i, len(response i)) bool, no row empty.
     Returns: list of (N_i,) float64, in nats per masked token.  Masks of different pairs share batches by length.
+    ValueError: the model's scores are not finite.
     """
     jobs = [(i, j) for i in sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
             for j in range(len(masks[i]))]
     nll = [torch.zeros(len(m), dtype=torch.float64) for m in masks]
-    for start in trange(0, len(jobs), batch_size, desc="likelihood", leave=False, disable=None):
+    for start in range(0, len(jobs), batch_size):
         batch = jobs[start:start + batch_size]
         ids, answer, real = mdu.collate([pairs[i] for i, _ in batch], predictor.pad_id)
         masked = torch.zeros_like(answer)
@@ -94,6 +112,9 @@ def masked_nll(predictor, pairs, masks, batch_size=64):
         means = mdu.sft_loss(logits, targets, masked, masked.sum(1)).double().cpu()  # sum over |M_j|: the mean
         for (i, j), mean in zip(batch, means):
             nll[i][j] = mean
+    if not all(values.isfinite().all() for values in nll):
+        raise ValueError("the model's scores are not finite (NaN or infinity): its training diverged, or its weights "
+                         "are damaged; train it again, with a lower --lr")
     return nll
 
 
@@ -117,7 +138,7 @@ def generate(predictor, prompts, length, steps, batch_size=64):
     length/steps of them, the first steps one more where it does not divide.
     """
     outputs, order = [None] * len(prompts), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in trange(0, len(order), batch_size, desc="sampling", leave=False, disable=None):
+    for start in range(0, len(order), batch_size):
         batch = order[start:start + batch_size]
         ids, canvas, real = mdu.collate([(prompts[i], [predictor.mask_id] * length) for i in batch], predictor.pad_id)
         masked = canvas.clone()
@@ -254,162 +275,560 @@ def score_triviaqa(predictor, tokenizer, rows, seeds, a):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# One run: records per example, summary per split
+# TOFU's own figures (Maini et al. 2024), from mean losses per token
 # ------------------------------------------------------------------------------------------------------------------
 
-SPLITS = {"forget": "Forget", "retain": "Retain", "real_authors": "Real authors", "world_facts": "World facts"}
+
+def bounded_exp(x):
+    """exp(x), with x held within +-700, where it is neither 0 nor infinite."""
+    return math.exp(max(-700.0, min(700.0, x)))
 
 
-def score_split(predictor, tokenizer, rows, number, protocol, batch_size):
-    """One record per row: question, reference, generation and every score."""
-    pairs = [mdu.encode_row(tokenizer, predictor.end_id, row["question"], row["answer"]) for row in rows]
-    generations = generate(predictor, [prompt for prompt, _ in pairs], protocol["length"], protocol["steps"], batch_size)
-    masks = [draw_masks(len(response), protocol["samples"], [protocol["seed"], number, i])
-             for i, (_, response) in enumerate(pairs)]  # the same for every run
-    for row, ids, nll in zip(rows, generations, masked_nll(predictor, pairs, masks, batch_size)):
-        text = decode(predictor, tokenizer, ids)
-        precision, recall, f1 = rouge_l(row["answer"], text)
-        p, stderr = answer_probability(nll)
-        record = {"question": row["question"], "reference": row["answer"], "generation": text,
-                  "rougeL_precision": precision, "rougeL_recall": recall, "rougeL_f1": f1,
-                  "nll": nll.mean().item(), "prob": p, "prob_stderr": stderr}
+def truth_ratio(right, wrong):
+    """R = mean_k exp(-wrong_k) / exp(-right): how likely the wrong answers are, against the right one.
+
+    Args: nats per token of the paraphrased answer (of the answer itself, where there is no paraphrase) and of each
+    perturbed answer.  The wrong probabilities are averaged arithmetically, as in the benchmark's text and utils.py; its
+    aggregate_eval_stat.py averages their logarithms.
+    """
+    return statistics.fmean(bounded_exp(right - nll) for nll in wrong)
+
+
+def option_probability(right, wrong):
+    """exp(-right) / (exp(-right) + sum_k exp(-wrong_k)), losses in nats per token."""
+    return 1 / (1 + sum(bounded_exp(right - nll) for nll in wrong))
+
+
+def model_utility(splits):
+    """Harmonic mean of nine: ROUGE-L recall, probability and truth ratio of the three splits not to be forgotten.
+
+    splits: {split: what summarise_answers returns}.  Real authors' and world facts' probability is that among the
+    options.  0 if one of the nine is 0; None if one was not measured.
+    """
+    nine = [splits.get(split, {}).get(metric) for split, p in (
+        ("retain", "prob"), ("real_authors", "prob_options"), ("world_facts", "prob_options"))
+        for metric in ("rougeL_recall", p, "truth_ratio")]
+    return None if None in nine else statistics.harmonic_mean(nine)
+
+
+def ks_test(a, b):
+    """Two-sample Kolmogorov-Smirnov test, two-sided and exact: (D, p-value).
+
+    D = max_v |F_a(v) - F_b(v)|; p is the share of the interleavings of len(a) + len(b) distinct values whose D is at
+    least as large: lattice paths from (0, 0) to (n, m), counted in whole numbers.  Ties lower D, and leave p above its
+    value given the ties.
+    """
+    a, b, n, m = sorted(a), sorted(b), len(a), len(b)
+    gap = max(abs(bisect.bisect_right(a, v) * m - bisect.bisect_right(b, v) * n) for v in a + b)  # D n m
+    inside = [0] * (m + 1)  # inside[j]: paths to (i, j) along which |i m - j n| < gap
+    for i in range(n + 1):
+        for j in range(m + 1):
+            before = inside[j] + (inside[j - 1] if j else 0) if i or j else 1
+            inside[j] = before if abs(i * m - j * n) < gap else 0
+    paths = math.comb(n + m, n)
+    return gap / (n * m), (paths - inside[m]) / paths
+
+
+def forget_quality(records, retain_records):
+    """p-value of ks_test between the truth ratios of two models on the forget questions; the other never saw them.
+
+    Here R averages the wrong answers' losses, as both of the benchmark's programs do; the test sees only their order.
+    """
+    return ks_test(*([r["nll_paraphrased" if "nll_paraphrased" in r else "nll"] - statistics.fmean(r["nll_perturbed"])
+                      for r in rows] for rows in (records, retain_records)))[1]
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Splits: how rows become records, and records a summary
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def score_answers(predictor, tokenizer, rows, seeds, a):
+    """One record per row: question, reference, generation and every score; seeds[i] is that of row i's masks."""
+    rouge = ("rougeL_precision", "rougeL_recall", "rougeL_f1")
+    answers, pairs, masks, asked = [], [], [], []  # answers: (row, field) of each pair; asked: (row, field, prompt ids)
+    for i, (row, seed) in enumerate(zip(rows, seeds)):
+        for field in ("answer",) if a.brief else ("answer", "paraphrased_answer", "perturbed_answer"):
+            texts = row.get(field) or []
+            for text in [texts] if isinstance(texts, str) else texts:
+                pair = mdu.encode_row(tokenizer, predictor.end_id, row["question"], text)
+                answers.append((i, field))
+                pairs.append(pair)
+                masks.append(draw_masks(len(pair[1]), a.samples, seed))
+                if field == "answer" and a.perplexity:  # more masks, after those of prob
+                    more = draw_masks(len(pair[1]), max(0, a.perplexity - a.samples), [*seed, 1])
+                    masks[-1] = torch.cat([masks[-1], more])
+        for field in ("question",) if a.brief else ("question", "paraphrased_question"):
+            if field in row:
+                asked.append((i, field, mdu.encode_prompt(tokenizer, row[field])))
+    nll = [{} for _ in rows]
+    for (i, field), values in zip(answers, masked_nll(predictor, pairs, masks, a.batch_size)):
+        nll[i].setdefault(field, []).append(values)
+    records = [{"question": row["question"], "reference": row["answer"]} for row in rows]
+    generations = generate(predictor, [prompt for *_, prompt in asked], a.length, a.steps, a.batch_size)
+    for (i, field, _), ids in zip(asked, generations):
+        text, end = decode(predictor, tokenizer, ids), "_paraphrased" if field == "paraphrased_question" else ""
+        if end:
+            records[i][field] = rows[i][field]
+        records[i]["generation" + end] = text
+        records[i].update({name + end: value for name, value in zip(rouge, rouge_l(rows[i]["answer"], text))})
+    for row, losses, r in zip(rows, nll, records):
+        right = losses["answer"][0]
+        r["nll"] = right[:a.samples].mean().item()
+        r["prob"], r["prob_stderr"] = answer_probability(right[:a.samples])
+        if a.perplexity:
+            r["perplexity"] = bounded_exp(right[:a.perplexity].mean().item())
+        if "paraphrased_answer" in losses:
+            r["nll_paraphrased"] = losses["paraphrased_answer"][0].mean().item()
+        if "perturbed_answer" in losses:
+            r["nll_perturbed"] = wrong = [values.mean().item() for values in losses["perturbed_answer"]]
+            r["truth_ratio"] = truth_ratio(r.get("nll_paraphrased", r["nll"]), wrong)
+            if "nll_paraphrased" not in r:  # the options are then worded alike
+                r["prob_options"] = option_probability(r["nll"], wrong)
         if "fact" in row:
-            record["fact"] = float(holds(text, row["fact"]))
-        yield record
+            r["fact"] = float(holds(r["generation"], row["fact"]))
+    return records
 
 
-def summarise(records):
-    """Means over the rows; prob_stderr is what the choice of masks leaves uncertain, not the spread of the questions."""
-    summary = {key: float(np.mean([r[key] for r in records])) for key in
-               ("rougeL_f1", "rougeL_recall", "prob", "fact") if key in records[0]}
-    errors = [r["prob_stderr"] for r in records]
-    summary["prob_stderr"] = None if None in errors else math.sqrt(sum(e * e for e in errors)) / len(errors)
-    return {**summary, "n": len(records)}
+def summarise_answers(records, better):
+    """Means over the rows, with their standard errors over the questions; a metric that some row lacks is left out.
+
+    better: "↓" for a split that is to be forgotten, "↑" for any other.
+    """
+    summary, errors = {"n": len(records)}, {}
+    for metric in ("rougeL_f1", "rougeL_recall", "prob", "fact", "rougeL_f1_paraphrased", "rougeL_recall_paraphrased",
+                   "prob_options", "truth_ratio", "perplexity"):
+        if not records or not all(metric in r for r in records):
+            continue
+        values = [r[metric] for r in records]
+        if metric == "truth_ratio":
+            values = [min(v, 1 / v) if better == "↓" else max(0.0, 1 - v) for v in values]
+        if metric == "perplexity":
+            summary.update(perplexity_median=statistics.median(values), perplexity_mean=statistics.fmean(values))
+            continue
+        summary[metric] = statistics.fmean(values)
+        errors[metric] = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    chance = [r["prob_stderr"] for r in records]
+    summary["prob_stderr"] = None if None in chance or not chance else math.hypot(*chance) / len(chance)
+    return {**summary, "stderr": errors}
 
 
-def evaluate(run, a):
-    """Score one run on every split of its data; returns what RUN/eval/summary.json then holds."""
-    start, options = time.time(), mdu.Options(**mdu.read_run(run)["options"])
-    options.limit = a.limit or options.limit
+SPLITS = {  # split: (title, better, scorer: rows -> records, summariser: records -> {metric: value})
+    "forget": ("Forget", "↓", score_answers, summarise_answers),
+    "retain": ("Retain", "↑", score_answers, summarise_answers),
+    "real_authors": ("Real authors", "↑", score_answers, summarise_answers),
+    "world_facts": ("World facts", "↑", score_answers, summarise_answers),
+}
+
+# ------------------------------------------------------------------------------------------------------------------
+# One run: chunks of rows, shared out over the processes; what is finished stays
+# ------------------------------------------------------------------------------------------------------------------
+
+CHUNK = 16  # rows that are scored together and written at once, whatever the number of processes
+
+
+def note(text):
+    if mdu.rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def write_aside(path, text):
+    """Complete or absent: written aside, then renamed."""
+    aside = Path(f"{path}.partial")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+
+
+def read_records(path):
+    return [mdu.parse_json(line, path) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def plan(run, a):
+    """Options, rows and protocol of one evaluation: all that can be refused before any model is loaded."""
+    info, folder = mdu.read_run(run), Path(run)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{run}: holds no finished model (no config.json); finish its training first")
+    own = mdu.Options(**info["options"])
+    options = mdu.Options(**{**info["options"], "limit": None, "retain_only": False})
     if a.data is not None:
         options.data, options.forget, options.retain = a.data, None, None
-    splits = {split: rows for split, rows in mdu.load_data(options).items() if split in SPLITS and rows}
-    predictor, tokenizer = mdu.load_backbone(run, dtype=mdu.compute_dtype(options.dtype))
-    length = a.length or options.response_length
-    protocol = {"length": length, "steps": a.steps or length, "samples": a.samples, "seed": a.seed}
-    if protocol["steps"] > length:
-        raise ValueError(f"--steps {a.steps}: more than the {length} tokens to generate; give at most --length")
-    out = Path(run) / "eval"
-    out.mkdir(exist_ok=True)
-    summary = {"method": options.method, "tau": options.tau, "protocol": protocol, "splits": {}}
-    for number, (split, rows) in enumerate(splits.items()):
-        records = []
-        with open(out / f"{split}.jsonl", "w", encoding="utf-8") as file:
-            for record in score_split(predictor, tokenizer, rows, number, protocol, a.batch_size):
-                records.append(record)
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        summary["splits"][split] = summarise(records)
-        print(f"{run}: {split}, {len(records)} rows, {time.time() - start:.0f}s", file=sys.stderr, flush=True)
-        summary.setdefault("examples", [{k: r[k] for k in ("question", "reference", "generation")} for r in records[:3]])
+    everything = mdu.load_data(options)
+    for split, rows in everything.items():
+        trained = info["data"].get("held_out" if own.retain_only and split == "forget" else split, {})
+        if a.data is None and trained.get("sha256") != mdu.fingerprint(rows[:own.limit]):
+            note(f"{run}: its {split} rows have changed since it was trained; scored on them as they are now")
+    splits = {split: everything[split][:a.limit or own.limit] for split in SPLITS if everything.get(split)}
+    length = a.length or own.response_length
+    steps = a.steps or length
+    if steps > length:
+        raise ValueError(f"--steps {steps}: more than the {length} tokens to generate; give at most --length")
+    protocol = {"length": length, "steps": steps, "samples": a.samples, "seed": a.seed,
+                "dtype": str(mdu.compute_dtype(own.dtype)).removeprefix("torch.")}
+    data = {split: {"rows": len(rows), "sha256": mdu.fingerprint(rows)} for split, rows in splits.items()}
+    trained = {(row["question"], row["answer"]) for row in everything["train_retain"][:own.limit]}
+    seen = [i for i, row in enumerate(splits.get("retain", [])) if (row["question"], row["answer"]) in trained]
+    summary = {"method": own.method, "tau": own.tau, "protocol": protocol, "brief": a.brief, "perplexity": a.perplexity,
+               "data": data, "retain_rows_trained_on": seen}
+    retain_records = a.retain_run and read_retain_run(a.retain_run, run, summary)
+    return SimpleNamespace(run=run, options=own, splits=splits, summary=summary, retain_records=retain_records)
+
+
+def evaluate(job, a):
+    """Score one planned run; on process 0 returns what RUN/eval/summary.json then holds.
+
+    Every chunk of rows ends as a file in RUN/eval/partial, which belongs to one protocol, data and weights; chunks that
+    are there already are kept.  Records and summary replace older ones together, when all chunks are done.
+    """
+    start, out = time.time(), Path(job.run) / "eval"
+    predictor, tokenizer = mdu.load_backbone(job.run, dtype=mdu.compute_dtype(job.options.dtype))
+    a = argparse.Namespace(**{**vars(a), **job.summary["protocol"]})
+    check_room(job, predictor, tokenizer, a.length)
+    chunks = []  # (file, split, rows of like length)
+    for split, rows in job.splits.items():
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]["question"]) + len(rows[i]["answer"]))
+        for at in range(0, len(order), CHUNK):
+            chunks.append((out / "partial" / f"{split}-{at:06d}.jsonl", split, order[at:at + CHUNK]))
+    if mdu.rank() == 0:
+        weights = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(Path(job.run).glob("*.safetensors"))]
+        identity = json.dumps({**job.summary, "weights": weights}, sort_keys=True)
+        owner = out / "partial" / "owner.json"
+        if not owner.is_file() or owner.read_text(encoding="utf-8") != identity:
+            shutil.rmtree(out / "partial", ignore_errors=True)
+            owner.parent.mkdir(parents=True)
+            write_aside(owner, identity)
+    mdu.barrier()
+    todo = [chunk for chunk in chunks if not chunk[0].is_file()]
+    mdu.barrier()  # every process has seen the same files
+    for file, split, order in tqdm(todo[mdu.rank()::mdu.world_size()], desc=str(job.run), leave=False,
+                                   disable=None if mdu.rank() == 0 else True):
+        seeds = [[a.seed, list(SPLITS).index(split), i] for i in order]  # the same for every run
+        records = SPLITS[split][2](predictor, tokenizer, [job.splits[split][i] for i in order], seeds, a)
+        write_aside(file, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+    mdu.barrier()
+    if mdu.rank() > 0:
+        return None
+    records = {split: [None] * len(rows) for split, rows in job.splits.items()}
+    for file, split, order in chunks:
+        for i, record in zip(order, read_records(file), strict=True):
+            records[split][i] = record
+    summary = {**job.summary, "splits": {s: SPLITS[s][3](rows, SPLITS[s][1]) for s, rows in records.items()}}
+    summary["model_utility"] = model_utility(summary["splits"])
+    summary["retain_run"] = a.retain_run
+    summary["forget_quality"] = a.retain_run and forget_quality(records["forget"], job.retain_records)
+    (out / "summary.json").unlink(missing_ok=True)  # it must not stand beside records of another evaluation
+    for split in SPLITS:
+        if split in records:
+            write_aside(out / f"{split}.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records[split]))
+        else:
+            (out / f"{split}.jsonl").unlink(missing_ok=True)
     mdu.write_json(out / "summary.json", summary)
+    shutil.rmtree(out / "partial")
+    note(f"{job.run}: {sum(map(len, records.values()))} rows, {len(todo)} of {len(chunks)} chunks scored now, "
+         f"{time.time() - start:.0f}s")
     return summary
 
 
+def check_room(job, predictor, tokenizer, length):
+    """Refuse prompts and responses that are longer together than the model's positions."""
+    limit = getattr(predictor.lm.config, "max_position_embeddings", math.inf)
+    for rows in job.splits.values():
+        for row in rows:
+            for question in (row["question"], row.get("paraphrased_question", "")):
+                n = len(mdu.encode_prompt(tokenizer, question)) + max(length, len(mdu.encode_text(tokenizer, row["answer"])))
+                if n > limit:
+                    raise ValueError(f"{job.run}: {n} tokens for {question[:40]!r} and its answer, more than the "
+                                     f"{limit} positions of the model; lower --length {length}, or remove the row")
+
+
 # ------------------------------------------------------------------------------------------------------------------
-# Tables
+# Report: runs that differ by their seed alone are one method, shown as mean ± standard deviation
 # ------------------------------------------------------------------------------------------------------------------
 
 TITLES = {"ga": "GA", "gd": "GD", "npo": "NPO", "simnpo": "SimNPO", "wga": "WGA", "dpo": "DPO", "sft": "Base"}
-COLUMNS = [(split, metric) for split in SPLITS for metric in ("rougeL_f1", "prob")] + [("forget", "fact")]
+METRICS = {  # metric: (heading, better: None where the split decides, format)
+    "rougeL_f1": ("rL", None, ".3f"), "prob": ("p", None, ".3f"), "fact": ("fact", None, ".3f"),
+    "model_utility": ("Model utility", "↑", ".3f"), "forget_quality": ("Forget quality", "↑", ".2g"),
+    "truth_ratio": ("truth ratio", "↑", ".3f"), "prob_options": ("p of options", None, ".3f"),
+    "rougeL_f1_paraphrased": ("rL paraphrased", None, ".3f"),
+    "perplexity_median": ("median", "", ",.2f"), "perplexity_mean": ("mean", "", ",.2f"),
+}
+PAPER = [*((split, metric) for split in SPLITS for metric in ("rougeL_f1", "prob")), ("forget", "fact")]
+OFFICIAL = [(None, "model_utility"), (None, "forget_quality"), *((split, metric) for split in SPLITS for metric in (
+    "truth_ratio", "prob_options", "rougeL_f1_paraphrased"))]
+PERPLEXITY = [(split, metric) for split in SPLITS for metric in ("perplexity_median", "perplexity_mean")]
 
 
-def title(summary):
-    return TITLES.get(summary["method"]) or f"MDU τ={summary['tau']:g}"
+def read_summary(run):
+    file = Path(run) / "eval" / "summary.json"
+    if not file.is_file():
+        raise ValueError(f"{run}: not scored yet; run: python eval.py {run}")
+    summary = mdu.parse_json(file.read_text(encoding="utf-8"), file)
+    if not isinstance(summary, dict) or not {"method", "tau", "protocol", "data", "splits"} <= set(summary):
+        raise ValueError(f"{file}: not a summary of this program; run: python eval.py {run}")
+    return summary
 
 
-def score(summary, split, metric):
-    return summary["splits"].get(split, {}).get(metric)  # None where it was not measured
+def check_alike(run, summary, other_run, other):
+    """Refuse to set figures side by side that were measured differently, or on other rows."""
+    for what in ("protocol", "data", "perplexity"):
+        a, b = ({what: s[what]} if what == "perplexity" else s[what] for s in (summary, other))
+        for key in a.keys() & b.keys():
+            if a[key] != b[key] and not (what == "perplexity" and None in (a[key], b[key])):
+                raise ValueError(f"{other_run}: scored with {key} {b[key]}, {run} with {a[key]}; "
+                                 "score them alike, on the same data")
+
+
+def read_retain_run(retain_run, run, summary):
+    """The forget records of a scored retain model, with which forget_quality compares."""
+    check_alike(run, summary, retain_run, read_summary(retain_run))
+    file = Path(retain_run) / "eval" / "forget.jsonl"
+    records = read_records(file) if file.is_file() and "forget" in summary["data"] else []
+    if not records or not all("nll_perturbed" in r for r in records):
+        raise ValueError(f"--retain-run {retain_run}: no truth ratios of forget rows in {file}; forget quality needs "
+                         "perturbed answers, and runs scored without --brief")
+    return records
+
+
+def group_runs(runs, retain_run=None):
+    """Scored runs -> one namespace per method, in the order of the runs: title, method, tau, runs, summaries."""
+    groups, first = {}, None
+    for run in runs:
+        summary, options = read_summary(run), mdu.read_run(run)["options"]
+        first = first or (run, summary)
+        check_alike(*first, run, summary)
+        if retain_run:
+            summary["retain_run"] = retain_run
+            records = read_records(Path(run) / "eval" / "forget.jsonl")
+            measured = all("nll_perturbed" in r for r in records)
+            retain_records = read_retain_run(retain_run, run, summary)
+            summary["forget_quality"] = forget_quality(records, retain_records) if measured else None
+        own = {k: v for k, v in options.items() if k not in ("seed", "out", "model", "revision", "overwrite")}
+        title = TITLES.get(summary["method"]) or f"MDU τ={summary['tau']:g}"
+        group = groups.setdefault(json.dumps(own, sort_keys=True), SimpleNamespace(
+            title="Retain model" if own.get("retain_only") else title, method=summary["method"], tau=summary["tau"],
+            runs=[], summaries=[]))
+        group.runs.append(run)
+        group.summaries.append(summary)
+    titles = [group.title for group in groups.values()]
+    for group in groups.values():
+        if titles.count(group.title) > 1:  # other options: told apart by the folder
+            group.title += f" ({group.runs[0]})"
+    return list(groups.values())
+
+
+def values(group, split, metric):
+    """The metric in every run of the method; empty where one lacks it.  split None: a figure of the whole run."""
+    found = [(s if split is None else s["splits"].get(split, {})).get(metric) for s in group.summaries]
+    return [] if None in found else found
+
+
+def shown(value, digits):
+    return f"{value:.1e}" if abs(value) >= 1e6 else f"{value:{digits}}"
+
+
+def table(groups, columns):
+    """Markdown lines: a row per method, a dash where it was not measured; of the unlearning methods the best is bold,
+    the second underlined, as shown."""
+    columns = [column for column in columns if any(values(group, *column) for group in groups)]
+    heads, ranks = [], {}
+    for split, metric in columns:
+        name, better, digits = METRICS[metric]
+        better = SPLITS[split][1] if better is None else better
+        heads.append(" ".join(filter(None, [split and SPLITS[split][0], name, better])))
+        means = {shown(statistics.fmean(v), digits) for g in groups if g.method != "sft" and (v := values(g, split, metric))}
+        ranks[split, metric] = sorted(means, key=lambda text: float(text.replace(",", "")), reverse=better == "↑") if better else []
+    lines = ["| Method | " + " | ".join(heads) + " |", "|---|" + "---|" * len(columns)]
+    for group in groups:
+        cells = [group.title]
+        for split, metric in columns:
+            digits, found, best = METRICS[metric][2], values(group, split, metric), ranks[split, metric]
+            if not found:
+                cells.append("-")
+                continue
+            cell = text = shown(statistics.fmean(found), digits)
+            if group.method != "sft" and text in best[:2]:
+                cell = f"**{text}**" if text == best[0] else f"<u>{text}</u>"
+            if len(found) > 1:
+                cell += f" ± {shown(statistics.stdev(found), digits)}"
+            if metric == "rougeL_f1":
+                cell += f" ({statistics.fmean(values(group, split, 'rougeL_recall')):.3f})"
+            cells.append(cell)
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines if columns else []
+
+
+def spans(numbers):
+    """[0, 1, 2, 5] -> "0-2, 5"."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends))
+
+
+def conventions(groups):
+    """What the figures of the first table are, of how many questions, and how sure."""
+    first = groups[0].summaries[0]
+    protocol, every = first["protocol"], [s for group in groups for s in group.summaries]
+    largest = {metric: max((e for s in every for split in s["splits"].values()
+                            if (e := split["stderr"].get(metric)) is not None), default=None)
+               for metric in ("rougeL_f1", "prob")}
+    chance = max((e for s in every for split in s["splits"].values() if (e := split["prob_stderr"]) is not None), default=None)
+    largest = {"rL": largest["rougeL_f1"], "p": largest["prob"], "p from the choice of masks": chance}
+    sizes = ", ".join(f"{SPLITS[split][0]} {data['rows']}" for split, data in first["data"].items())
+    text = (f"rL: ROUGE-L F1 (recall). p: answer probability (Eq. 7, {protocol['samples']} masks). {protocol['steps']} steps "
+            f"for {protocol['length']} tokens, {protocol['dtype']}. Questions: {sizes}. Largest standard error of a split's mean: "
+            + ", ".join(f"{name} {'-' if e is None else f'{e:.3f}'}" for name, e in largest.items()) + ".")
+    seeds = {len(group.runs) for group in groups}
+    if seeds != {1}:
+        text += f" Mean ± standard deviation over {'/'.join(map(str, sorted(seeds)))} seeds."
+    lines = [text]
+    for seen in dict.fromkeys(spans(s["retain_rows_trained_on"]) for s in every):
+        n = len(next(s for s in every if spans(s["retain_rows_trained_on"]) == seen)["retain_rows_trained_on"])
+        lines += ["", f"Of the evaluated retain rows {n} are among the training rows{seen and f': rows {seen}'}."]
+    return lines
+
+
+def markdown(groups, answers, picture=None):
+    """The report: Table 2, the tau sweep, TOFU's own figures, perplexity (Table 7), answers side by side (Table 6)."""
+    lines = [*table(groups, PAPER), "", *conventions(groups)]
+    base = [group for group in groups if group.method == "sft"]
+    sweep = sorted((group for group in groups if group.method == "mdu"), key=lambda group: group.tau)
+    if len(sweep) > 1 and len(base + sweep) < len(groups):
+        lines += ["", "MDU from τ = 0 to 1:", "", *table(base + sweep, [*PAPER, *OFFICIAL[:2]])]
+    if official := table(groups, OFFICIAL):
+        against = dict.fromkeys(s["retain_run"] for g in groups for s in g.summaries if s.get("retain_run"))
+        lines += ["", "TOFU's own figures:", "", *official, "",
+                  "Model utility: harmonic mean of rL recall, p and truth ratio on retain, real authors and world facts. Truth "
+                  "ratio: min(R, 1/R) on forget, else max(0, 1 - R), R = p(wrong answers) / p(right answer). Forget quality: "
+                  f"p-value of R against a model that never saw the forget rows ({', '.join(against) or 'none was given'})."]
+    if perplexity := table(groups, PERPLEXITY):
+        masks = next(s["perplexity"] for g in groups for s in g.summaries if s["perplexity"])
+        lines += ["", f"Pseudo-perplexity, median and mean over the questions, {masks} masks each:", "", *perplexity]
+    if picture:
+        lines += ["", f"![forget against retain]({picture})"]
+
+    def row(title, texts):
+        return "| " + " | ".join([title, *(" ".join(t.split()).replace("|", r"\|") or "(empty)" for t in texts)]) + " |"
+    return lines + ["", "What is written to forget questions:", "", row("Question", [a["question"] for a in answers]),
+                    "|---|" + "---|" * len(answers), row("Reference", [a["reference"] for a in answers]),
+                    *(row(g.title, [a["generations"][g.title] for a in answers]) for g in groups)]
+
+
+def draw(groups, path):
+    """Forget against retain, one panel per metric: a line through MDU's tau points, a mark per baseline."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    panels = [m for m in ("rougeL_f1", "prob", "fact") if all(values(g, s, m) for g in groups for s in ("forget", "retain"))]
+    figure, axes = pyplot.subplots(1, max(1, len(panels)), figsize=(1.5 + 3.6 * max(1, len(panels)), 3.8), squeeze=False)
+    names = {"rougeL_f1": "ROUGE-L F1", "prob": "answer probability", "fact": "answers with the key fact"}
+    for axis, metric in zip(axes[0], panels):
+        def point(group):
+            return [statistics.fmean(values(group, split, metric)) for split in ("forget", "retain")]
+        sweep = sorted((g for g in groups if g.method == "mdu"), key=lambda g: g.tau)
+        if sweep:
+            x, y = zip(*map(point, sweep))
+            axis.plot(x, y, "o-", color="black", markersize=4, label="MDU", zorder=3)
+            for group, *at in zip(sweep, x, y):
+                axis.annotate(f"τ={group.tau:g}", at, xytext=(4, -10), textcoords="offset points", fontsize=7)
+        for group, mark in zip((g for g in groups if g.method != "mdu"), "*sDv^PX<>hd"):
+            axis.scatter(*point(group), marker=mark, s=60, facecolor="0.75", edgecolor="black", label=group.title)
+        axis.set(title=names[metric], xlabel="forget (lower is better)", ylabel="retain (higher is better)",
+                 xlim=(-0.05, 1.05), ylim=(-0.05, 1.05))
+        axis.grid(color="0.9")
+    handles = axes[0][0].get_legend_handles_labels()
+    figure.legend(*handles, loc="center right", fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1 - 1.2 / figure.get_figwidth(), 1))
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def report(runs, questions, retain_run):
+    """report.md, report.json and report.png of scored runs, beside the first; the first is printed too."""
+    groups, folder, answers = group_runs(runs, retain_run), Path(runs[0]).parent, []
+    records = [read_records(Path(group.runs[0]) / "eval" / "forget.jsonl") for group in groups]
+    for i in questions:
+        if i >= len(records[0]):
+            raise ValueError(f"--questions {i}: {runs[0]} has {len(records[0])} forget questions, numbered from 0")
+        answers.append({**{k: records[0][i][k] for k in ("question", "reference")},
+                        "generations": {g.title: r[i]["generation"] for g, r in zip(groups, records)}})
+    picture = None
+    try:
+        draw(groups, folder / "report.png")
+        picture = "report.png"
+    except ImportError:
+        note("report.png is not drawn: it needs matplotlib (pip install matplotlib)")
+    text = "\n".join(markdown(groups, answers, picture))
+    def figures(group, split, metrics):
+        found = {metric: values(group, split, metric) for metric in metrics}
+        return {m: {"mean": statistics.fmean(v), "deviation": statistics.stdev(v) if len(v) > 1 else None} if v else None
+                for m, v in found.items()}
+    first = groups[0].summaries[0]
+    write_aside(folder / "report.json", json.dumps({
+        "protocol": first["protocol"], "data": first["data"], "perplexity_masks": first["perplexity"], "methods": [
+            {"title": g.title, "method": g.method, "tau": g.tau, "runs": g.runs,
+             **figures(g, None, ("model_utility", "forget_quality")),
+             "splits": {split: figures(g, split, [m for m in g.summaries[0]["splits"][split] if m != "stderr"])
+                        for split in g.summaries[0]["splits"]}} for g in groups],
+        "answers": answers}, indent=1, ensure_ascii=False) + "\n")
+    write_aside(folder / "report.md", text + "\n")
+    print(text, f"\n({folder / 'report.md'})")
 
 
 def screen_row(run, summary):
-    cells = [f"{name} {score(summary, split, 'rougeL_f1'):.3f} {score(summary, split, 'prob'):.3f}"
-             for split, name in SPLITS.items() if split in summary["splits"]]
-    fact = score(summary, "forget", "fact")
-    return " | ".join([f"{run:24}", *cells, *([] if fact is None else [f"fact {fact:.2f}"])])
+    cells = [f"{SPLITS[split][0]} {scores['rougeL_f1']:.3f} {scores['prob']:.3f}" for split, scores in summary["splits"].items()]
+    for name, value in (("fact", summary["splits"].get("forget", {}).get("fact")), ("utility", summary["model_utility"]),
+                        ("forget quality", summary["forget_quality"])):
+        cells += [] if value is None else [f"{name} {value:.3g}"]
+    return " | ".join([f"{run:24}", *cells])
 
 
-def markdown(summaries):
-    """The paper's Table 2; rL is ROUGE-L F1 with recall in brackets; of the methods, best bold, second underlined."""
-    columns = [column for column in COLUMNS if any(score(s, *column) is not None for s in summaries)]
-    heads = {"rougeL_f1": "rL", "prob": "p", "fact": "fact"}
-    lines = ["| Method | " + " | ".join(f"{SPLITS[split]} {heads[metric]} {'↓' if split == 'forget' else '↑'}"
-                                        for split, metric in columns) + " |",
-             "|---|" + "---|" * len(columns)]
-    ranks = {}  # column -> its distinct values among the unlearning methods as shown, best first
-    for split, metric in columns:
-        values = [score(s, split, metric) for s in summaries if s["method"] != "sft"]
-        ranks[split, metric] = sorted({round(v, 3) for v in values if v is not None}, reverse=split != "forget")
-    for s in summaries:
-        cells = [title(s)]
-        for split, metric in columns:
-            value = score(s, split, metric)
-            cell = "-" if value is None else f"{value:.3f}"
-            if value is not None and s["method"] != "sft":
-                place = ranks[split, metric].index(round(value, 3))
-                cell = f"**{cell}**" if place == 0 else f"<u>{cell}</u>" if place == 1 else cell
-            if value is not None and metric == "rougeL_f1":
-                cell += f" ({score(s, split, 'rougeL_recall'):.3f})"
-            cells.append(cell)
-        lines.append("| " + " | ".join(cells) + " |")
-    sizes = ", ".join(f"{SPLITS[split]} {summaries[0]['splits'][split]['n']}" for split in summaries[0]["splits"])
-    protocol = summaries[0]["protocol"]
-    lines += ["", f"rL: ROUGE-L F1 (recall). p: answer probability (Eq. 7, {protocol['samples']} masks). "
-              f"{protocol['steps']} steps for {protocol['length']} tokens. Questions: {sizes}.", "",
-              "What is written to the first forget questions:", "",
-              "| | " + " | ".join(example["question"] for example in summaries[0]["examples"]) + " |",
-              "|---|" + "---|" * len(summaries[0]["examples"]),
-              "| Reference | " + " | ".join(example["reference"] for example in summaries[0]["examples"]) + " |"]
-    for s in summaries:
-        lines.append(f"| {title(s)} | " + " | ".join(example["generation"] or "(empty)" for example in s["examples"]) + " |")
-    return "\n".join(lines)
+# ------------------------------------------------------------------------------------------------------------------
+# Command line
+# ------------------------------------------------------------------------------------------------------------------
+
+DEFAULTS = dict(report=False, brief=False, samples=128, batch_size=64, seed=0)
 
 
-def report(runs):
-    """Markdown table of scored runs, printed and written to report.md beside the first run."""
-    summaries = []
-    for run in runs:
-        file = Path(run) / "eval" / "summary.json"
-        if not file.is_file():
-            raise ValueError(f"{run}: not scored yet; run: python eval.py {run}")
-        summary = mdu.parse_json(file.read_text(encoding="utf-8"), file)
-        if not isinstance(summary, dict) or not {"method", "tau", "protocol", "splits", "examples"} <= set(summary):
-            raise ValueError(f"{file}: not a summary of this program; run: python eval.py {run}")
-        summaries.append(summary)
-    table, path = markdown(summaries), Path(runs[0]).parent / "report.md"
-    path.write_text(table + "\n", encoding="utf-8")
-    print(table, f"\n({path})")
-
-
-def main(argv=None):
-    parser = mdu.OneLineParser(__doc__)
+def parse(argv):
+    parser = mdu.OneLineParser(__doc__, argument_default=argparse.SUPPRESS)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that mdu.py made")
-    parser.add_argument("--report", action="store_true", help="print the table of runs that are scored already")
+    parser.add_argument("--report", action="store_true", help="tables and a picture of runs that are scored already")
+    parser.add_argument("--questions", help="with --report: numbers of the forget questions to show [0,1,2]")
+    parser.add_argument("--retain-run", help="scored retain model (sft with --retain-only), for the forget quality")
     parser.add_argument("--data", help="score on this data instead of the run's own")
     parser.add_argument("--limit", type=int, help="score at most so many rows of every split [the run's]")
     parser.add_argument("--length", type=int, help="tokens to generate [the run's response length]")
     parser.add_argument("--steps", type=int, help="denoising steps [one per token]")
-    parser.add_argument("--samples", type=int, default=128, help="masks per answer, N of Eq. 7 [128]")
-    parser.add_argument("--batch-size", type=int, default=64, help="sequences in one forward pass [64]")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the masks [0]")
-    a = parser.parse_args(argv)
-    mdu.check_ranges(vars(a))
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError(f"{os.environ['WORLD_SIZE']} processes: evaluation runs in one; start it with python")
+    parser.add_argument("--samples", type=int, help="masks per answer, N of Eq. 7 [128]")
+    parser.add_argument("--perplexity", type=int, metavar="N", help="masks per answer for the perplexity (Table 7: 256)")
+    parser.add_argument("--brief", action="store_true", help="only the paper's ROUGE-L and probability: a seventh of the work")
+    parser.add_argument("--batch-size", type=int, help="sequences in one forward pass [64]")
+    parser.add_argument("--seed", type=int, help="seed of the masks [0]")
+    given = vars(parser.parse_args(argv))
+    unused = set(given) - {"runs", "report", "questions", "retain_run"} if "report" in given else set(given) & {"questions"}
+    for name in sorted(unused):
+        raise ValueError(f"--{name.replace('_', '-')}: not used {'with' if 'report' in given else 'without'} --report")
+    if "brief" in given and "retain_run" in given:
+        raise ValueError("--brief: measures no truth ratios, which --retain-run compares; leave one out")
+    mdu.check_ranges(given)
+    return SimpleNamespace(**{**dict.fromkeys(("retain_run", "data", "limit", "length", "steps", "perplexity")),
+                              **DEFAULTS, "questions": "0,1,2", **given})
+
+
+def main(argv=None):
+    a = parse(argv)
     if a.report:
-        report(a.runs)
-        return
-    for run in a.runs:
-        print(screen_row(run, evaluate(run, a)), flush=True)
+        if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", a.questions):
+            raise ValueError(f"--questions {a.questions}: must be whole numbers with commas between them, such as 0,3,17")
+        return report(a.runs, [int(number) for number in a.questions.split(",")], a.retain_run)
+    mdu.start_processes()
+    jobs = [plan(run, a) for run in a.runs]
+    for job in jobs:
+        summary = evaluate(job, a)
+        if summary:
+            mdu.say(screen_row(job.run, summary))
+    if mdu.dist.is_initialized():
+        mdu.dist.destroy_process_group()
 
 
 if __name__ == "__main__":
