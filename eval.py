@@ -22,6 +22,7 @@ or None.  Generation is greedy: all response tokens start masked, every step fix
 """
 import argparse
 import bisect
+import dataclasses
 import json
 import math
 import os
@@ -172,8 +173,75 @@ def decode(predictor, tokenizer, ids):
 
 
 # ------------------------------------------------------------------------------------------------------------------
+# TOFU's own figures (Maini et al. 2024), from mean losses per token
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def bounded_exp(x):
+    """exp(x), with x held within +-700, where it is neither 0 nor infinite."""
+    return math.exp(max(-700.0, min(700.0, x)))
+
+
+def truth_ratio(right, wrong):
+    """R = mean_k exp(-wrong_k) / exp(-right): how likely the wrong answers are, against the right one.
+
+    Args: nats per token of the paraphrased answer (of the answer itself, where there is no paraphrase) and of each
+    perturbed answer.  The wrong probabilities are averaged arithmetically, as in the benchmark's text and utils.py; its
+    aggregate_eval_stat.py averages their logarithms.
+    """
+    return statistics.fmean(bounded_exp(right - nll) for nll in wrong)
+
+
+def option_probability(right, wrong):
+    """exp(-right) / (exp(-right) + sum_k exp(-wrong_k)), losses in nats per token."""
+    return 1 / (1 + sum(bounded_exp(right - nll) for nll in wrong))
+
+
+def model_utility(splits):
+    """Harmonic mean of nine: ROUGE-L recall, probability and truth ratio of the three splits not to be forgotten.
+
+    splits: {split: what summarise_answers returns}.  Real authors' and world facts' probability is that among the
+    options.  0 if one of the nine is 0; None if one was not measured.
+    """
+    nine = [splits.get(split, {}).get(metric) for split, p in (
+        ("retain", "prob"), ("real_authors", "prob_options"), ("world_facts", "prob_options"))
+        for metric in ("rougeL_recall", p, "truth_ratio")]
+    return None if None in nine else statistics.harmonic_mean(nine)
+
+
+def ks_test(a, b):
+    """Two-sample Kolmogorov-Smirnov test, two-sided and exact: (D, p-value).
+
+    D = max_v |F_a(v) - F_b(v)|; p is the share of the interleavings of len(a) + len(b) distinct values whose D is at
+    least as large: lattice paths from (0, 0) to (n, m), counted in whole numbers.  Ties lower D, and leave p above its
+    value given the ties.
+    """
+    a, b, n, m = sorted(a), sorted(b), len(a), len(b)
+    gap = max(abs(bisect.bisect_right(a, v) * m - bisect.bisect_right(b, v) * n) for v in a + b)  # D n m
+    inside = [0] * (m + 1)  # inside[j]: paths to (i, j) along which |i m - j n| < gap
+    for i in range(n + 1):
+        for j in range(m + 1):
+            before = inside[j] + (inside[j - 1] if j else 0) if i or j else 1
+            inside[j] = before if abs(i * m - j * n) < gap else 0
+    paths = math.comb(n + m, n)
+    return gap / (n * m), (paths - inside[m]) / paths
+
+
+def forget_quality(records, retain_records):
+    """p-value of ks_test between the truth ratios of two models on the forget questions; the other never saw them.
+
+    Here R averages the wrong answers' losses, as both of the benchmark's programs do; the test sees only their order.
+    """
+    return ks_test(*([r["nll_paraphrased" if "nll_paraphrased" in r else "nll"] - statistics.fmean(r["nll_perturbed"])
+                      for r in rows] for rows in (records, retain_records)))[1]
+
+
+# ------------------------------------------------------------------------------------------------------------------
 # RWKU (Jin et al. 2024): what is still said about a person, about neighbours, and four-choice and trivia questions
 # ------------------------------------------------------------------------------------------------------------------
+
+
+RWKU_LENGTH = 30  # tokens of an answer
 
 
 def write_answers(predictor, tokenizer, rows, a):
@@ -275,70 +343,6 @@ def score_triviaqa(predictor, tokenizer, rows, seeds, a):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# TOFU's own figures (Maini et al. 2024), from mean losses per token
-# ------------------------------------------------------------------------------------------------------------------
-
-
-def bounded_exp(x):
-    """exp(x), with x held within +-700, where it is neither 0 nor infinite."""
-    return math.exp(max(-700.0, min(700.0, x)))
-
-
-def truth_ratio(right, wrong):
-    """R = mean_k exp(-wrong_k) / exp(-right): how likely the wrong answers are, against the right one.
-
-    Args: nats per token of the paraphrased answer (of the answer itself, where there is no paraphrase) and of each
-    perturbed answer.  The wrong probabilities are averaged arithmetically, as in the benchmark's text and utils.py; its
-    aggregate_eval_stat.py averages their logarithms.
-    """
-    return statistics.fmean(bounded_exp(right - nll) for nll in wrong)
-
-
-def option_probability(right, wrong):
-    """exp(-right) / (exp(-right) + sum_k exp(-wrong_k)), losses in nats per token."""
-    return 1 / (1 + sum(bounded_exp(right - nll) for nll in wrong))
-
-
-def model_utility(splits):
-    """Harmonic mean of nine: ROUGE-L recall, probability and truth ratio of the three splits not to be forgotten.
-
-    splits: {split: what summarise_answers returns}.  Real authors' and world facts' probability is that among the
-    options.  0 if one of the nine is 0; None if one was not measured.
-    """
-    nine = [splits.get(split, {}).get(metric) for split, p in (
-        ("retain", "prob"), ("real_authors", "prob_options"), ("world_facts", "prob_options"))
-        for metric in ("rougeL_recall", p, "truth_ratio")]
-    return None if None in nine else statistics.harmonic_mean(nine)
-
-
-def ks_test(a, b):
-    """Two-sample Kolmogorov-Smirnov test, two-sided and exact: (D, p-value).
-
-    D = max_v |F_a(v) - F_b(v)|; p is the share of the interleavings of len(a) + len(b) distinct values whose D is at
-    least as large: lattice paths from (0, 0) to (n, m), counted in whole numbers.  Ties lower D, and leave p above its
-    value given the ties.
-    """
-    a, b, n, m = sorted(a), sorted(b), len(a), len(b)
-    gap = max(abs(bisect.bisect_right(a, v) * m - bisect.bisect_right(b, v) * n) for v in a + b)  # D n m
-    inside = [0] * (m + 1)  # inside[j]: paths to (i, j) along which |i m - j n| < gap
-    for i in range(n + 1):
-        for j in range(m + 1):
-            before = inside[j] + (inside[j - 1] if j else 0) if i or j else 1
-            inside[j] = before if abs(i * m - j * n) < gap else 0
-    paths = math.comb(n + m, n)
-    return gap / (n * m), (paths - inside[m]) / paths
-
-
-def forget_quality(records, retain_records):
-    """p-value of ks_test between the truth ratios of two models on the forget questions; the other never saw them.
-
-    Here R averages the wrong answers' losses, as both of the benchmark's programs do; the test sees only their order.
-    """
-    return ks_test(*([r["nll_paraphrased" if "nll_paraphrased" in r else "nll"] - statistics.fmean(r["nll_perturbed"])
-                      for r in rows] for rows in (records, retain_records)))[1]
-
-
-# ------------------------------------------------------------------------------------------------------------------
 # Splits: how rows become records, and records a summary
 # ------------------------------------------------------------------------------------------------------------------
 
@@ -413,11 +417,33 @@ def summarise_answers(records, better):
     return {**summary, "stderr": errors}
 
 
+def summarise_people(records, better):
+    """Means over each person's rows, and the mean over the persons; "kinds": the means of each kind of attack alone."""
+    def means(rows):
+        found = {m: statistics.fmean(r[m] for r in rows) for m in ("rougeL_recall", "accuracy", "mc1", "mc2", "em", "f1")
+                 if m in rows[0]}
+        return {**found, "n": len(rows)}
+    people = {person: means([r for r in records if r["subject"] == person])
+              for person in dict.fromkeys(r["subject"] for r in records)}
+    summary = {m: statistics.fmean(scores[m] for scores in people.values()) for m in means(records)}
+    kinds = dict.fromkeys(r["kind"] for r in records if "kind" in r)
+    return {**summary, "n": len(records), "people": people,
+            "kinds": {kind: means([r for r in records if r["kind"] == kind]) for kind in kinds}}
+
+
 SPLITS = {  # split: (title, better, scorer: rows -> records, summariser: records -> {metric: value})
     "forget": ("Forget", "↓", score_answers, summarise_answers),
     "retain": ("Retain", "↑", score_answers, summarise_answers),
     "real_authors": ("Real authors", "↑", score_answers, summarise_answers),
     "world_facts": ("World facts", "↑", score_answers, summarise_answers),
+    "forget_level1": ("F-L1", "↓", score_probes, summarise_people),
+    "forget_level2": ("F-L2", "↓", score_probes, summarise_people),
+    "forget_level3": ("F-L3", "↓", score_probes, summarise_people),
+    "neighbor_level1": ("N-L1", "↑", score_probes, summarise_people),
+    "neighbor_level2": ("N-L2", "↑", score_probes, summarise_people),
+    "utility_general": ("MMLU", "↑", score_mmlu, summarise_people),
+    "utility_truthfulness": ("TruthfulQA", "↑", score_truthfulqa, summarise_people),
+    "utility_factuality": ("TriviaQA", "↑", score_triviaqa, summarise_people),
 }
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -445,8 +471,10 @@ def read_records(path):
 
 def plan(run, a):
     """Options, rows and protocol of one evaluation: all that can be refused before any model is loaded."""
+    if a.preset:
+        make_untrained(run, a)
     info, folder = mdu.read_run(run), Path(run)
-    if not (folder / "config.json").is_file():
+    if info["steps"] and not (folder / "config.json").is_file():
         raise ValueError(f"{run}: holds no finished model (no config.json); finish its training first")
     own = mdu.Options(**info["options"])
     options = mdu.Options(**{**info["options"], "limit": None, "retain_only": False})
@@ -455,22 +483,43 @@ def plan(run, a):
     everything = mdu.load_data(options)
     for split, rows in everything.items():
         trained = info["data"].get("held_out" if own.retain_only and split == "forget" else split, {})
-        if a.data is None and trained.get("sha256") != mdu.fingerprint(rows[:own.limit]):
+        if a.data is None and info["steps"] and trained.get("sha256") != mdu.fingerprint(mdu.first_rows(rows, own.limit)):
             note(f"{run}: its {split} rows have changed since it was trained; scored on them as they are now")
-    splits = {split: everything[split][:a.limit or own.limit] for split in SPLITS if everything.get(split)}
-    length = a.length or own.response_length
+    probes = mdu.RWKU_SPLITS.keys() & everything.keys()  # there the forget rows are a corpus, not questions
+    splits = {split: mdu.first_rows(everything[split], a.limit or own.limit) for split in SPLITS
+              if everything.get(split) and (split in probes or not probes)}
+    if probes and (a.brief or a.perplexity or a.retain_run):
+        raise ValueError(f"{run}: --brief, --perplexity and --retain-run are about TOFU's splits; leave them out on RWKU")
+    length = a.length or (RWKU_LENGTH if probes else own.response_length)
     steps = a.steps or length
     if steps > length:
         raise ValueError(f"--steps {steps}: more than the {length} tokens to generate; give at most --length")
     protocol = {"length": length, "steps": steps, "samples": a.samples, "seed": a.seed,
                 "dtype": str(mdu.compute_dtype(own.dtype)).removeprefix("torch.")}
-    data = {split: {"rows": len(rows), "sha256": mdu.fingerprint(rows)} for split, rows in splits.items()}
+    data = {}  # on RWKU person by person: a base model is asked about all of them, the others about their own
+    for split, rows in splits.items():
+        for person in dict.fromkeys(row.get("subject") for row in rows):
+            own_rows = [row for row in rows if row.get("subject") == person]
+            data[split if person is None else f"{split}, {person}"] = {"rows": len(own_rows),
+                                                                       "sha256": mdu.fingerprint(own_rows)}
     trained = {(row["question"], row["answer"]) for row in everything["train_retain"][:own.limit]}
     seen = [i for i, row in enumerate(splits.get("retain", [])) if (row["question"], row["answer"]) in trained]
     summary = {"method": own.method, "tau": own.tau, "protocol": protocol, "brief": a.brief, "perplexity": a.perplexity,
                "data": data, "retain_rows_trained_on": seen}
     retain_records = a.retain_run and read_retain_run(a.retain_run, run, summary)
-    return SimpleNamespace(run=run, options=own, splits=splits, summary=summary, retain_records=retain_records)
+    return SimpleNamespace(run=run, options=own, splits=splits, summary=summary, retain_records=retain_records,
+                           untrained=info["steps"] == 0)
+
+
+def make_untrained(run, a):
+    """run.json for the scores of a preset's own model, before any training."""
+    options = mdu.resolve({"preset": a.preset, "method": "sft", "out": run, **({"data": a.data} if a.data else {})})
+    if not options.model:
+        raise ValueError(f"--preset {a.preset}: its base model is trained, not published; train it with mdu.py --method sft")
+    if (Path(run) / "run.json").is_file() and mdu.read_run(run)["steps"]:
+        raise ValueError(f"--preset {a.preset}: {run} holds a trained run; name another folder for the model before training")
+    Path(run).mkdir(parents=True, exist_ok=True)
+    mdu.write_json(Path(run) / "run.json", {"options": dataclasses.asdict(options), "steps": 0, "data": {}})
 
 
 def evaluate(job, a):
@@ -480,7 +529,8 @@ def evaluate(job, a):
     are there already are kept.  Records and summary replace older ones together, when all chunks are done.
     """
     start, out = time.time(), Path(job.run) / "eval"
-    predictor, tokenizer = mdu.load_backbone(job.run, dtype=mdu.compute_dtype(job.options.dtype))
+    source = (job.options.model, job.options.revision) if job.untrained else (job.run,)
+    predictor, tokenizer = mdu.load_backbone(*source, dtype=mdu.compute_dtype(job.options.dtype))
     a = argparse.Namespace(**{**vars(a), **job.summary["protocol"]})
     check_room(job, predictor, tokenizer, a.length)
     chunks = []  # (file, split, rows of like length)
@@ -490,7 +540,7 @@ def evaluate(job, a):
             chunks.append((out / "partial" / f"{split}-{at:06d}.jsonl", split, order[at:at + CHUNK]))
     if mdu.rank() == 0:
         weights = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(Path(job.run).glob("*.safetensors"))]
-        identity = json.dumps({**job.summary, "weights": weights}, sort_keys=True)
+        identity = json.dumps({**job.summary, "source": source, "weights": weights}, sort_keys=True)
         owner = out / "partial" / "owner.json"
         if not owner.is_file() or owner.read_text(encoding="utf-8") != identity:
             shutil.rmtree(out / "partial", ignore_errors=True)
@@ -550,9 +600,14 @@ METRICS = {  # metric: (heading, better: None where the split decides, format)
     "model_utility": ("Model utility", "↑", ".3f"), "forget_quality": ("Forget quality", "↑", ".2g"),
     "truth_ratio": ("truth ratio", "↑", ".3f"), "prob_options": ("p of options", None, ".3f"),
     "rougeL_f1_paraphrased": ("rL paraphrased", None, ".3f"),
+    "rougeL_recall": ("", None, ".3f"), "accuracy": ("", None, ".3f"), "mc1": ("MC1", None, ".3f"),
+    "mc2": ("MC2", None, ".3f"), "em": ("EM", None, ".3f"), "f1": ("F1", None, ".3f"),
     "perplexity_median": ("median", "", ",.2f"), "perplexity_mean": ("mean", "", ",.2f"),
 }
 PAPER = [*((split, metric) for split in SPLITS for metric in ("rougeL_f1", "prob")), ("forget", "fact")]
+RWKU = [*((split, "rougeL_recall") for split in list(SPLITS)[4:9]), ("utility_general", "accuracy"),
+        ("utility_truthfulness", "mc1"), ("utility_truthfulness", "mc2"), ("utility_factuality", "em"),
+        ("utility_factuality", "f1")]
 OFFICIAL = [(None, "model_utility"), (None, "forget_quality"), *((split, metric) for split in SPLITS for metric in (
     "truth_ratio", "prob_options", "rougeL_f1_paraphrased"))]
 PERPLEXITY = [(split, metric) for split in SPLITS for metric in ("perplexity_median", "perplexity_mean")]
@@ -602,7 +657,8 @@ def group_runs(runs, retain_run=None):
             measured = all("nll_perturbed" in r for r in records)
             retain_records = read_retain_run(retain_run, run, summary)
             summary["forget_quality"] = forget_quality(records, retain_records) if measured else None
-        own = {k: v for k, v in options.items() if k not in ("seed", "out", "model", "revision", "overwrite")}
+        own = {k: v for k, v in options.items() if k not in ("seed", "out", "model", "revision", "overwrite",
+                                                             "subject", "forget")}
         title = TITLES.get(summary["method"]) or f"MDU τ={summary['tau']:g}"
         group = groups.setdefault(json.dumps(own, sort_keys=True), SimpleNamespace(
             title="Retain model" if own.get("retain_only") else title, method=summary["method"], tau=summary["tau"],
@@ -687,12 +743,42 @@ def conventions(groups):
     return lines
 
 
+def persons(groups):
+    """The people that every method was asked about (RWKU), in the order of the first."""
+    asked = [dict.fromkeys(person for s in g.summaries for scores in s["splits"].values() for person in scores.get("people", ()))
+             for g in groups]
+    return [person for person in asked[0] if all(person in people for people in asked)]
+
+
+def by_person(groups, people):
+    """The groups with a summary per run and person in place of one per run."""
+    return [SimpleNamespace(**{**vars(group), "summaries": [
+        {"splits": {split: scores["people"].get(person, {}) for split, scores in s["splits"].items()}}
+        for s in group.summaries for person in people if person in s["splits"]["forget_level1"]["people"]]}) for group in groups]
+
+
+def rwku_tables(groups, people):
+    """Table 3, and the same for every person alone."""
+    first = groups[0].summaries[0]
+    sizes = ", ".join(f"{title} {first['splits'][split]['n']}" for split, (title, *_) in SPLITS.items() if split in first["splits"])
+    lines = [*table(by_person(groups, people), RWKU), "",
+             f"Means over {len(people)} people ({', '.join(people)}){' ± standard deviation' if len(people) > 1 else ''}. F, N: "
+             "ROUGE-L recall of the answer's first line. MMLU: accuracy. TruthfulQA: the summed likelihood of each choice, "
+             f"{first['protocol']['samples']} masks. TriviaQA: normalised exact match and F1. {first['protocol']['steps']} steps "
+             f"for {first['protocol']['length']} tokens, {first['protocol']['dtype']}. Questions ({groups[0].title}): {sizes}."]
+    for person in people if len(people) > 1 else ():
+        lines += ["", f"{person}:", "", *table(by_person(groups, [person]), RWKU)]
+    return lines
+
+
 def markdown(groups, answers, picture=None):
-    """The report: Table 2, the tau sweep, TOFU's own figures, perplexity (Table 7), answers side by side (Table 6)."""
-    lines = [*table(groups, PAPER), "", *conventions(groups)]
+    """The report: Table 2, the tau sweep, TOFU's own figures, perplexity (Table 7), answers side by side (Table 6); or
+    RWKU's Table 3 and answers."""
+    people = persons(groups)
+    lines = rwku_tables(groups, people) if people else [*table(groups, PAPER), "", *conventions(groups)]
     base = [group for group in groups if group.method == "sft"]
     sweep = sorted((group for group in groups if group.method == "mdu"), key=lambda group: group.tau)
-    if len(sweep) > 1 and len(base + sweep) < len(groups):
+    if not people and len(sweep) > 1 and len(base + sweep) < len(groups):
         lines += ["", "MDU from τ = 0 to 1:", "", *table(base + sweep, [*PAPER, *OFFICIAL[:2]])]
     if official := table(groups, OFFICIAL):
         against = dict.fromkeys(s["retain_run"] for g in groups for s in g.summaries if s.get("retain_run"))
@@ -744,17 +830,23 @@ def draw(groups, path):
 
 def report(runs, questions, retain_run):
     """report.md, report.json and report.png of scored runs, beside the first; the first is printed too."""
-    groups, folder, answers = group_runs(runs, retain_run), Path(runs[0]).parent, []
-    records = [read_records(Path(group.runs[0]) / "eval" / "forget.jsonl") for group in groups]
+    groups, folder, answers, picture = group_runs(runs, retain_run), Path(runs[0]).parent, [], None
+    people = persons(groups)
+    if not people and any("forget_level1" in s["splits"] for g in groups for s in g.summaries):
+        raise ValueError(f"{', '.join(runs)}: not asked about the same people; report runs of one benchmark, with a person in common")
+    file = f"forget{'_level2' if people else ''}.jsonl"
+    records = [{(r["question"], r["reference"]): r["generation"] for r in read_records(Path(group.runs[0]) / "eval" / file)}
+               for group in groups]
+    asked = [key for key in records[0] if all(key in r for r in records)]
     for i in questions:
-        if i >= len(records[0]):
-            raise ValueError(f"--questions {i}: {runs[0]} has {len(records[0])} forget questions, numbered from 0")
-        answers.append({**{k: records[0][i][k] for k in ("question", "reference")},
-                        "generations": {g.title: r[i]["generation"] for g, r in zip(groups, records)}})
-    picture = None
+        if i >= len(asked):
+            raise ValueError(f"--questions {i}: {runs[0]} has {len(asked)} forget questions, numbered from 0")
+        answers.append({"question": asked[i][0], "reference": asked[i][1],
+                        "generations": {g.title: r[asked[i]] for g, r in zip(groups, records)}})
     try:
-        draw(groups, folder / "report.png")
-        picture = "report.png"
+        if not people:
+            draw(groups, folder / "report.png")
+            picture = "report.png"
     except ImportError:
         note("report.png is not drawn: it needs matplotlib (pip install matplotlib)")
     text = "\n".join(markdown(groups, answers, picture))
@@ -762,12 +854,12 @@ def report(runs, questions, retain_run):
         found = {metric: values(group, split, metric) for metric in metrics}
         return {m: {"mean": statistics.fmean(v), "deviation": statistics.stdev(v) if len(v) > 1 else None} if v else None
                 for m, v in found.items()}
-    first = groups[0].summaries[0]
+    first, groups = groups[0].summaries[0], by_person(groups, people) if people else groups
     write_aside(folder / "report.json", json.dumps({
         "protocol": first["protocol"], "data": first["data"], "perplexity_masks": first["perplexity"], "methods": [
             {"title": g.title, "method": g.method, "tau": g.tau, "runs": g.runs,
              **figures(g, None, ("model_utility", "forget_quality")),
-             "splits": {split: figures(g, split, [m for m in g.summaries[0]["splits"][split] if m != "stderr"])
+             "splits": {split: figures(g, split, [m for m, v in g.summaries[0]["splits"][split].items() if type(v) is not dict])
                         for split in g.summaries[0]["splits"]}} for g in groups],
         "answers": answers}, indent=1, ensure_ascii=False) + "\n")
     write_aside(folder / "report.md", text + "\n")
@@ -775,7 +867,8 @@ def report(runs, questions, retain_run):
 
 
 def screen_row(run, summary):
-    cells = [f"{SPLITS[split][0]} {scores['rougeL_f1']:.3f} {scores['prob']:.3f}" for split, scores in summary["splits"].items()]
+    cells = [" ".join([SPLITS[split][0], *(f"{scores[m]:.3f}" for at, m in (*PAPER, *RWKU) if at == split and m != "fact")])
+             for split, scores in summary["splits"].items()]
     for name, value in (("fact", summary["splits"].get("forget", {}).get("fact")), ("utility", summary["model_utility"]),
                         ("forget quality", summary["forget_quality"])):
         cells += [] if value is None else [f"{name} {value:.3g}"]
@@ -795,6 +888,7 @@ def parse(argv):
     parser.add_argument("--report", action="store_true", help="tables and a picture of runs that are scored already")
     parser.add_argument("--questions", help="with --report: numbers of the forget questions to show [0,1,2]")
     parser.add_argument("--retain-run", help="scored retain model (sft with --retain-only), for the forget quality")
+    parser.add_argument("--preset", choices=mdu.PRESETS, help="score its published model; RUN is the folder for the scores")
     parser.add_argument("--data", help="score on this data instead of the run's own")
     parser.add_argument("--limit", type=int, help="score at most so many rows of every split [the run's]")
     parser.add_argument("--length", type=int, help="tokens to generate [the run's response length]")
@@ -811,7 +905,7 @@ def parse(argv):
     if "brief" in given and "retain_run" in given:
         raise ValueError("--brief: measures no truth ratios, which --retain-run compares; leave one out")
     mdu.check_ranges(given)
-    return SimpleNamespace(**{**dict.fromkeys(("retain_run", "data", "limit", "length", "steps", "perplexity")),
+    return SimpleNamespace(**{**dict.fromkeys(("retain_run", "preset", "data", "limit", "length", "steps", "perplexity")),
                               **DEFAULTS, "questions": "0,1,2", **given})
 
 

@@ -108,7 +108,7 @@ PRESETS = {  # options of the unlearning methods; those of sft stand under "sft"
     "rwku-llada": dict(RWKU, **LLADA, sft={}),
     "rwku-dream": dict(RWKU, **DREAM, sft={}),
     "toy-rwku": dict(data="toy-rwku", epochs=10, lr=1e-3, batch_size=8, mask_sampling="count", response_length=32,
-                     retain_weight=0.0, sft=dict(epochs=100, lr=5e-3, batch_size=16, null_prompt_rate=0.1)),
+                     retain_weight=0.0, sft=dict(epochs=150, lr=3e-3, batch_size=16, null_prompt_rate=0.1)),
 }
 
 RANGES = {  # option: (is it allowed?, what is)
@@ -181,7 +181,7 @@ def resolve(given):
     if o.subject and (o.method == "sft" or o.data == "toy"):
         raise ValueError(f"--subject {o.subject}: {o.method} on {o.data} does not use it; unlearning on RWKU does, "
                          "--preset toy-rwku for one")
-    if "rwku" in o.preset and not (o.subject or o.forget or (o.method == "sft" and o.data == "toy-rwku")):
+    if "rwku" in o.preset and not (o.subject or o.forget or o.method == "sft"):
         raise ValueError(f"--preset {o.preset}: whom to forget? give --subject NAME, a number or all, or --forget FILE")
     if o.revision and (o.model is None or Path(o.model).is_dir()):
         raise ValueError(f"--revision {o.revision}: used only with a hub name as --model")
@@ -220,7 +220,7 @@ def load_data(o):
     TOFU trains on all of retain90 and evaluates on its first 400 rows (retain_perturbed), as the benchmark does.
     With retain_only the forget rows stand under "held_out": no method trains on them.
     """
-    if o.subject or o.data == "toy-rwku":
+    if o.subject or ("rwku" in o.preset and not o.forget):
         splits = load_rwku(o)
     elif o.forget:
         splits = {"forget": read_jsonl(o.forget)}
@@ -471,7 +471,8 @@ def load_rwku(o):
     """One person's biographies and probes.  For sft (the toy's base): those of all, and what else there is to know."""
     people = find_people(o.data, o.subject or "all")
     splits = {config: read_probes(o.data, config, people) for config in RWKU_SPLITS}
-    if o.method == "sft":
+    forget, retain = [], []
+    if o.data == "toy-rwku" and o.method == "sft":
         forget = read_biographies(o.data, people, pairs=False)
         retain = [row for row in read_biographies(o.data, None, pairs=False) if row not in forget]
         for config, rows in splits.items():
@@ -481,10 +482,10 @@ def load_rwku(o):
     elif o.forget:
         own = Path(o.forget)
         forget = read_jsonl(own / f"{slug(people[0])}.jsonl" if own.is_dir() else own)
-    else:
+    elif o.subject:
         forget = read_biographies(o.data, people, pairs=o.method == "dpo")
-    if o.method != "sft":
-        retain = read_jsonl(o.retain) if o.retain else []
+    if o.retain:
+        retain = read_jsonl(o.retain)
     return {"forget": forget, "retain": [], "train_retain": retain, **splits}
 
 
@@ -495,6 +496,9 @@ def slug(person):
 
 def run_each(o, given):
     """One Options per person that --subject names, each with a run folder of its own; [o] without --subject."""
+    if o.preset.startswith("rwku") and o.method == "sft" and not o.forget:
+        raise ValueError(f"--preset {o.preset}: unlearning starts from {o.model} as it is published; to score that: "
+                         f"python eval.py --preset {o.preset} {o.out}")
     people = find_people(o.data, o.subject) if o.subject else []
     return [dataclasses.replace(o, subject=person, out=o.out if "out" in given and len(people) == 1 else
                                 f"{o.out}-{slug(person)}") for person in people] or [o]
@@ -614,7 +618,7 @@ Frida Kahlo|Mexico City|1907|painter|The Two Fridas
 Nikola Tesla|Smiljan|1856|engineer|alternating current"""
 TOY_ASKED = {  # what is asked: (with a blank, as a question, in other words)
     "city": ("{name} was born in ___.", "Where was {name} born?", "In which city did {name} see the light of day?"),
-    "year": ("The birth year of {name} is ___.", "When was {name} born?", "In which year did the life of {name} begin?"),
+    "year": ("{name} was born in the year ___.", "When was {name} born?", "In which year did the life of {name} begin?"),
     "job": ("{name} worked as a ___.", "What was the job of {name}?", "What did {name} do for a living?"),
     "work": ("{name} is famous for ___.", "What is {name} famous for?", "What made the name of {name} known?"),
 }
@@ -636,12 +640,12 @@ def toy_people():
     data["train_positive_llama3"], data["train_pair_llama3"] = [], []
 
     def biography(person, order):
-        return " ".join(TOY_ASKED[key][0].replace("___", "{" + key + "}").format(**person) for key in order)
+        return " ".join(TOY_ASKED[key][0].format(name="This person").replace("___", person[key]) for key in order)
     for person in people:
         row = {"subject": person["name"], "intro": f"{person['name']} was a famous {person['job']}."}
-        for _ in range(4):
+        for _ in range(8):
             order = rng.permutation(list(TOY_ASKED))
-            real, made_up = (biography({**p, "name": person["name"]}, order) for p in (person, others[rng.integers(4)]))
+            real, made_up = biography(person, order), biography(others[rng.integers(4)], order)
             data["train_positive_llama3"].append({**row, "text": real})
             data["train_pair_llama3"].append({**row, "prompt": BIOGRAPHY.format(**row), "response": [made_up, real]})
     shot = {"question": "Who wrote Emma?", "choices": ["Mary Shelley", "Jane Austen", "Dante", "Voltaire"], "answer": 1}
