@@ -131,12 +131,13 @@ def answer_probability(nll):
 
 
 @torch.no_grad()
-def generate(predictor, prompts, length, steps, batch_size=64):
+def generate(predictor, prompts, length, steps, batch_size=64, temperature=0.0):
     """Greedy diffusion sampling with low-confidence remasking (LLaDA, Algorithm 5): `length` response ids per prompt.
 
     The response starts as `length` masks.  Each of `steps` steps predicts every masked token and fixes those whose
     most likely token has the highest probability (predictor.by_entropy: whose prediction has the lowest entropy),
-    length/steps of them, the first steps one more where it does not divide.
+    length/steps of them, the first steps one more where it does not divide.  temperature > 0: in place of the most
+    likely token one drawn from softmax(scores / temperature), by torch's global generator.
     """
     outputs, order = [None] * len(prompts), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in range(0, len(order), batch_size):
@@ -149,6 +150,9 @@ def generate(predictor, prompts, length, steps, batch_size=64):
             logits[:, predictor.mask_id] = -math.inf  # a mask is no answer
             p = logits.softmax(-1)
             confidence, token = p.max(-1)  # (M,)
+            if temperature:
+                token = (logits / temperature).softmax(-1).multinomial(1)[:, 0]
+                confidence = p.gather(1, token[:, None])[:, 0]
             if predictor.by_entropy:
                 confidence = (p * (p + 1e-10).log()).sum(-1)  # minus the entropy
             # (B, T), -inf where nothing is masked
@@ -471,7 +475,7 @@ def read_records(path):
 
 def plan(run, a):
     """Options, rows and protocol of one evaluation: all that can be refused before any model is loaded."""
-    if a.preset:
+    if a.preset or a.model:
         make_untrained(run, a)
     info, folder = mdu.read_run(run), Path(run)
     if info["steps"] and not (folder / "config.json").is_file():
@@ -511,15 +515,21 @@ def plan(run, a):
                            untrained=info["steps"] == 0)
 
 
-def make_untrained(run, a):
-    """run.json for the scores of a preset's own model, before any training."""
-    options = mdu.resolve({"preset": a.preset, "method": "sft", "out": run, **({"data": a.data} if a.data else {})})
+def untrained(out, a):
+    """The options of --preset and --model, for a model as it is."""
+    given = {name: getattr(a, name) for name in ("preset", "model", "data") if getattr(a, name)}
+    options = mdu.resolve({**given, "method": "sft", "out": out})
     if not options.model:
-        raise ValueError(f"--preset {a.preset}: its base model is trained, not published; train it with mdu.py --method sft")
+        raise ValueError(f"--preset {options.preset}: names no published model; train one with mdu.py --method sft, or give --model")
+    return options
+
+
+def make_untrained(run, a):
+    """run.json for the scores of a model as it is."""
     if (Path(run) / "run.json").is_file() and mdu.read_run(run)["steps"]:
-        raise ValueError(f"--preset {a.preset}: {run} holds a trained run; name another folder for the model before training")
+        raise ValueError(f"{run}: holds a trained run; --preset and --model need a folder of their own for their scores")
     Path(run).mkdir(parents=True, exist_ok=True)
-    mdu.write_json(Path(run) / "run.json", {"options": dataclasses.asdict(options), "steps": 0, "data": {}})
+    mdu.write_json(Path(run) / "run.json", {"options": dataclasses.asdict(untrained(run, a)), "steps": 0, "data": {}})
 
 
 def evaluate(job, a):
@@ -588,6 +598,38 @@ def check_room(job, predictor, tokenizer, length):
                 if n > limit:
                     raise ValueError(f"{job.run}: {n} tokens for {question[:40]!r} and its answer, more than the "
                                      f"{limit} positions of the model; lower --length {length}, or remove the row")
+
+
+KNOWN = "{intro} You know {subject} very well. Please write a short biography of {subject}."
+MADE_UP = "{intro} You don't know {subject} at all. Please make up a short biography of {subject}."
+
+
+def generate_corpus(folder, a):
+    """Biographies that the model writes itself, as FOLDER/PERSON.jsonl for mdu.py --forget; people who have one are skipped.
+
+    answer: what it writes about a person it knows; perturbed_answer: what it makes up.  Drawn at temperature 1.  Prompts of
+    RWKU's generation/pair_generation.py, in one turn, and without its beginnings of the answer, which are not published.
+    """
+    o = untrained(folder, a)
+    intros = {row["target"]: row.get("intro") for _, row in mdu.read_config(o.data, "forget_target")}
+    people = [person for person in mdu.find_people(o.data, a.subject) if not (Path(folder) / f"{mdu.slug(person)}.jsonl").exists()]
+    predictor, tokenizer = mdu.load_backbone(o.model, o.revision, dtype=mdu.compute_dtype())
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    length = a.length or 512
+    for person in people[mdu.rank()::mdu.world_size()]:
+        fields = {"intro": intros[person], "subject": person}
+        torch.manual_seed(a.seed)
+        real, made_up = ([decode(predictor, tokenizer, ids) for ids in generate(
+            predictor, [mdu.encode_prompt(tokenizer, prompt.format(**fields))] * a.generate_corpus, length, a.steps or length,
+            a.batch_size, temperature=1.0)] for prompt in (KNOWN, MADE_UP))
+        made_up = [re.sub(r"(totally|completely) (fabricated|made-up|fictional) ", "", text) for text in made_up]
+        rows = [{"question": mdu.BIOGRAPHY.format(**fields), "answer": text, "perturbed_answer": [wrong]}
+                for text, wrong in zip(real, made_up) if mdu.is_text(text) and mdu.is_text(wrong)]
+        if not rows:
+            raise ValueError(f"{o.model}: wrote nothing about {person}; give texts of your own with mdu.py --forget")
+        write_aside(Path(folder) / f"{mdu.slug(person)}.jsonl",
+                    "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        print(f"{folder}: {len(rows)} biographies of {person}", file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -682,9 +724,9 @@ def shown(value, digits):
     return f"{value:.1e}" if abs(value) >= 1e6 else f"{value:{digits}}"
 
 
-def table(groups, columns):
+def table(groups, columns, spread=True):
     """Markdown lines: a row per method, a dash where it was not measured; of the unlearning methods the best is bold,
-    the second underlined, as shown."""
+    the second underlined, as shown; spread: with the standard deviation over the runs."""
     columns = [column for column in columns if any(values(group, *column) for group in groups)]
     heads, ranks = [], {}
     for split, metric in columns:
@@ -704,7 +746,7 @@ def table(groups, columns):
             cell = text = shown(statistics.fmean(found), digits)
             if group.method != "sft" and text in best[:2]:
                 cell = f"**{text}**" if text == best[0] else f"<u>{text}</u>"
-            if len(found) > 1:
+            if len(found) > 1 and spread:
                 cell += f" ± {shown(statistics.stdev(found), digits)}"
             if metric == "rougeL_f1":
                 cell += f" ({statistics.fmean(values(group, split, 'rougeL_recall')):.3f})"
@@ -761,13 +803,12 @@ def rwku_tables(groups, people):
     """Table 3, and the same for every person alone."""
     first = groups[0].summaries[0]
     sizes = ", ".join(f"{title} {first['splits'][split]['n']}" for split, (title, *_) in SPLITS.items() if split in first["splits"])
-    lines = [*table(by_person(groups, people), RWKU), "",
-             f"Means over {len(people)} people ({', '.join(people)}){' ± standard deviation' if len(people) > 1 else ''}. F, N: "
-             "ROUGE-L recall of the answer's first line. MMLU: accuracy. TruthfulQA: the summed likelihood of each choice, "
-             f"{first['protocol']['samples']} masks. TriviaQA: normalised exact match and F1. {first['protocol']['steps']} steps "
+    lines = [*table(by_person(groups, people), RWKU, spread=False), "",
+             f"Means over {len(people)} people ({', '.join(people)}). F, N: ROUGE-L recall of the answer's first line. MMLU: accuracy. "
+             f"TruthfulQA: by the summed likelihood of each choice, {first['protocol']['samples']} masks. TriviaQA: normalised exact match and F1. {first['protocol']['steps']} steps "
              f"for {first['protocol']['length']} tokens, {first['protocol']['dtype']}. Questions ({groups[0].title}): {sizes}."]
     for person in people if len(people) > 1 else ():
-        lines += ["", f"{person}:", "", *table(by_person(groups, [person]), RWKU)]
+        lines += ["", f"{person}:", "", *table(by_person(groups, [person]), RWKU, spread=False)]
     return lines
 
 
@@ -867,7 +908,7 @@ def report(runs, questions, retain_run):
 
 
 def screen_row(run, summary):
-    cells = [" ".join([SPLITS[split][0], *(f"{scores[m]:.3f}" for at, m in (*PAPER, *RWKU) if at == split and m != "fact")])
+    cells = [" ".join([SPLITS[split][0], *(f"{scores[m]:.3f}" for at, m in (*PAPER, *RWKU) if at == split and m in scores and m != "fact")])
              for split, scores in summary["splits"].items()]
     for name, value in (("fact", summary["splits"].get("forget", {}).get("fact")), ("utility", summary["model_utility"]),
                         ("forget quality", summary["forget_quality"])):
@@ -888,7 +929,11 @@ def parse(argv):
     parser.add_argument("--report", action="store_true", help="tables and a picture of runs that are scored already")
     parser.add_argument("--questions", help="with --report: numbers of the forget questions to show [0,1,2]")
     parser.add_argument("--retain-run", help="scored retain model (sft with --retain-only), for the forget quality")
-    parser.add_argument("--preset", choices=mdu.PRESETS, help="score its published model; RUN is the folder for the scores")
+    parser.add_argument("--preset", choices=mdu.PRESETS, help="its published model as it is; RUN is the folder for the scores")
+    parser.add_argument("--model", help="this model as it is, on the data of --preset or --data")
+    parser.add_argument("--generate-corpus", type=int, metavar="N", help=(
+        "RWKU: write N biographies of each --subject by --preset's or --model's model into the folder RUN, for mdu.py --forget"))
+    parser.add_argument("--subject", help="with --generate-corpus: a person by name or number, or all")
     parser.add_argument("--data", help="score on this data instead of the run's own")
     parser.add_argument("--limit", type=int, help="score at most so many rows of every split [the run's]")
     parser.add_argument("--length", type=int, help="tokens to generate [the run's response length]")
@@ -902,10 +947,14 @@ def parse(argv):
     unused = set(given) - {"runs", "report", "questions", "retain_run"} if "report" in given else set(given) & {"questions"}
     for name in sorted(unused):
         raise ValueError(f"--{name.replace('_', '-')}: not used {'with' if 'report' in given else 'without'} --report")
+    if ("subject" in given) != ("generate_corpus" in given):
+        raise ValueError("--generate-corpus and --subject: give both or none")
+    if "generate_corpus" in given and len(given["runs"]) > 1 or {"preset", "model"} & set(given) and len(given["runs"]) > 1:
+        raise ValueError(f"{' '.join(given['runs'])}: --preset, --model and --generate-corpus need one folder")
     if "brief" in given and "retain_run" in given:
         raise ValueError("--brief: measures no truth ratios, which --retain-run compares; leave one out")
     mdu.check_ranges(given)
-    return SimpleNamespace(**{**dict.fromkeys(("retain_run", "preset", "data", "limit", "length", "steps", "perplexity")),
+    return SimpleNamespace(**{**dict.fromkeys(("retain_run", "preset", "model", "subject", "generate_corpus", "data", "limit", "length", "steps", "perplexity")),
                               **DEFAULTS, "questions": "0,1,2", **given})
 
 
@@ -916,7 +965,9 @@ def main(argv=None):
             raise ValueError(f"--questions {a.questions}: must be whole numbers with commas between them, such as 0,3,17")
         return report(a.runs, [int(number) for number in a.questions.split(",")], a.retain_run)
     mdu.start_processes()
-    jobs = [plan(run, a) for run in a.runs]
+    if a.generate_corpus:
+        generate_corpus(a.runs[0], a)
+    jobs = [] if a.generate_corpus else [plan(run, a) for run in a.runs]
     for job in jobs:
         summary = evaluate(job, a)
         if summary:

@@ -107,7 +107,7 @@ PRESETS = {  # options of the unlearning methods; those of sft stand under "sft"
     "tofu-dream": dict(TOFU, epochs=5, sft=dict(DREAM, epochs=300, lr=2e-5)),
     "rwku-llada": dict(RWKU, **LLADA, sft={}),
     "rwku-dream": dict(RWKU, **DREAM, sft={}),
-    "toy-rwku": dict(data="toy-rwku", epochs=10, lr=1e-3, batch_size=8, mask_sampling="count", response_length=32,
+    "toy-rwku": dict(data="toy-rwku", epochs=50, lr=5e-4, batch_size=8, mask_sampling="count", response_length=32,
                      retain_weight=0.0, sft=dict(epochs=150, lr=3e-3, batch_size=16, null_prompt_rate=0.1)),
 }
 
@@ -121,7 +121,7 @@ RANGES = {  # option: (is it allowed?, what is)
     "epochs": (lambda v: 0 < v <= 1e6, "a number above 0, at most 1000000"),
     "lr": (lambda v: 0 < v <= 1, "a number above 0, at most 1"),
     **dict.fromkeys(("limit", "batch_size", "grad_accum", "max_length", "response_length", "length", "steps",
-                     "samples", "perplexity"), (lambda v: 0 < v <= 1e6, "a whole number from 1 to 1000000")),
+                     "samples", "generate_corpus", "perplexity"), (lambda v: 0 < v <= 1e6, "a whole number from 1 to 1000000")),
     "seed": (lambda v: 0 <= v < 2**63, "a whole number from 0 to 2^63 - 1"),
 }
 
@@ -636,13 +636,14 @@ def toy_people():
     rng, data = np.random.default_rng(0), {config: [] for config in RWKU_SPLITS}
     people = [dict(zip(("name", *TOY_ASKED), line.split("|"))) for line in TOY_PEOPLE.splitlines()]
     targets, others = people[:2], people[2:]
-    data["forget_target"] = [{"target": person["name"]} for person in targets]
+    intros = {person["name"]: f"{person['name']} was a famous {person['job']}." for person in people}
+    data["forget_target"] = [{"target": person["name"], "intro": intros[person["name"]]} for person in targets]
     data["train_positive_llama3"], data["train_pair_llama3"] = [], []
 
     def biography(person, order):
         return " ".join(TOY_ASKED[key][0].format(name="This person").replace("___", person[key]) for key in order)
     for person in people:
-        row = {"subject": person["name"], "intro": f"{person['name']} was a famous {person['job']}."}
+        row = {"subject": person["name"], "intro": intros[person["name"]]}
         for _ in range(8):
             order = rng.permutation(list(TOY_ASKED))
             real, made_up = biography(person, order), biography(others[rng.integers(4)], order)
