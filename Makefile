@@ -1,9 +1,12 @@
-# make demo: the paper's story on a toy world, on a CPU.  make test: the tests.  Both install what they need into .venv.
-.PHONY: help install demo toy-baselines toy-mdu test clean
+# make demo: the paper's story on a toy world, on a CPU.  make table: the same, 3 seeds, every figure.  make test: the
+# tests.  Each installs what it needs into .venv.
+.PHONY: help install demo table toy-base toy-retain toy-baselines toy-mdu test clean
 
 PYTHON    := .venv/bin/python
 SEED      := 1
+SEEDS     := 1 2 3
 TOY       := out/toy
+SCORE     := --brief --samples 32
 BASELINES := ga gd npo simnpo wga dpo
 TAUS      := 0 0.25 0.5 0.75 1
 export CUDA_VISIBLE_DEVICES :=
@@ -20,20 +23,33 @@ install: .venv/installed  ## a virtual environment with the pinned packages
 	touch $@
 
 demo: install  ## toy base model, every method, evaluation, table in out/toy/report.md (SEED=2 TOY=out/toy2: another seed)
-	$(PYTHON) mdu.py --method sft --overwrite --seed $(SEED) --out $(TOY)/base
+	$(MAKE) toy-base
 	$(MAKE) --jobs=2 toy-baselines toy-mdu
-	$(PYTHON) eval.py --report $(TOY)/base $(addprefix $(TOY)/,$(BASELINES)) $(addprefix $(TOY)/mdu-tau,$(TAUS))
+	$(PYTHON) eval.py --report $(addprefix $(TOY)/,base $(BASELINES) $(TAUS:%=mdu-tau%))
+
+table: install  ## the demo with 3 seeds and every figure that TOFU reports: tables in out/table/report.md
+	for seed in $(SEEDS); do seeded="TOY=out/table AT=-$$seed SEED=$$seed" && \
+	  $(MAKE) --jobs=2 $$seeded toy-base toy-retain && $(MAKE) --jobs=2 $$seeded toy-baselines toy-mdu \
+	    SCORE="--samples 32 --perplexity 256 --retain-run out/table/retain-$$seed" || exit 1; done
+	$(PYTHON) eval.py --report $(foreach run,base retain $(BASELINES) $(TAUS:%=mdu-tau%),$(SEEDS:%=out/table/$(run)-%))
+
+toy-base:
+	$(PYTHON) mdu.py --method sft --overwrite --seed $(SEED) --out $(TOY)/base$(AT)
+
+toy-retain:
+	$(PYTHON) mdu.py --method sft --retain-only --overwrite --seed $(SEED) --out $(TOY)/retain$(AT)
+	$(PYTHON) eval.py --samples 32 --perplexity 256 $(TOY)/retain$(AT)
 
 # What `python mdu.py --method ga` and so on do, in one process each: starting Python takes longer than a toy run.
 toy-baselines:
-	$(PYTHON) -c 'import mdu, eval; \
-	  [mdu.main(f"--overwrite --seed $(SEED) --out $(TOY)/{m} --method {m}".split()) for m in "$(BASELINES)".split()]; \
-	  eval.main("--samples 32 $(TOY)/base $(addprefix $(TOY)/,$(BASELINES))".split())'
+	$(PYTHON) -c 'import mdu, eval; base = "--overwrite --seed $(SEED) --model $(TOY)/base$(AT)"; \
+	  [mdu.main(f"{base} --out $(TOY)/{m}$(AT) --method {m}".split()) for m in "$(BASELINES)".split()]; \
+	  eval.main("$(SCORE) $(patsubst %,$(TOY)/%$(AT),base $(BASELINES))".split())'
 
 toy-mdu:
-	$(PYTHON) -c 'import mdu, eval; \
-	  [mdu.main(f"--overwrite --seed $(SEED) --out $(TOY)/mdu-tau{t} --tau {t}".split()) for t in "$(TAUS)".split()]; \
-	  eval.main("--samples 32 $(addprefix $(TOY)/mdu-tau,$(TAUS))".split())'
+	$(PYTHON) -c 'import mdu, eval; base = "--overwrite --seed $(SEED) --model $(TOY)/base$(AT)"; \
+	  [mdu.main(f"{base} --out $(TOY)/mdu-tau{t}$(AT) --tau {t}".split()) for t in "$(TAUS)".split()]; \
+	  eval.main("$(SCORE) $(patsubst %,$(TOY)/mdu-tau%$(AT),$(TAUS))".split())'
 
 test: install  ## the tests, offline
 	.venv/bin/pip install --quiet --disable-pip-version-check pytest

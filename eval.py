@@ -4,21 +4,22 @@
     torchrun --nproc_per_node=4 eval.py RUN      # the same on 4 processes; interrupted, either goes on where it stopped
     python eval.py --report RUN [RUN ...]        # tables, report.json and report.png of what is already scored
 
-metric                  better on forget / elsewhere   definition                                               source
-rougeL_f1               lower / higher     LCS F1 of generation and reference (the paper's rL)                 Lin 2004
-rougeL_recall           lower / higher     LCS recall, what TOFU's own code calls rougeL                       Lin 2004
-rougeL_*_paraphrased    lower / higher     the same for the answer to the paraphrased question                        -
-prob                    lower / higher     exp(-L_rec), L_rec = Monte-Carlo NLL per token, N masks                Eq. 7
-perplexity              higher / lower     exp(L_rec) over --perplexity masks; median and mean                  Table 7
-truth_ratio             higher / higher    forget: mean min(R, 1/R); else mean max(0, 1 - R); R = p(wrong)/p(right)  TOFU
-prob_options            - / higher         p(answer) / (p(answer) + sum of p(perturbed answers))                    TOFU
-model_utility           higher             harmonic mean of recall, prob (of the options) and truth_ratio, 3 splits TOFU
-forget_quality          higher             Kolmogorov-Smirnov p-value of R against a retain model's             TOFU
-fact                    lower / higher     share of generations that hold the row's key fact (toy only)               -
+metric                 forget  others  definition                                                       source
+rougeL_f1              lower   higher  LCS F1 of generation and answer (the paper's rL)                 Lin 2004
+rougeL_recall          lower   higher  LCS recall, what TOFU's own code calls rougeL                    Lin 2004
+rougeL_*_paraphrased   lower   higher  the same, for the generation after the paraphrased question      -
+prob                   lower   higher  exp(-L_rec), L_rec = Monte-Carlo NLL per token, --samples masks  Eq. 7
+perplexity             higher  lower   exp(L_rec), --perplexity masks; median and mean over the rows    Table 7
+truth_ratio            higher  higher  mean min(R, 1/R), others max(0, 1 - R); R = p(wrong) / p(right)  TOFU
+prob_options           lower   higher  p(answer) / (p(answer) + sum of p(wrong)); real authors, facts   TOFU
+fact                   lower   higher  share of generations that hold the row's key fact (toy only)     -
+model_utility              higher      harmonic mean of 3 x recall, prob (or prob_options), truth_ratio  TOFU
+forget_quality             higher      Kolmogorov-Smirnov p-value of R against a retain model's R       TOFU
 
-prob_stderr is the Monte-Carlo standard error of the split's mean prob (delta method), stderr that over the questions.
-Differs from TOFU's code: a masked model's p is Eq. 7's, and ROUGE-L is not stemmed.  What was not measured is left out,
-or None.  Generation is greedy: all response tokens start masked, every step fixes the most confident ones.
+p is exp(-L_rec) where TOFU's code takes an autoregressive model's likelihood per token; p(right) is the paraphrased
+answer's where there is one; ROUGE-L does without a stemmer.  stderr is the standard error of a mean over the rows,
+prob_stderr what the choice of masks adds to it (delta method).  What was not measured is left out, or None.
+Generation is greedy: all response tokens start masked, every step fixes the most confident ones.
 """
 import argparse
 import bisect
@@ -98,7 +99,6 @@ def masked_nll(predictor, pairs, masks, batch_size=64):
 
     Args: pairs of (prompt ids, response ids); masks[i] (N_i, len(response i)) bool, no row empty.
     Returns: list of (N_i,) float64, in nats per masked token.  Masks of different pairs share batches by length.
-    ValueError: the model's scores are not finite.
     """
     jobs = [(i, j) for i in sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
             for j in range(len(masks[i]))]
@@ -113,9 +113,6 @@ def masked_nll(predictor, pairs, masks, batch_size=64):
         means = mdu.sft_loss(logits, targets, masked, masked.sum(1)).double().cpu()  # sum over |M_j|: the mean
         for (i, j), mean in zip(batch, means):
             nll[i][j] = mean
-    if not all(values.isfinite().all() for values in nll):
-        raise ValueError("the model's scores are not finite (NaN or infinity): its training diverged, or its weights "
-                         "are damaged; train it again, with a lower --lr")
     return nll
 
 
@@ -218,9 +215,11 @@ def ks_test(a, b):
 
     D = max_v |F_a(v) - F_b(v)|; p is the share of the interleavings of len(a) + len(b) distinct values whose D is at
     least as large: lattice paths from (0, 0) to (n, m), counted in whole numbers.  Ties lower D, and leave p above its
-    value given the ties.
+    value given the ties.  (None, None) where a sample is empty.
     """
     a, b, n, m = sorted(a), sorted(b), len(a), len(b)
+    if not n or not m:
+        return None, None
     gap = max(abs(bisect.bisect_right(a, v) * m - bisect.bisect_right(b, v) * n) for v in a + b)  # D n m
     inside = [0] * (m + 1)  # inside[j]: paths to (i, j) along which |i m - j n| < gap
     for i in range(n + 1):
@@ -422,32 +421,34 @@ def summarise_answers(records, better):
 
 
 def summarise_people(records, better):
-    """Means over each person's rows, and the mean over the persons; "kinds": the means of each kind of attack alone."""
+    """Means over each person's rows, and their mean over the people; "kinds": those of each kind of attack alone."""
     def means(rows):
-        found = {m: statistics.fmean(r[m] for r in rows) for m in ("rougeL_recall", "accuracy", "mc1", "mc2", "em", "f1")
-                 if m in rows[0]}
-        return {**found, "n": len(rows)}
-    people = {person: means([r for r in records if r["subject"] == person])
-              for person in dict.fromkeys(r["subject"] for r in records)}
+        metrics = [m for m in ("rougeL_recall", "accuracy", "mc1", "mc2", "em", "f1") if m in rows[0]]
+        return {**{m: statistics.fmean(r[m] for r in rows) for m in metrics}, "n": len(rows)}
+
+    def each(field):
+        return {value: means([r for r in records if r.get(field) == value])
+                for value in dict.fromkeys(r[field] for r in records if field in r)}
+    people = each("subject")
     summary = {m: statistics.fmean(scores[m] for scores in people.values()) for m in means(records)}
-    kinds = dict.fromkeys(r["kind"] for r in records if "kind" in r)
-    return {**summary, "n": len(records), "people": people,
-            "kinds": {kind: means([r for r in records if r["kind"] == kind]) for kind in kinds}}
+    return {**summary, "n": len(records), "people": people, "kinds": each("kind")}
 
 
-SPLITS = {  # split: (title, better, scorer: rows -> records, summariser: records -> {metric: value})
-    "forget": ("Forget", "↓", score_answers, summarise_answers),
-    "retain": ("Retain", "↑", score_answers, summarise_answers),
-    "real_authors": ("Real authors", "↑", score_answers, summarise_answers),
-    "world_facts": ("World facts", "↑", score_answers, summarise_answers),
-    "forget_level1": ("F-L1", "↓", score_probes, summarise_people),
-    "forget_level2": ("F-L2", "↓", score_probes, summarise_people),
-    "forget_level3": ("F-L3", "↓", score_probes, summarise_people),
-    "neighbor_level1": ("N-L1", "↑", score_probes, summarise_people),
-    "neighbor_level2": ("N-L2", "↑", score_probes, summarise_people),
-    "utility_general": ("MMLU", "↑", score_mmlu, summarise_people),
-    "utility_truthfulness": ("TruthfulQA", "↑", score_truthfulqa, summarise_people),
-    "utility_factuality": ("TriviaQA", "↑", score_triviaqa, summarise_people),
+SPLITS = {  # split: its title, which way is better, scorer (rows -> records), summariser (records -> {metric: value})
+    split: dict(title=title, better=better, score=score, summarise=summarise)
+    for split, title, better, score, summarise in (
+        ("forget", "Forget", "↓", score_answers, summarise_answers),
+        ("retain", "Retain", "↑", score_answers, summarise_answers),
+        ("real_authors", "Real authors", "↑", score_answers, summarise_answers),
+        ("world_facts", "World facts", "↑", score_answers, summarise_answers),
+        ("forget_level1", "F-L1", "↓", score_probes, summarise_people),
+        ("forget_level2", "F-L2", "↓", score_probes, summarise_people),
+        ("forget_level3", "F-L3", "↓", score_probes, summarise_people),
+        ("neighbor_level1", "N-L1", "↑", score_probes, summarise_people),
+        ("neighbor_level2", "N-L2", "↑", score_probes, summarise_people),
+        ("utility_general", "MMLU", "↑", score_mmlu, summarise_people),
+        ("utility_truthfulness", "TruthfulQA", "↑", score_truthfulqa, summarise_people),
+        ("utility_factuality", "TriviaQA", "↑", score_triviaqa, summarise_people))
 }
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -467,6 +468,14 @@ def write_aside(path, text):
     aside = Path(f"{path}.partial")
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
+
+
+def json_lines(run, records):
+    try:
+        return "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+    except ValueError:
+        raise ValueError(f"{run}: a score is not finite: its training diverged or its weights are damaged; train it "
+                         "again with a lower --lr") from None
 
 
 def read_records(path):
@@ -499,17 +508,18 @@ def plan(run, a):
     if steps > length:
         raise ValueError(f"--steps {steps}: more than the {length} tokens to generate; give at most --length")
     protocol = {"length": length, "steps": steps, "samples": a.samples, "seed": a.seed,
-                "dtype": str(mdu.compute_dtype(own.dtype)).removeprefix("torch.")}
-    data = {}  # on RWKU person by person: a base model is asked about all of them, the others about their own
+                "dtype": str(mdu.compute_dtype(own.dtype)).removeprefix("torch."),
+                **({"perplexity": a.perplexity} if a.perplexity else {})}
+    data = {}  # on RWKU of each person: a base model is asked about all of them, an unlearned one about its own
     for split, rows in splits.items():
         for person in dict.fromkeys(row.get("subject") for row in rows):
-            own_rows = [row for row in rows if row.get("subject") == person]
-            data[split if person is None else f"{split}, {person}"] = {"rows": len(own_rows),
-                                                                       "sha256": mdu.fingerprint(own_rows)}
-    trained = {(row["question"], row["answer"]) for row in everything["train_retain"][:own.limit]}
-    seen = [i for i, row in enumerate(splits.get("retain", [])) if (row["question"], row["answer"]) in trained]
-    summary = {"method": own.method, "tau": own.tau, "protocol": protocol, "brief": a.brief, "perplexity": a.perplexity,
-               "data": data, "retain_rows_trained_on": seen}
+            asked = [row for row in rows if row.get("subject") == person]
+            name = split if person is None else f"{split}, {person}"
+            data[name] = {"rows": len(asked), "sha256": mdu.fingerprint(asked)}
+    retained = {(row["question"], row["answer"]) for row in everything["train_retain"][:own.limit]}
+    seen = [i for i, row in enumerate(splits.get("retain", [])) if (row["question"], row["answer"]) in retained]
+    summary = {"method": own.method, "tau": own.tau, "protocol": protocol, "brief": a.brief, "data": data,
+               "retain_rows_trained_on": seen}
     retain_records = a.retain_run and read_retain_run(a.retain_run, run, summary)
     return SimpleNamespace(run=run, options=own, splits=splits, summary=summary, retain_records=retain_records,
                            untrained=info["steps"] == 0)
@@ -549,7 +559,7 @@ def evaluate(job, a):
         for at in range(0, len(order), CHUNK):
             chunks.append((out / "partial" / f"{split}-{at:06d}.jsonl", split, order[at:at + CHUNK]))
     if mdu.rank() == 0:
-        weights = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in sorted(Path(job.run).glob("*.safetensors"))]
+        weights = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in out.parent.glob("*.safetensors"))
         identity = json.dumps({**job.summary, "source": source, "weights": weights}, sort_keys=True)
         owner = out / "partial" / "owner.json"
         if not owner.is_file() or owner.read_text(encoding="utf-8") != identity:
@@ -562,8 +572,8 @@ def evaluate(job, a):
     for file, split, order in tqdm(todo[mdu.rank()::mdu.world_size()], desc=str(job.run), leave=False,
                                    disable=None if mdu.rank() == 0 else True):
         seeds = [[a.seed, list(SPLITS).index(split), i] for i in order]  # the same for every run
-        records = SPLITS[split][2](predictor, tokenizer, [job.splits[split][i] for i in order], seeds, a)
-        write_aside(file, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+        records = SPLITS[split]["score"](predictor, tokenizer, [job.splits[split][i] for i in order], seeds, a)
+        write_aside(file, json_lines(job.run, records))
     mdu.barrier()
     if mdu.rank() > 0:
         return None
@@ -571,16 +581,16 @@ def evaluate(job, a):
     for file, split, order in chunks:
         for i, record in zip(order, read_records(file), strict=True):
             records[split][i] = record
-    summary = {**job.summary, "splits": {s: SPLITS[s][3](rows, SPLITS[s][1]) for s, rows in records.items()}}
+    summary = {**job.summary, "splits": {split: SPLITS[split]["summarise"](rows, SPLITS[split]["better"])
+                                         for split, rows in records.items()}}
     summary["model_utility"] = model_utility(summary["splits"])
     summary["retain_run"] = a.retain_run
     summary["forget_quality"] = a.retain_run and forget_quality(records["forget"], job.retain_records)
     (out / "summary.json").unlink(missing_ok=True)  # it must not stand beside records of another evaluation
     for split in SPLITS:
+        (out / f"{split}.jsonl").unlink(missing_ok=True)
         if split in records:
-            write_aside(out / f"{split}.jsonl", "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records[split]))
-        else:
-            (out / f"{split}.jsonl").unlink(missing_ok=True)
+            write_aside(out / f"{split}.jsonl", json_lines(job.run, records[split]))
     mdu.write_json(out / "summary.json", summary)
     shutil.rmtree(out / "partial")
     note(f"{job.run}: {sum(map(len, records.values()))} rows, {len(todo)} of {len(chunks)} chunks scored now, "
@@ -594,7 +604,8 @@ def check_room(job, predictor, tokenizer, length):
     for rows in job.splits.values():
         for row in rows:
             for question in (row["question"], row.get("paraphrased_question", "")):
-                n = len(mdu.encode_prompt(tokenizer, question)) + max(length, len(mdu.encode_text(tokenizer, row["answer"])))
+                response = max(length, len(mdu.encode_text(tokenizer, row["answer"])))
+                n = len(mdu.encode_prompt(tokenizer, question)) + response
                 if n > limit:
                     raise ValueError(f"{job.run}: {n} tokens for {question[:40]!r} and its answer, more than the "
                                      f"{limit} positions of the model; lower --length {length}, or remove the row")
@@ -667,10 +678,10 @@ def read_summary(run):
 
 def check_alike(run, summary, other_run, other):
     """Refuse to set figures side by side that were measured differently, or on other rows."""
-    for what in ("protocol", "data", "perplexity"):
-        a, b = ({what: s[what]} if what == "perplexity" else s[what] for s in (summary, other))
-        for key in a.keys() & b.keys():
-            if a[key] != b[key] and not (what == "perplexity" and None in (a[key], b[key])):
+    for what in ("protocol", "data"):
+        a, b = summary[what], other[what]
+        for key in a.keys() & b.keys():  # what only one of them measured is a dash in the other
+            if a[key] != b[key]:
                 raise ValueError(f"{other_run}: scored with {key} {b[key]}, {run} with {a[key]}; "
                                  "score them alike, on the same data")
 
@@ -696,9 +707,9 @@ def group_runs(runs, retain_run=None):
         if retain_run:
             summary["retain_run"] = retain_run
             records = read_records(Path(run) / "eval" / "forget.jsonl")
-            measured = all("nll_perturbed" in r for r in records)
+            complete = all("nll_perturbed" in r for r in records)
             retain_records = read_retain_run(retain_run, run, summary)
-            summary["forget_quality"] = forget_quality(records, retain_records) if measured else None
+            summary["forget_quality"] = forget_quality(records, retain_records) if complete else None
         own = {k: v for k, v in options.items() if k not in ("seed", "out", "model", "revision", "overwrite",
                                                              "subject", "forget")}
         title = TITLES.get(summary["method"]) or f"MDU τ={summary['tau']:g}"
@@ -714,7 +725,7 @@ def group_runs(runs, retain_run=None):
     return list(groups.values())
 
 
-def values(group, split, metric):
+def measured(group, split, metric):
     """The metric in every run of the method; empty where one lacks it.  split None: a figure of the whole run."""
     found = [(s if split is None else s["splits"].get(split, {})).get(metric) for s in group.summaries]
     return [] if None in found else found
@@ -727,19 +738,20 @@ def shown(value, digits):
 def table(groups, columns, spread=True):
     """Markdown lines: a row per method, a dash where it was not measured; of the unlearning methods the best is bold,
     the second underlined, as shown; spread: with the standard deviation over the runs."""
-    columns = [column for column in columns if any(values(group, *column) for group in groups)]
+    columns = [column for column in columns if any(measured(group, *column) for group in groups)]
     heads, ranks = [], {}
     for split, metric in columns:
         name, better, digits = METRICS[metric]
-        better = SPLITS[split][1] if better is None else better
-        heads.append(" ".join(filter(None, [split and SPLITS[split][0], name, better])))
-        means = {shown(statistics.fmean(v), digits) for g in groups if g.method != "sft" and (v := values(g, split, metric))}
-        ranks[split, metric] = sorted(means, key=lambda text: float(text.replace(",", "")), reverse=better == "↑") if better else []
+        better = SPLITS[split]["better"] if better is None else better
+        heads.append(" ".join(filter(None, [split and SPLITS[split]["title"], name, better])))
+        means = {shown(statistics.fmean(found), digits) for group in groups
+                 if better and group.method != "sft" and (found := measured(group, split, metric))}
+        ranks[split, metric] = sorted(means, key=float, reverse=better == "↑")
     lines = ["| Method | " + " | ".join(heads) + " |", "|---|" + "---|" * len(columns)]
     for group in groups:
         cells = [group.title]
         for split, metric in columns:
-            digits, found, best = METRICS[metric][2], values(group, split, metric), ranks[split, metric]
+            digits, found, best = METRICS[metric][2], measured(group, split, metric), ranks[split, metric]
             if not found:
                 cells.append("-")
                 continue
@@ -749,7 +761,7 @@ def table(groups, columns, spread=True):
             if len(found) > 1 and spread:
                 cell += f" ± {shown(statistics.stdev(found), digits)}"
             if metric == "rougeL_f1":
-                cell += f" ({statistics.fmean(values(group, split, 'rougeL_recall')):.3f})"
+                cell += f" ({statistics.fmean(measured(group, split, 'rougeL_recall')):.3f})"
             cells.append(cell)
         lines.append("| " + " | ".join(cells) + " |")
     return lines if columns else []
@@ -764,24 +776,21 @@ def spans(numbers):
 
 def conventions(groups):
     """What the figures of the first table are, of how many questions, and how sure."""
-    first = groups[0].summaries[0]
-    protocol, every = first["protocol"], [s for group in groups for s in group.summaries]
-    largest = {metric: max((e for s in every for split in s["splits"].values()
-                            if (e := split["stderr"].get(metric)) is not None), default=None)
-               for metric in ("rougeL_f1", "prob")}
-    chance = max((e for s in every for split in s["splits"].values() if (e := split["prob_stderr"]) is not None), default=None)
-    largest = {"rL": largest["rougeL_f1"], "p": largest["prob"], "p from the choice of masks": chance}
-    sizes = ", ".join(f"{SPLITS[split][0]} {data['rows']}" for split, data in first["data"].items())
-    text = (f"rL: ROUGE-L F1 (recall). p: answer probability (Eq. 7, {protocol['samples']} masks). {protocol['steps']} steps "
-            f"for {protocol['length']} tokens, {protocol['dtype']}. Questions: {sizes}. Largest standard error of a split's mean: "
-            + ", ".join(f"{name} {'-' if e is None else f'{e:.3f}'}" for name, e in largest.items()) + ".")
-    seeds = {len(group.runs) for group in groups}
-    if seeds != {1}:
-        text += f" Mean ± standard deviation over {'/'.join(map(str, sorted(seeds)))} seeds."
-    lines = [text]
-    for seen in dict.fromkeys(spans(s["retain_rows_trained_on"]) for s in every):
-        n = len(next(s for s in every if spans(s["retain_rows_trained_on"]) == seen)["retain_rows_trained_on"])
-        lines += ["", f"Of the evaluated retain rows {n} are among the training rows{seen and f': rows {seen}'}."]
+    every = [summary for group in groups for summary in group.summaries]
+    protocol, splits = every[0]["protocol"], [scores for s in every for scores in s["splits"].values()]
+    sizes = ", ".join(f"{SPLITS[split]['title']} {data['rows']}" for split, data in every[0]["data"].items())
+    errors = [f"{name} {max(known):.3f}" for name, found in (
+        ("rL", [scores["stderr"].get("rougeL_f1") for scores in splits]),
+        ("p", [scores["stderr"].get("prob") for scores in splits]),
+        ("p from the choice of masks", [scores["prob_stderr"] for scores in splits]))
+        if (known := [error for error in found if error is not None])]
+    seeds = "/".join(map(str, sorted({len(group.runs) for group in groups})))
+    lines = [f"rL: ROUGE-L F1 (recall). p: answer probability (Eq. 7, {protocol['samples']} masks). "
+             f"{protocol['steps']} steps for {protocol['length']} tokens, {protocol['dtype']}. Questions: {sizes}. "
+             f"Largest standard error of a split's mean: {', '.join(errors) or '-'}."
+             + (f" Mean ± standard deviation over {seeds} seeds." if seeds != "1" else "")]
+    for rows in {spans(rows): len(rows) for s in every if (rows := s["retain_rows_trained_on"])}.items():
+        lines += ["", "{1} of the evaluated retain rows are among the rows to train on: rows {0}.".format(*rows)]
     return lines
 
 
@@ -802,7 +811,7 @@ def by_person(groups, people):
 def rwku_tables(groups, people):
     """Table 3, and the same for every person alone."""
     first = groups[0].summaries[0]
-    sizes = ", ".join(f"{title} {first['splits'][split]['n']}" for split, (title, *_) in SPLITS.items() if split in first["splits"])
+    sizes = ", ".join(f"{SPLITS[split]['title']} {first['splits'][split]['n']}" for split in first["splits"])
     lines = [*table(by_person(groups, people), RWKU, spread=False), "",
              f"Means over {len(people)} people ({', '.join(people)}). F, N: ROUGE-L recall of the answer's first line. MMLU: accuracy. "
              f"TruthfulQA: by the summed likelihood of each choice, {first['protocol']['samples']} masks. TriviaQA: normalised exact match and F1. {first['protocol']['steps']} steps "
@@ -824,11 +833,12 @@ def markdown(groups, answers, picture=None):
     if official := table(groups, OFFICIAL):
         against = dict.fromkeys(s["retain_run"] for g in groups for s in g.summaries if s.get("retain_run"))
         lines += ["", "TOFU's own figures:", "", *official, "",
-                  "Model utility: harmonic mean of rL recall, p and truth ratio on retain, real authors and world facts. Truth "
-                  "ratio: min(R, 1/R) on forget, else max(0, 1 - R), R = p(wrong answers) / p(right answer). Forget quality: "
-                  f"p-value of R against a model that never saw the forget rows ({', '.join(against) or 'none was given'})."]
+                  "Model utility: harmonic mean of rL recall, p (of options) and truth ratio on retain, real authors "
+                  "and world facts. Truth ratio: min(R, 1/R) on forget, else max(0, 1 - R), R = p(wrong answers) / p(right "
+                  "answer). Forget quality: Kolmogorov-Smirnov p-value of R against a model that never saw the forget "
+                  f"rows ({', '.join(against) or 'none was given'})."]
     if perplexity := table(groups, PERPLEXITY):
-        masks = next(s["perplexity"] for g in groups for s in g.summaries if s["perplexity"])
+        masks = next(n for g in groups for s in g.summaries if (n := s["protocol"].get("perplexity")))
         lines += ["", f"Pseudo-perplexity, median and mean over the questions, {masks} masks each:", "", *perplexity]
     if picture:
         lines += ["", f"![forget against retain]({picture})"]
@@ -841,16 +851,22 @@ def markdown(groups, answers, picture=None):
 
 
 def draw(groups, path):
-    """Forget against retain, one panel per metric: a line through MDU's tau points, a mark per baseline."""
+    """Forget against retain, one panel per metric: a line through MDU's tau points, a mark per other method.
+
+    Returns the file's name; None where nothing was measured on both splits.  ImportError: no matplotlib.
+    """
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    panels = [m for m in ("rougeL_f1", "prob", "fact") if all(values(g, s, m) for g in groups for s in ("forget", "retain"))]
-    figure, axes = pyplot.subplots(1, max(1, len(panels)), figsize=(1.5 + 3.6 * max(1, len(panels)), 3.8), squeeze=False)
+    panels = [metric for metric in ("rougeL_f1", "prob", "fact")
+              if all(measured(group, split, metric) for group in groups for split in ("forget", "retain"))]
+    if not panels:
+        return None
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(1.5 + 3.6 * len(panels), 3.8), squeeze=False)
     names = {"rougeL_f1": "ROUGE-L F1", "prob": "answer probability", "fact": "answers with the key fact"}
     for axis, metric in zip(axes[0], panels):
         def point(group):
-            return [statistics.fmean(values(group, split, metric)) for split in ("forget", "retain")]
+            return [statistics.fmean(measured(group, split, metric)) for split in ("forget", "retain")]
         sweep = sorted((g for g in groups if g.method == "mdu"), key=lambda g: g.tau)
         if sweep:
             x, y = zip(*map(point, sweep))
@@ -862,11 +878,13 @@ def draw(groups, path):
         axis.set(title=names[metric], xlabel="forget (lower is better)", ylabel="retain (higher is better)",
                  xlim=(-0.05, 1.05), ylim=(-0.05, 1.05))
         axis.grid(color="0.9")
+        axis.set_axisbelow(True)
     handles = axes[0][0].get_legend_handles_labels()
     figure.legend(*handles, loc="center right", fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0, 1 - 1.2 / figure.get_figwidth(), 1))
     figure.savefig(path, dpi=120, metadata={"Software": None})
     pyplot.close(figure)
+    return path.name
 
 
 def report(runs, questions, retain_run):
@@ -885,32 +903,32 @@ def report(runs, questions, retain_run):
         answers.append({"question": asked[i][0], "reference": asked[i][1],
                         "generations": {g.title: r[asked[i]] for g, r in zip(groups, records)}})
     try:
-        if not people:
-            draw(groups, folder / "report.png")
-            picture = "report.png"
+        picture = None if people else draw(groups, folder / "report.png")
     except ImportError:
         note("report.png is not drawn: it needs matplotlib (pip install matplotlib)")
     text = "\n".join(markdown(groups, answers, picture))
+
     def figures(group, split, metrics):
-        found = {metric: values(group, split, metric) for metric in metrics}
-        return {m: {"mean": statistics.fmean(v), "deviation": statistics.stdev(v) if len(v) > 1 else None} if v else None
-                for m, v in found.items()}
-    first, groups = groups[0].summaries[0], by_person(groups, people) if people else groups
-    write_aside(folder / "report.json", json.dumps({
-        "protocol": first["protocol"], "data": first["data"], "perplexity_masks": first["perplexity"], "methods": [
-            {"title": g.title, "method": g.method, "tau": g.tau, "runs": g.runs,
-             **figures(g, None, ("model_utility", "forget_quality")),
-             "splits": {split: figures(g, split, [m for m, v in g.summaries[0]["splits"][split].items() if type(v) is not dict])
-                        for split in g.summaries[0]["splits"]}} for g in groups],
-        "answers": answers}, indent=1, ensure_ascii=False) + "\n")
+        found = {metric: measured(group, split, metric) for metric in metrics}
+        return {metric: v and {"mean": statistics.fmean(v), "deviation": statistics.stdev(v) if len(v) > 1 else None}
+                or None for metric, v in found.items()}
+    shared = {key: groups[0].summaries[0][key] for key in ("protocol", "data", "retain_rows_trained_on")}
+    groups = by_person(groups, people) if people else groups
+    methods = [{"title": g.title, "method": g.method, "tau": g.tau, "runs": g.runs,
+                **figures(g, None, ("model_utility", "forget_quality")),
+                "splits": {split: figures(g, split, [m for m in scores if type(scores[m]) is not dict])
+                           for split, scores in g.summaries[0]["splits"].items()}} for g in groups]
+    write_aside(folder / "report.json", json.dumps({**shared, "methods": methods, "answers": answers}, indent=1,
+                                                   ensure_ascii=False, sort_keys=True) + "\n")
     write_aside(folder / "report.md", text + "\n")
     print(text, f"\n({folder / 'report.md'})")
 
 
 def screen_row(run, summary):
-    cells = [" ".join([SPLITS[split][0], *(f"{scores[m]:.3f}" for at, m in (*PAPER, *RWKU) if at == split and m in scores and m != "fact")])
-             for split, scores in summary["splits"].items()]
-    for name, value in (("fact", summary["splits"].get("forget", {}).get("fact")), ("utility", summary["model_utility"]),
+    splits = summary["splits"]
+    cells = [" ".join([SPLITS[split]["title"], *(f"{splits[split][m]:.3f}" for at, m in (*PAPER[:-1], *RWKU)
+                                                 if at == split and m in splits[split])]) for split in splits]
+    for name, value in (("fact", splits.get("forget", {}).get("fact")), ("utility", summary["model_utility"]),
                         ("forget quality", summary["forget_quality"])):
         cells += [] if value is None else [f"{name} {value:.3g}"]
     return " | ".join([f"{run:24}", *cells])
@@ -939,18 +957,18 @@ def parse(argv):
     parser.add_argument("--length", type=int, help="tokens to generate [the run's response length]")
     parser.add_argument("--steps", type=int, help="denoising steps [one per token]")
     parser.add_argument("--samples", type=int, help="masks per answer, N of Eq. 7 [128]")
-    parser.add_argument("--perplexity", type=int, metavar="N", help="masks per answer for the perplexity (Table 7: 256)")
-    parser.add_argument("--brief", action="store_true", help="only the paper's ROUGE-L and probability: a seventh of the work")
+    parser.add_argument("--perplexity", type=int, metavar="N", help="masks per answer for perplexity (Table 7: 256)")
+    parser.add_argument("--brief", action="store_true", help="only ROUGE-L and probability, as Table 2: far less work")
     parser.add_argument("--batch-size", type=int, help="sequences in one forward pass [64]")
     parser.add_argument("--seed", type=int, help="seed of the masks [0]")
     given = vars(parser.parse_args(argv))
-    unused = set(given) - {"runs", "report", "questions", "retain_run"} if "report" in given else set(given) & {"questions"}
-    for name in sorted(unused):
-        raise ValueError(f"--{name.replace('_', '-')}: not used {'with' if 'report' in given else 'without'} --report")
+    reporting = "report" in given
+    for name in set(given) - {"runs", "report", "questions", "retain_run"} if reporting else set(given) & {"questions"}:
+        raise ValueError(f"--{name.replace('_', '-')}: not used {'with' if reporting else 'without'} --report")
     if ("subject" in given) != ("generate_corpus" in given):
         raise ValueError("--generate-corpus and --subject: give both or none")
-    if "generate_corpus" in given and len(given["runs"]) > 1 or {"preset", "model"} & set(given) and len(given["runs"]) > 1:
-        raise ValueError(f"{' '.join(given['runs'])}: --preset, --model and --generate-corpus need one folder")
+    if {"preset", "model"} & set(given) and len(given["runs"]) > 1:
+        raise ValueError(f"{' '.join(given['runs'])}: --preset and --model need one folder")
     if "brief" in given and "retain_run" in given:
         raise ValueError("--brief: measures no truth ratios, which --retain-run compares; leave one out")
     mdu.check_ranges(given)
@@ -962,7 +980,7 @@ def main(argv=None):
     a = parse(argv)
     if a.report:
         if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", a.questions):
-            raise ValueError(f"--questions {a.questions}: must be whole numbers with commas between them, such as 0,3,17")
+            raise ValueError(f"--questions {a.questions}: must be whole numbers and commas, such as 0,3,17")
         return report(a.runs, [int(number) for number in a.questions.split(",")], a.retain_run)
     mdu.start_processes()
     if a.generate_corpus:

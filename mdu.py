@@ -197,8 +197,8 @@ def resolve(given):
         if value not in (None, "toy", "toy-rwku") and Path(value).exists():
             setattr(o, name, str(Path(value).resolve()))
     if o.out is None:
-        name = {"mdu": f"mdu-tau{o.tau:g}" if o.tau is not None else "", "sft": "retain" if o.retain_only else "base"}.get(
-            o.method, o.method)
+        name = {"mdu": f"mdu-tau{o.tau:g}" if o.tau is not None else "",
+                "sft": "retain" if o.retain_only else "base"}.get(o.method, o.method)
         o.out = str(Path("out") / o.preset / name)
     return o
 
