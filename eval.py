@@ -605,7 +605,7 @@ def check_room(job, predictor, tokenizer, length):
         for row in rows:
             for question in (row["question"], row.get("paraphrased_question", "")):
                 response = max(length, len(mdu.encode_text(tokenizer, row["answer"])))
-                n = len(mdu.encode_prompt(tokenizer, question)) + response
+                n = len(mdu.encode_prompt(tokenizer, question, row.get("prefill", ""))) + response
                 if n > limit:
                     raise ValueError(f"{job.run}: {n} tokens for {question[:40]!r} and its answer, more than the "
                                      f"{limit} positions of the model; lower --length {length}, or remove the row")
@@ -622,7 +622,7 @@ def generate_corpus(folder, a):
     RWKU's generation/pair_generation.py, in one turn, and without its beginnings of the answer, which are not published.
     """
     o = untrained(folder, a)
-    intros = {row["target"]: row.get("intro") for _, row in mdu.read_config(o.data, "forget_target")}
+    intros = {row["target"]: row.get("intro") or "" for _, row in mdu.read_config(o.data, "forget_target")}
     people = [person for person in mdu.find_people(o.data, a.subject) if not (Path(folder) / f"{mdu.slug(person)}.jsonl").exists()]
     predictor, tokenizer = mdu.load_backbone(o.model, o.revision, dtype=mdu.compute_dtype())
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -634,7 +634,7 @@ def generate_corpus(folder, a):
             predictor, [mdu.encode_prompt(tokenizer, prompt.format(**fields))] * a.generate_corpus, length, a.steps or length,
             a.batch_size, temperature=1.0)] for prompt in (KNOWN, MADE_UP))
         made_up = [re.sub(r"(totally|completely) (fabricated|made-up|fictional) ", "", text) for text in made_up]
-        rows = [{"question": mdu.BIOGRAPHY.format(**fields), "answer": text, "perturbed_answer": [wrong]}
+        rows = [{"question": mdu.BIOGRAPHY.format(**fields).strip(), "answer": text, "perturbed_answer": [wrong]}
                 for text, wrong in zip(real, made_up) if mdu.is_text(text) and mdu.is_text(wrong)]
         if not rows:
             raise ValueError(f"{o.model}: wrote nothing about {person}; give texts of your own with mdu.py --forget")
@@ -897,7 +897,7 @@ def report(runs, questions, retain_run):
     records = [{(r["question"], r["reference"]): r["generation"] for r in read_records(Path(group.runs[0]) / "eval" / file)}
                for group in groups]
     asked = [key for key in records[0] if all(key in r for r in records)]
-    for i in questions:
+    for i in range(min(3, len(asked))) if questions is None else questions:
         if i >= len(asked):
             raise ValueError(f"--questions {i}: {runs[0]} has {len(asked)} forget questions, numbered from 0")
         answers.append({"question": asked[i][0], "reference": asked[i][1],
@@ -945,7 +945,7 @@ def parse(argv):
     parser = mdu.OneLineParser(__doc__, argument_default=argparse.SUPPRESS)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that mdu.py made")
     parser.add_argument("--report", action="store_true", help="tables and a picture of runs that are scored already")
-    parser.add_argument("--questions", help="with --report: numbers of the forget questions to show [0,1,2]")
+    parser.add_argument("--questions", help="with --report: numbers of the forget questions to show [the first three]")
     parser.add_argument("--retain-run", help="scored retain model (sft with --retain-only), for the forget quality")
     parser.add_argument("--preset", choices=mdu.PRESETS, help="its published model as it is; RUN is the folder for the scores")
     parser.add_argument("--model", help="this model as it is, on the data of --preset or --data")
@@ -972,16 +972,17 @@ def parse(argv):
     if "brief" in given and "retain_run" in given:
         raise ValueError("--brief: measures no truth ratios, which --retain-run compares; leave one out")
     mdu.check_ranges(given)
-    return SimpleNamespace(**{**dict.fromkeys(("retain_run", "preset", "model", "subject", "generate_corpus", "data", "limit", "length", "steps", "perplexity")),
-                              **DEFAULTS, "questions": "0,1,2", **given})
+    unset = dict.fromkeys(("questions", "retain_run", "preset", "model", "generate_corpus", "subject", "data", "limit",
+                           "length", "steps", "perplexity"))
+    return SimpleNamespace(**{**unset, **DEFAULTS, **given})
 
 
 def main(argv=None):
     a = parse(argv)
     if a.report:
-        if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", a.questions):
+        if a.questions is not None and not re.fullmatch(r"\d{1,6}(,\d{1,6})*", a.questions):
             raise ValueError(f"--questions {a.questions}: must be whole numbers and commas, such as 0,3,17")
-        return report(a.runs, [int(number) for number in a.questions.split(",")], a.retain_run)
+        return report(a.runs, a.questions and [int(number) for number in a.questions.split(",")], a.retain_run)
     mdu.start_processes()
     if a.generate_corpus:
         generate_corpus(a.runs[0], a)

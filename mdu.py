@@ -108,7 +108,7 @@ PRESETS = {  # options of the unlearning methods; those of sft stand under "sft"
     "rwku-llada": dict(RWKU, **LLADA, sft={}),
     "rwku-dream": dict(RWKU, **DREAM, sft={}),
     "toy-rwku": dict(data="toy-rwku", epochs=50, lr=5e-4, batch_size=8, mask_sampling="count", response_length=32,
-                     retain_weight=0.0, sft=dict(epochs=150, lr=3e-3, batch_size=16, null_prompt_rate=0.1)),
+                     retain_weight=0.0, sft=dict(epochs=200, lr=3e-3, batch_size=16, null_prompt_rate=0.1)),
 }
 
 RANGES = {  # option: (is it allowed?, what is)
@@ -462,7 +462,7 @@ def read_biographies(name, people, pairs):
         texts = row.get("response") if pairs else [[], row.get("text")]
         if not isinstance(texts, list) or len(texts) != 2:
             raise ValueError(f"{where}: response is {repr(texts)[:60]}; it must be [fabricated text, real text]")
-        prompt = row.get("prompt") or BIOGRAPHY.format(intro=row.get("intro"), subject=row.get("subject"))
+        prompt = row.get("prompt") or BIOGRAPHY.format(intro=row.get("intro") or "", subject=row["subject"]).strip()
         rows.append(check_row({"question": prompt, "answer": texts[1], "perturbed_answer": texts[0]}, where))
     return rows
 
