@@ -250,7 +250,8 @@ RWKU_LENGTH = 30  # tokens of an answer
 def write_answers(predictor, tokenizer, rows, a):
     """What is generated after each row's prompt and prefill, up to the end token."""
     prompts = [mdu.encode_prompt(tokenizer, row["question"], row["prefill"]) for row in rows]
-    return [before_end(predictor, tokenizer, ids) for ids in generate(predictor, prompts, a.length, a.steps, a.batch_size)]
+    answers = generate(predictor, prompts, a.length, a.steps, a.batch_size)
+    return [before_end(predictor, tokenizer, ids) for ids in answers]
 
 
 def first_line(text):
@@ -258,13 +259,16 @@ def first_line(text):
     return text.split("\n")[0].strip() or "NOANSWER"
 
 
+def record_of(row, generation, **scores):
+    return {"subject": row["subject"], "question": row["question"], "reference": row["answer"], "generation": generation,
+            **scores}
+
+
 def score_probes(predictor, tokenizer, rows, seeds, a):
     """Fill-in-the-blank, question and attack probes: ROUGE-L recall of the first line."""
-    records = []
-    for row, text in zip(rows, map(first_line, write_answers(predictor, tokenizer, rows, a))):
-        records.append({"subject": row["subject"], "kind": row["kind"], "question": row["question"], "reference": row["answer"],
-                        "generation": text, "rougeL_recall": rouge_l(row["answer"], text)[1]})
-    return records
+    texts = map(first_line, write_answers(predictor, tokenizer, rows, a))
+    return [record_of(row, text, kind=row["kind"], rougeL_recall=rouge_l(row["answer"], text)[1])
+            for row, text in zip(rows, texts)]
 
 
 @torch.no_grad()
@@ -278,16 +282,17 @@ def score_mmlu(predictor, tokenizer, rows, seeds, a):
         ids, masked, real = mdu.collate(pairs, predictor.pad_id)
         for row, logits in zip(batch, predictor(ids, real, masked)[:, letters]):  # (B, V) -> (B, 4)
             choice = "ABCD"[logits.argmax()]
-            records.append({"subject": row["subject"], "question": row["question"], "reference": row["answer"],
-                            "generation": choice, "accuracy": float(choice == row["answer"])})
+            records.append(record_of(row, choice, accuracy=float(choice == row["answer"])))
     return records
 
 
 def score_truthfulqa(predictor, tokenizer, rows, seeds, a):
     """MC1: is the true choice likelier than every false one; MC2: the true choices' share of the likelihood.
 
-    log p(y|x) of a choice of n tokens, "A: y" without its end token, is -n times the mean of masked_nll: the sum of n/|M_j|
-    times the masked tokens' -log p, |M_j| uniform on 1..n, averaged over j.  Every choice has the row's masks.
+        log p(y|x) = E_j [ n/|M_j| sum_{i in M_j} log p(y_i | x, y with M_j masked) ]        the sum form of Eq. 7
+
+    in nats per choice y of n tokens (without an end token): -n times the mean of masked_nll.  All choices of a row share
+    the row's seed, and so their masks (draw_masks).
     """
     pairs, masks, choices = [], [], []
     for row, seed in zip(rows, seeds):
@@ -301,9 +306,8 @@ def score_truthfulqa(predictor, tokenizer, rows, seeds, a):
     records = []
     for row, texts in zip(rows, choices):
         logp = {text: next(scores) for text in texts}
-        records.append({"subject": row["subject"], "question": row["question"], "reference": row["answer"],
-                        "generation": max(logp, key=logp.get), "logp": logp, "mc1": mc1(logp, **row["mc1"]),
-                        "mc2": mc2(logp, **row["mc2"])})
+        records.append(record_of(row, max(logp, key=logp.get), logp=logp, mc1=mc1(logp, **row["mc1"]),
+                                 mc2=mc2(logp, **row["mc2"])))
     return records
 
 
@@ -340,8 +344,7 @@ def score_triviaqa(predictor, tokenizer, rows, seeds, a):
     records = []
     for row, text in zip(rows, write_answers(predictor, tokenizer, rows, a)):
         em, f1 = em_f1(text, row["answers"])
-        records.append({"subject": row["subject"], "question": row["question"], "reference": row["answer"],
-                        "generation": text.strip(), "em": em, "f1": f1})
+        records.append(record_of(row, text.strip(), em=em, f1=f1))
     return records
 
 
@@ -496,13 +499,14 @@ def plan(run, a):
     everything = mdu.load_data(options)
     for split, rows in everything.items():
         trained = info["data"].get("held_out" if own.retain_only and split == "forget" else split, {})
-        if a.data is None and info["steps"] and trained.get("sha256") != mdu.fingerprint(mdu.first_rows(rows, own.limit)):
+        now = mdu.fingerprint(mdu.first_rows(rows, own.limit))
+        if a.data is None and info["steps"] and trained.get("sha256") != now:
             note(f"{run}: its {split} rows have changed since it was trained; scored on them as they are now")
     probes = mdu.RWKU_SPLITS.keys() & everything.keys()  # there the forget rows are a corpus, not questions
     splits = {split: mdu.first_rows(everything[split], a.limit or own.limit) for split in SPLITS
               if everything.get(split) and (split in probes or not probes)}
     if probes and (a.brief or a.perplexity or a.retain_run):
-        raise ValueError(f"{run}: --brief, --perplexity and --retain-run are about TOFU's splits; leave them out on RWKU")
+        raise ValueError(f"{run}: --brief, --perplexity and --retain-run are about TOFU; leave them out on RWKU")
     length = a.length or (RWKU_LENGTH if probes else own.response_length)
     steps = a.steps or length
     if steps > length:
@@ -530,14 +534,15 @@ def untrained(out, a):
     given = {name: getattr(a, name) for name in ("preset", "model", "data") if getattr(a, name)}
     options = mdu.resolve({**given, "method": "sft", "out": out})
     if not options.model:
-        raise ValueError(f"--preset {options.preset}: names no published model; train one with mdu.py --method sft, or give --model")
+        raise ValueError(f"--preset {options.preset}: names no published model; give --model NAME, or train one with "
+                         "mdu.py --method sft")
     return options
 
 
 def make_untrained(run, a):
     """run.json for the scores of a model as it is."""
     if (Path(run) / "run.json").is_file() and mdu.read_run(run)["steps"]:
-        raise ValueError(f"{run}: holds a trained run; --preset and --model need a folder of their own for their scores")
+        raise ValueError(f"{run}: holds a trained run; --preset and --model need a folder of their own")
     Path(run).mkdir(parents=True, exist_ok=True)
     mdu.write_json(Path(run) / "run.json", {"options": dataclasses.asdict(untrained(run, a)), "steps": 0, "data": {}})
 
@@ -616,30 +621,33 @@ MADE_UP = "{intro} You don't know {subject} at all. Please make up a short biogr
 
 
 def generate_corpus(folder, a):
-    """Biographies that the model writes itself, as FOLDER/PERSON.jsonl for mdu.py --forget; people who have one are skipped.
+    """Biographies that the model writes itself, as FOLDER/PERSON.jsonl for mdu.py --forget; who has one is skipped.
 
-    answer: what it writes about a person it knows; perturbed_answer: what it makes up.  Drawn at temperature 1.  Prompts of
-    RWKU's generation/pair_generation.py, in one turn, and without its beginnings of the answer, which are not published.
+    answer: what it writes about a person it knows; perturbed_answer: what it makes up.  Drawn at temperature 1.  The
+    prompts are those of RWKU's generation/pair_generation.py, as one turn; its beginnings of the answer, which are not
+    published, and its top-p are left out.
     """
     o = untrained(folder, a)
     intros = {row["target"]: row.get("intro") or "" for _, row in mdu.read_config(o.data, "forget_target")}
-    people = [person for person in mdu.find_people(o.data, a.subject) if not (Path(folder) / f"{mdu.slug(person)}.jsonl").exists()]
+    files = {person: Path(folder) / f"{mdu.slug(person)}.jsonl" for person in mdu.find_people(o.data, a.subject)}
+    people = [person for person, file in files.items() if not file.exists()]
     predictor, tokenizer = mdu.load_backbone(o.model, o.revision, dtype=mdu.compute_dtype())
     Path(folder).mkdir(parents=True, exist_ok=True)
     length = a.length or 512
     for person in people[mdu.rank()::mdu.world_size()]:
         fields = {"intro": intros[person], "subject": person}
         torch.manual_seed(a.seed)
-        real, made_up = ([decode(predictor, tokenizer, ids) for ids in generate(
-            predictor, [mdu.encode_prompt(tokenizer, prompt.format(**fields))] * a.generate_corpus, length, a.steps or length,
-            a.batch_size, temperature=1.0)] for prompt in (KNOWN, MADE_UP))
+        prompts = [mdu.encode_prompt(tokenizer, text.format(**fields)) for text in (KNOWN, MADE_UP)
+                   for _ in range(a.generate_corpus)]
+        texts = [decode(predictor, tokenizer, ids) for ids in generate(
+            predictor, prompts, length, a.steps or length, a.batch_size, temperature=1.0)]
+        real, made_up = texts[:a.generate_corpus], texts[a.generate_corpus:]
         made_up = [re.sub(r"(totally|completely) (fabricated|made-up|fictional) ", "", text) for text in made_up]
         rows = [{"question": mdu.BIOGRAPHY.format(**fields).strip(), "answer": text, "perturbed_answer": [wrong]}
                 for text, wrong in zip(real, made_up) if mdu.is_text(text) and mdu.is_text(wrong)]
         if not rows:
             raise ValueError(f"{o.model}: wrote nothing about {person}; give texts of your own with mdu.py --forget")
-        write_aside(Path(folder) / f"{mdu.slug(person)}.jsonl",
-                    "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        write_aside(files[person], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         print(f"{folder}: {len(rows)} biographies of {person}", file=sys.stderr, flush=True)
 
 
@@ -796,26 +804,28 @@ def conventions(groups):
 
 def persons(groups):
     """The people that every method was asked about (RWKU), in the order of the first."""
-    asked = [dict.fromkeys(person for s in g.summaries for scores in s["splits"].values() for person in scores.get("people", ()))
-             for g in groups]
-    return [person for person in asked[0] if all(person in people for people in asked)]
+    asked = [[person for s in group.summaries for person in s["splits"].get("forget_level2", {}).get("people", ())]
+             for group in groups]
+    return [person for person in dict.fromkeys(asked[0]) if all(person in people for people in asked)]
 
 
 def by_person(groups, people):
     """The groups with a summary per run and person in place of one per run."""
     return [SimpleNamespace(**{**vars(group), "summaries": [
         {"splits": {split: scores["people"].get(person, {}) for split, scores in s["splits"].items()}}
-        for s in group.summaries for person in people if person in s["splits"]["forget_level1"]["people"]]}) for group in groups]
+        for s in group.summaries for person in people if person in s["splits"]["forget_level2"]["people"]]})
+        for group in groups]
 
 
 def rwku_tables(groups, people):
     """Table 3, and the same for every person alone."""
-    first = groups[0].summaries[0]
-    sizes = ", ".join(f"{SPLITS[split]['title']} {first['splits'][split]['n']}" for split in first["splits"])
+    protocol, splits = groups[0].summaries[0]["protocol"], groups[0].summaries[0]["splits"]
+    sizes = ", ".join(f"{SPLITS[split]['title']} {scores['n']}" for split, scores in splits.items())
     lines = [*table(by_person(groups, people), RWKU, spread=False), "",
-             f"Means over {len(people)} people ({', '.join(people)}). F, N: ROUGE-L recall of the answer's first line. MMLU: accuracy. "
-             f"TruthfulQA: by the summed likelihood of each choice, {first['protocol']['samples']} masks. TriviaQA: normalised exact match and F1. {first['protocol']['steps']} steps "
-             f"for {first['protocol']['length']} tokens, {first['protocol']['dtype']}. Questions ({groups[0].title}): {sizes}."]
+             f"Mean over {', '.join(people)}. F, N: ROUGE-L recall of the answer's first line. MMLU: accuracy. TruthfulQA: by "
+             f"the summed likelihood of each choice, {protocol['samples']} masks. TriviaQA: normalised exact match, F1 of the "
+             f"words. {protocol['steps']} steps for {protocol['length']} tokens, {protocol['dtype']}. Questions "
+             f"({groups[0].title}): {sizes}."]
     for person in people if len(people) > 1 else ():
         lines += ["", f"{person}:", "", *table(by_person(groups, [person]), RWKU, spread=False)]
     return lines
@@ -891,11 +901,11 @@ def report(runs, questions, retain_run):
     """report.md, report.json and report.png of scored runs, beside the first; the first is printed too."""
     groups, folder, answers, picture = group_runs(runs, retain_run), Path(runs[0]).parent, [], None
     people = persons(groups)
-    if not people and any("forget_level1" in s["splits"] for g in groups for s in g.summaries):
-        raise ValueError(f"{', '.join(runs)}: not asked about the same people; report runs of one benchmark, with a person in common")
-    file = f"forget{'_level2' if people else ''}.jsonl"
-    records = [{(r["question"], r["reference"]): r["generation"] for r in read_records(Path(group.runs[0]) / "eval" / file)}
-               for group in groups]
+    if not people and any(split in s["splits"] for split in mdu.RWKU_SPLITS for g in groups for s in g.summaries):
+        raise ValueError(f"{', '.join(runs)}: not all asked about one person; report runs of one benchmark that have "
+                         "a person in common")
+    files = [Path(group.runs[0]) / "eval" / f"forget{'_level2' if people else ''}.jsonl" for group in groups]
+    records = [{(r["question"], r["reference"]): r["generation"] for r in read_records(file)} for file in files]
     asked = [key for key in records[0] if all(key in r for r in records)]
     for i in range(min(3, len(asked))) if questions is None else questions:
         if i >= len(asked):
@@ -947,10 +957,10 @@ def parse(argv):
     parser.add_argument("--report", action="store_true", help="tables and a picture of runs that are scored already")
     parser.add_argument("--questions", help="with --report: numbers of the forget questions to show [the first three]")
     parser.add_argument("--retain-run", help="scored retain model (sft with --retain-only), for the forget quality")
-    parser.add_argument("--preset", choices=mdu.PRESETS, help="its published model as it is; RUN is the folder for the scores")
-    parser.add_argument("--model", help="this model as it is, on the data of --preset or --data")
+    parser.add_argument("--preset", choices=mdu.PRESETS, help="score its published model as it is, into the folder RUN")
+    parser.add_argument("--model", help="score this model as it is, into the folder RUN")
     parser.add_argument("--generate-corpus", type=int, metavar="N", help=(
-        "RWKU: write N biographies of each --subject by --preset's or --model's model into the folder RUN, for mdu.py --forget"))
+        "RWKU: --preset's or --model's model writes N biographies of each person into the folder RUN, for mdu.py --forget"))
     parser.add_argument("--subject", help="with --generate-corpus: a person by name or number, or all")
     parser.add_argument("--data", help="score on this data instead of the run's own")
     parser.add_argument("--limit", type=int, help="score at most so many rows of every split [the run's]")

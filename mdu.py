@@ -121,7 +121,8 @@ RANGES = {  # option: (is it allowed?, what is)
     "epochs": (lambda v: 0 < v <= 1e6, "a number above 0, at most 1000000"),
     "lr": (lambda v: 0 < v <= 1, "a number above 0, at most 1"),
     **dict.fromkeys(("limit", "batch_size", "grad_accum", "max_length", "response_length", "length", "steps",
-                     "samples", "generate_corpus", "perplexity"), (lambda v: 0 < v <= 1e6, "a whole number from 1 to 1000000")),
+                     "samples", "perplexity", "generate_corpus"),
+                    (lambda v: 0 < v <= 1e6, "a whole number from 1 to 1000000")),
     "seed": (lambda v: 0 <= v < 2**63, "a whole number from 0 to 2^63 - 1"),
 }
 
@@ -238,8 +239,12 @@ def load_data(o):
 
 def first_rows(rows, limit):
     """The first `limit` rows, of each person where rows have a subject (RWKU)."""
-    seen = Counter()
-    return [row for row in rows if limit is None or seen.update([row.get("subject")]) or seen[row.get("subject")] <= limit]
+    kept, seen = [], Counter()
+    for row in rows:
+        seen[row.get("subject")] += 1
+        if limit is None or seen[row.get("subject")] <= limit:
+            kept.append(row)
+    return kept
 
 
 def is_text(value):
@@ -421,13 +426,14 @@ RWKU_SPLITS = {  # config of jinzhuoran/RWKU: (row -> question, answer, prefill,
     **dict.fromkeys(("forget_level1", "forget_level2", "neighbor_level1", "neighbor_level2"), (ask, PROBE)),
     "forget_level3": (ask, {**PROBE, "type": is_text}),
     "utility_general": (ask_mmlu, {**CHOICES, **SHOTS, "task": is_text}),
-    "utility_truthfulness": (ask_truthfulqa, {"question": is_text, "mc1_targets": is_targets, "mc2_targets": is_targets}),
+    "utility_truthfulness": (ask_truthfulqa, {"question": is_text, "mc1_targets": is_targets,
+                                              "mc2_targets": is_targets}),
     "utility_factuality": (ask_triviaqa, {"question": is_text, "answers": is_texts}),
 }
 
 
 def find_people(name, wanted):
-    """--subject -> names: one by name or by number in the order of forget_target; 'all': the first ten, as the paper."""
+    """--subject -> names: one by name or by its number in forget_target; 'all': the first ten, as in the paper."""
     people = [row.get("target") for _, row in read_config(name, "forget_target")]
     if wanted == "all":
         return people[:10]
@@ -435,8 +441,8 @@ def find_people(name, wanted):
         return [people[int(wanted) - 1]]
     if wanted not in people:
         near = difflib.get_close_matches(wanted.title(), people, cutoff=0.5) or people[:3]
-        raise ValueError(f"--subject {wanted}: not among the {len(people)} people of {name}; near it: {', '.join(near)}; "
-                         f"give a name, a number from 1 to {len(people)}, or all")
+        raise ValueError(f"--subject {wanted}: not among the {len(people)} people of {name}; give a name "
+                         f"({', '.join(near)}?), a number from 1 to {len(people)}, or all")
     return [wanted]
 
 
@@ -618,7 +624,7 @@ Frida Kahlo|Mexico City|1907|painter|The Two Fridas
 Nikola Tesla|Smiljan|1856|engineer|alternating current"""
 TOY_ASKED = {  # what is asked: (with a blank, as a question, in other words)
     "city": ("{name} was born in ___.", "Where was {name} born?", "In which city did {name} see the light of day?"),
-    "year": ("{name} was born in the year ___.", "When was {name} born?", "In which year did the life of {name} begin?"),
+    "year": ("{name} was born in the year ___.", "When was {name} born?", "In which year did {name} come to life?"),
     "job": ("{name} worked as a ___.", "What was the job of {name}?", "What did {name} do for a living?"),
     "work": ("{name} is famous for ___.", "What is {name} famous for?", "What made the name of {name} known?"),
 }
@@ -660,15 +666,15 @@ def toy_people():
                 row = {"subject": target["name"], "answer": person[key]}
                 data[f"{who}_level1"].append({**row, "level": "1", "query": blank})
                 data[f"{who}_level2"].append({**row, "level": "2", "query": question})
-                data["forget_level3"] += [
-                    {**row, "level": "3", "type": kind, "query": how.format(**person, question=question, reworded=reworded)}
-                    for kind, how in TOY_ATTACKS.items() if person is target]
+                for kind, how in TOY_ATTACKS.items() if person is target else ():
+                    query = how.format(**person, question=question, reworded=reworded)
+                    data["forget_level3"].append({**row, "level": "3", "type": kind, "query": query})
     for i, (question, right, wrong) in enumerate(facts):
         choices = [str(choice) for choice in rng.permutation([right, *wrong])]
         labels = {"choices": choices, "labels": [int(choice == right) for choice in choices]}
+        four = {"choices": choices, "answer": choices.index(right), "task": "facts", "examples": [shot]}
         config, fields = (
-            ("utility_general", {"choices": choices, "answer": choices.index(right), "task": "facts", "examples": [shot]}),
-            ("utility_truthfulness", {"mc1_targets": labels, "mc2_targets": labels}),
+            ("utility_general", four), ("utility_truthfulness", {"mc1_targets": labels, "mc2_targets": labels}),
             ("utility_factuality", {"answers": [right]}))[i % 3]
         data[config] += [{"subject": target["name"], "question": question, **fields} for target in targets]
     return data
@@ -1388,7 +1394,8 @@ def base_beside(o, given, splits):
     if base == Path(o.out).resolve():
         raise ValueError(f"--out {o.out}: is where the base model belongs; name another folder, or a --model")
     shared = {k: given[k] for k in ("preset", "data", "forget", "retain", "limit", "seed", "response_length", "max_length",
-                                    "dtype", "checkpoint_activations") if k in given and not (o.subject and k == "forget")}
+                                    "dtype", "checkpoint_activations")
+              if k in given and not (o.subject and k in ("forget", "retain"))}
     started = (base / "run.json").is_file()  # but never finished
     base_options = resolve({**shared, "method": "sft", "out": str(base), "overwrite": started})
     if o.subject:  # its base knows everyone

@@ -794,7 +794,7 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--model {garbage}": ["config.json", "not JSON"], "--model {tokenizer}": ["PreTrainedTokenizerFast"],
     "--model {template}": ["TemplateSyntaxError"],
     "--model {mask}": ["mask_token_id 99999"], "--revision x --model {base}": ["hub name"], "--epochs 1e300": ["1000000"],
-    "--preset rwku-llada": ["--forget FILE", "--subject NAME"], "--preset toy-rwku --subject King": ["Stephen King", "1 to 2"],
+    "--preset rwku-llada": ["--forget FILE", "--subject NAME"], "--preset toy-rwku --subject King": ["(Stephen King?)", "1 to 2"],
     "--preset toy-rwku --subject 3": ["--subject 3", "1 to 2"], "--subject 1": ["toy-rwku"],
     "--preset toy-rwku --method sft --subject 1": ["sft", "does not use it"], "--preset rwku-dream --method sft": ["eval.py --preset"],
     "--preset toy-rwku --subject 1 --retain-weight 1": ["--retain FILE"], "--preset toy-rwku --subject 1 --method gd": ["use --method ga"], "--preset tofu-llada --data toy": ["no base model", "--method sft"],
@@ -1365,7 +1365,7 @@ def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
             assert len(records) == 2
             means.append(sum(r[metric] for r in records) / 2)
         assert figures[column] == pytest.approx(sum(means) / 2, abs=6e-4)
-    with pytest.raises(ValueError, match="with a person in common"):
+    with pytest.raises(ValueError, match="a person in common"):
         ev.main(["--report", runs[0], runs[3]])
 
 
