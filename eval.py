@@ -1,4 +1,4 @@
-"""Score what mdu.py trained on the questions to forget, to retain, about real authors and about the world (TOFU).
+"""Score what mdu.py trained on the questions to forget, to retain, about real authors and the world (TOFU); on RWKU's.
 
     python eval.py RUN [RUN ...]                 # RUN/eval/summary.json, RUN/eval/SPLIT.jsonl, one table row per run
     torchrun --nproc_per_node=4 eval.py RUN      # the same on 4 processes; interrupted, either goes on where it stopped
@@ -15,6 +15,9 @@ prob_options           lower   higher  p(answer) / (p(answer) + sum of p(wrong))
 fact                   lower   higher  share of generations that hold the row's key fact (toy only)     -
 model_utility              higher      harmonic mean of 3 x recall, prob (or prob_options), truth_ratio  TOFU
 forget_quality             higher      Kolmogorov-Smirnov p-value of R against a retain model's R       TOFU
+rougeL_recall  (RWKU)  lower   higher  LCS recall of the first line; F: the person's probes, N: neighbours  RWKU
+accuracy, mc1, mc2     -       higher  MMLU's letter at one mask; TruthfulQA by the sum form of Eq. 7   RWKU
+em, f1                 -       higher  TriviaQA: normalised exact match, F1 of the words                RWKU
 
 p is exp(-L_rec) where TOFU's code takes an autoregressive model's likelihood per token; p(right) is the paraphrased
 answer's where there is one; ROUGE-L does without a stemmer.  stderr is the standard error of a mean over the rows,
@@ -260,8 +263,8 @@ def first_line(text):
 
 
 def record_of(row, generation, **scores):
-    return {"subject": row["subject"], "question": row["question"], "reference": row["answer"], "generation": generation,
-            **scores}
+    return {"subject": row["subject"], "question": row["question"], "reference": row["answer"],
+            "generation": generation, **scores}
 
 
 def score_probes(predictor, tokenizer, rows, seeds, a):
@@ -291,8 +294,8 @@ def score_truthfulqa(predictor, tokenizer, rows, seeds, a):
 
         log p(y|x) = E_j [ n/|M_j| sum_{i in M_j} log p(y_i | x, y with M_j masked) ]        the sum form of Eq. 7
 
-    in nats per choice y of n tokens (without an end token): -n times the mean of masked_nll.  All choices of a row share
-    the row's seed, and so their masks (draw_masks).
+    in nats per choice y of n tokens (without an end token): -n times the mean of masked_nll.  All choices of a row
+    share its seed, and so their masks (draw_masks).
     """
     pairs, masks, choices = [], [], []
     for row, seed in zip(rows, seeds):
@@ -487,10 +490,9 @@ def read_records(path):
 
 def plan(run, a):
     """Options, rows and protocol of one evaluation: all that can be refused before any model is loaded."""
-    if a.preset or a.model:
-        make_untrained(run, a)
-    info, folder = mdu.read_run(run), Path(run)
-    if info["steps"] and not (folder / "config.json").is_file():
+    info = untrained_run(run, a) if a.preset or a.model else mdu.read_run(run)
+    untrained = info.get("steps") == 0
+    if not untrained and not (Path(run) / "config.json").is_file():
         raise ValueError(f"{run}: holds no finished model (no config.json); finish its training first")
     own = mdu.Options(**info["options"])
     options = mdu.Options(**{**info["options"], "limit": None, "retain_only": False})
@@ -500,7 +502,7 @@ def plan(run, a):
     for split, rows in everything.items():
         trained = info["data"].get("held_out" if own.retain_only and split == "forget" else split, {})
         now = mdu.fingerprint(mdu.first_rows(rows, own.limit))
-        if a.data is None and info["steps"] and trained.get("sha256") != now:
+        if a.data is None and not untrained and trained.get("sha256") != now:
             note(f"{run}: its {split} rows have changed since it was trained; scored on them as they are now")
     probes = mdu.RWKU_SPLITS.keys() & everything.keys()  # there the forget rows are a corpus, not questions
     splits = {split: mdu.first_rows(everything[split], a.limit or own.limit) for split in SPLITS
@@ -526,10 +528,10 @@ def plan(run, a):
                "retain_rows_trained_on": seen}
     retain_records = a.retain_run and read_retain_run(a.retain_run, run, summary)
     return SimpleNamespace(run=run, options=own, splits=splits, summary=summary, retain_records=retain_records,
-                           untrained=info["steps"] == 0)
+                           untrained=untrained and info)
 
 
-def untrained(out, a):
+def untrained_options(out, a):
     """The options of --preset and --model, for a model as it is."""
     given = {name: getattr(a, name) for name in ("preset", "model", "data") if getattr(a, name)}
     options = mdu.resolve({**given, "method": "sft", "out": out})
@@ -539,12 +541,11 @@ def untrained(out, a):
     return options
 
 
-def make_untrained(run, a):
-    """run.json for the scores of a model as it is."""
-    if (Path(run) / "run.json").is_file() and mdu.read_run(run)["steps"]:
+def untrained_run(run, a):
+    """What run.json holds for the scores of a model as it is; ValueError: the folder holds a trained run."""
+    if (Path(run) / "run.json").is_file() and mdu.read_run(run).get("steps") != 0:
         raise ValueError(f"{run}: holds a trained run; --preset and --model need a folder of their own")
-    Path(run).mkdir(parents=True, exist_ok=True)
-    mdu.write_json(Path(run) / "run.json", {"options": dataclasses.asdict(untrained(run, a)), "steps": 0, "data": {}})
+    return {"options": dataclasses.asdict(untrained_options(run, a)), "steps": 0, "data": {}}
 
 
 def evaluate(job, a):
@@ -571,6 +572,8 @@ def evaluate(job, a):
             shutil.rmtree(out / "partial", ignore_errors=True)
             owner.parent.mkdir(parents=True)
             write_aside(owner, identity)
+        if job.untrained:
+            mdu.write_json(out.parent / "run.json", job.untrained)
     mdu.barrier()
     todo = [chunk for chunk in chunks if not chunk[0].is_file()]
     mdu.barrier()  # every process has seen the same files
@@ -627,7 +630,7 @@ def generate_corpus(folder, a):
     prompts are those of RWKU's generation/pair_generation.py, as one turn; its beginnings of the answer, which are not
     published, and its top-p are left out.
     """
-    o = untrained(folder, a)
+    o = untrained_options(folder, a)
     intros = {row["target"]: row.get("intro") or "" for _, row in mdu.read_config(o.data, "forget_target")}
     files = {person: Path(folder) / f"{mdu.slug(person)}.jsonl" for person in mdu.find_people(o.data, a.subject)}
     people = [person for person, file in files.items() if not file.exists()]
@@ -822,10 +825,10 @@ def rwku_tables(groups, people):
     protocol, splits = groups[0].summaries[0]["protocol"], groups[0].summaries[0]["splits"]
     sizes = ", ".join(f"{SPLITS[split]['title']} {scores['n']}" for split, scores in splits.items())
     lines = [*table(by_person(groups, people), RWKU, spread=False), "",
-             f"Mean over {', '.join(people)}. F, N: ROUGE-L recall of the answer's first line. MMLU: accuracy. TruthfulQA: by "
-             f"the summed likelihood of each choice, {protocol['samples']} masks. TriviaQA: normalised exact match, F1 of the "
-             f"words. {protocol['steps']} steps for {protocol['length']} tokens, {protocol['dtype']}. Questions "
-             f"({groups[0].title}): {sizes}."]
+             f"Mean over {', '.join(people)}. F, N: ROUGE-L recall of the answer's first line. MMLU: accuracy. "
+             f"TruthfulQA: by each choice's summed likelihood, {protocol['samples']} masks. TriviaQA: normalised exact "
+             f"match, F1 of the words. {protocol['steps']} steps for {protocol['length']} tokens, {protocol['dtype']}. "
+             f"Questions ({groups[0].title}): {sizes}."]
     for person in people if len(people) > 1 else ():
         lines += ["", f"{person}:", "", *table(by_person(groups, [person]), RWKU, spread=False)]
     return lines
@@ -960,7 +963,7 @@ def parse(argv):
     parser.add_argument("--preset", choices=mdu.PRESETS, help="score its published model as it is, into the folder RUN")
     parser.add_argument("--model", help="score this model as it is, into the folder RUN")
     parser.add_argument("--generate-corpus", type=int, metavar="N", help=(
-        "RWKU: --preset's or --model's model writes N biographies of each person into the folder RUN, for mdu.py --forget"))
+        "RWKU: that model writes N biographies of each person into the folder RUN, for mdu.py --forget"))
     parser.add_argument("--subject", help="with --generate-corpus: a person by name or number, or all")
     parser.add_argument("--data", help="score on this data instead of the run's own")
     parser.add_argument("--limit", type=int, help="score at most so many rows of every split [the run's]")

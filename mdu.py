@@ -108,7 +108,7 @@ PRESETS = {  # options of the unlearning methods; those of sft stand under "sft"
     "rwku-llada": dict(RWKU, **LLADA, sft={}),
     "rwku-dream": dict(RWKU, **DREAM, sft={}),
     "toy-rwku": dict(data="toy-rwku", epochs=50, lr=5e-4, batch_size=8, mask_sampling="count", response_length=32,
-                     retain_weight=0.0, sft=dict(epochs=200, lr=3e-3, batch_size=16, null_prompt_rate=0.1)),
+                     retain_weight=0.0, sft=dict(epochs=150, lr=3e-3, batch_size=16, null_prompt_rate=0.1)),
 }
 
 RANGES = {  # option: (is it allowed?, what is)
@@ -624,7 +624,8 @@ Frida Kahlo|Mexico City|1907|painter|The Two Fridas
 Nikola Tesla|Smiljan|1856|engineer|alternating current"""
 TOY_ASKED = {  # what is asked: (with a blank, as a question, in other words)
     "city": ("{name} was born in ___.", "Where was {name} born?", "In which city did {name} see the light of day?"),
-    "year": ("{name} was born in the year ___.", "When was {name} born?", "In which year did {name} come to life?"),
+    "year": ("{name} was born in the year ___.", "When was {name} born?",
+             "In which year did the life of {name} begin?"),
     "job": ("{name} worked as a ___.", "What was the job of {name}?", "What did {name} do for a living?"),
     "work": ("{name} is famous for ___.", "What is {name} famous for?", "What made the name of {name} known?"),
 }
@@ -1393,9 +1394,9 @@ def base_beside(o, given, splits):
     base = Path(o.out).resolve().parent / "base"
     if base == Path(o.out).resolve():
         raise ValueError(f"--out {o.out}: is where the base model belongs; name another folder, or a --model")
-    shared = {k: given[k] for k in ("preset", "data", "forget", "retain", "limit", "seed", "response_length", "max_length",
-                                    "dtype", "checkpoint_activations")
-              if k in given and not (o.subject and k in ("forget", "retain"))}
+    own = () if o.subject else ("forget", "retain")
+    shared = {k: given[k] for k in ("preset", "data", *own, "limit", "seed", "response_length", "max_length", "dtype",
+                                    "checkpoint_activations") if k in given}
     started = (base / "run.json").is_file()  # but never finished
     base_options = resolve({**shared, "method": "sft", "out": str(base), "overwrite": started})
     if o.subject:  # its base knows everyone
