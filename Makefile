@@ -1,11 +1,12 @@
-# make demo: the paper's story on a toy world, on a CPU.  make table: the same, 3 seeds, every figure.  make test: the
-# tests.  Each installs what it needs into .venv.
-.PHONY: help install demo table toy-base toy-retain toy-baselines toy-mdu test soak clean
+# make demo: the paper's story on a toy world, on a CPU.  make table: the same, 3 seeds, every figure.  make rwku: people
+# forgotten without a retain set.  make test: the tests.  Each installs what it needs into .venv.
+.PHONY: help install demo table toy-base toy-retain toy-baselines toy-mdu rwku rwku-baselines rwku-mdu test soak clean
 
 PYTHON    := .venv/bin/python
 SEED      := 1
 SEEDS     := 1 2 3
 TOY       := out/toy
+RWKU      := out/toy-rwku
 SCORE     := --brief --samples 32
 BASELINES := ga gd npo simnpo wga dpo
 TAUS      := 0 0.25 0.5 0.75 1
@@ -50,6 +51,21 @@ toy-mdu:
 	$(PYTHON) -c 'import mdu, eval; base = "--overwrite --seed $(SEED) --model $(TOY)/base$(AT)"; \
 	  [mdu.main(f"{base} --out $(TOY)/mdu-tau{t}$(AT) --tau {t}".split()) for t in "$(TAUS)".split()]; \
 	  eval.main("$(SCORE) $(patsubst %,$(TOY)/mdu-tau%$(AT),$(TAUS))".split())'
+
+rwku: install  ## the toy's RWKU: 2 people, one at a time, without a retain set; table in out/toy-rwku/report.md
+	$(PYTHON) mdu.py --preset toy-rwku --method sft --overwrite --seed $(SEED) --out $(RWKU)/base
+	$(MAKE) --jobs=2 rwku-baselines rwku-mdu
+	$(PYTHON) eval.py --report $(RWKU)/base $(foreach m,ga npo simnpo wga dpo $(TAUS:%=mdu-tau%),$(RWKU)/$(m)-*-*)
+
+rwku-baselines:
+	$(PYTHON) -c 'import mdu, eval, glob; base = "--preset toy-rwku --subject all --overwrite --seed $(SEED)"; \
+	  [mdu.main(f"{base} --out $(RWKU)/{m} --method {m}".split()) for m in "ga npo simnpo wga dpo".split()]; \
+	  eval.main(["--samples", "32", "$(RWKU)/base", *glob.glob("$(RWKU)/[!mb]*-*")])'
+
+rwku-mdu:
+	$(PYTHON) -c 'import mdu, eval, glob; base = "--preset toy-rwku --subject all --overwrite --seed $(SEED)"; \
+	  [mdu.main(f"{base} --out $(RWKU)/mdu-tau{t} --tau {t}".split()) for t in "$(TAUS)".split()]; \
+	  eval.main(["--samples", "32", *glob.glob("$(RWKU)/mdu-*")])'
 
 test: install  ## the tests, offline
 	.venv/bin/pip install --quiet --disable-pip-version-check pytest

@@ -1,4 +1,4 @@
-"""Score what mdu.py trained on the questions to forget, to retain, about real authors and about the world (TOFU).
+"""Score what mdu.py trained on the questions to forget, to retain, about real authors and the world (TOFU); on RWKU's.
 
     python eval.py RUN [RUN ...]                 # RUN/eval/summary.json, RUN/eval/SPLIT.jsonl, one table row per run
     torchrun --nproc_per_node=4 eval.py RUN      # the same on 4 processes; interrupted, either goes on where it stopped
@@ -15,6 +15,9 @@ prob_options           lower   higher  p(answer) / (p(answer) + sum of p(wrong))
 fact                   lower   higher  share of generations that hold the row's key fact (toy only)     -
 model_utility              higher      harmonic mean of 3 x recall, prob (or prob_options), truth_ratio  TOFU
 forget_quality             higher      Kolmogorov-Smirnov p-value of R against a retain model's R       TOFU
+rougeL_recall  (RWKU)  lower   higher  LCS recall of the first line; F: the person's probes, N: neighbours  RWKU
+accuracy, mc1, mc2     -       higher  MMLU's letter at one mask; TruthfulQA by the sum form of Eq. 7   RWKU
+em, f1                 -       higher  TriviaQA: normalised exact match, F1 of the words                RWKU
 
 p is exp(-L_rec) where TOFU's code takes an autoregressive model's likelihood per token; p(right) is the paraphrased
 answer's where there is one; ROUGE-L does without a stemmer.  stderr is the standard error of a mean over the rows,
@@ -23,6 +26,7 @@ Generation is greedy: all response tokens start masked, every step fixes the mos
 """
 import argparse
 import bisect
+import dataclasses
 import itertools
 import json
 import math
@@ -30,8 +34,10 @@ import os
 import re
 import shutil
 import statistics
+import string
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -126,12 +132,13 @@ def answer_probability(nll):
 
 
 @torch.no_grad()
-def generate(predictor, prompts, length, steps, batch_size=64):
+def generate(predictor, prompts, length, steps, batch_size=64, temperature=0.0):
     """Greedy diffusion sampling with low-confidence remasking (LLaDA, Algorithm 5): `length` response ids per prompt.
 
     The response starts as `length` masks.  Each of `steps` steps predicts every masked token and fixes those whose
     most likely token has the highest probability (predictor.by_entropy: whose prediction has the lowest entropy),
-    length/steps of them, the first steps one more where it does not divide.
+    length/steps of them, the first steps one more where it does not divide.  temperature > 0: in place of the most
+    likely token one drawn from softmax(scores / temperature), by torch's global generator.
     """
     outputs, order = [None] * len(prompts), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in range(0, len(order), batch_size):
@@ -144,6 +151,9 @@ def generate(predictor, prompts, length, steps, batch_size=64):
             logits[:, predictor.mask_id] = -math.inf  # a mask is no answer
             p = logits.softmax(-1)
             confidence, token = p.max(-1)  # (M,)
+            if temperature:
+                token = (logits / temperature).softmax(-1).multinomial(1)[:, 0]
+                confidence = p.gather(1, token[:, None])[:, 0]
             if predictor.by_entropy:
                 confidence = (p * (p + 1e-10).log()).sum(-1)  # minus the entropy
             # (B, T), -inf where nothing is masked
@@ -156,10 +166,15 @@ def generate(predictor, prompts, length, steps, batch_size=64):
     return outputs
 
 
-def decode(predictor, tokenizer, ids):
-    """The text before the first end or padding token."""
+def before_end(predictor, tokenizer, ids):
+    """The text before the first end or padding token, as it is."""
     end = min([ids.index(stop) for stop in (predictor.end_id, predictor.pad_id) if stop in ids], default=len(ids))
-    return tokenizer.decode(ids[:end], skip_special_tokens=True).strip()
+    return tokenizer.decode(ids[:end], skip_special_tokens=True)
+
+
+def decode(predictor, tokenizer, ids):
+    """The text before the first end or padding token, without white space around it."""
+    return before_end(predictor, tokenizer, ids).strip()
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -226,6 +241,115 @@ def forget_quality(records, retain_records):
     """
     return ks_test(*([r["nll_paraphrased" if "nll_paraphrased" in r else "nll"] - statistics.fmean(r["nll_perturbed"])
                       for r in rows] for rows in (records, retain_records)))[1]
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# RWKU (Jin et al. 2024): what is still said about a person, about neighbours, and four-choice and trivia questions
+# ------------------------------------------------------------------------------------------------------------------
+
+
+RWKU_LENGTH = 30  # tokens of an answer
+
+
+def write_answers(predictor, tokenizer, rows, a):
+    """What is generated after each row's prompt and prefill, up to the end token."""
+    prompts = [mdu.encode_prompt(tokenizer, row["question"], row["prefill"]) for row in rows]
+    answers = generate(predictor, prompts, a.length, a.steps, a.batch_size)
+    return [before_end(predictor, tokenizer, ids) for ids in answers]
+
+
+def first_line(text):
+    """The answer ends with its line; an empty one counts as NOANSWER."""
+    return text.split("\n")[0].strip() or "NOANSWER"
+
+
+def record_of(row, generation, **scores):
+    return {"subject": row["subject"], "question": row["question"], "reference": row["answer"],
+            "generation": generation, **scores}
+
+
+def score_probes(predictor, tokenizer, rows, seeds, a):
+    """Fill-in-the-blank, question and attack probes: ROUGE-L recall of the first line."""
+    texts = map(first_line, write_answers(predictor, tokenizer, rows, a))
+    return [record_of(row, text, kind=row["kind"], rougeL_recall=rouge_l(row["answer"], text)[1])
+            for row, text in zip(rows, texts)]
+
+
+@torch.no_grad()
+def score_mmlu(predictor, tokenizer, rows, seeds, a):
+    """Four choices: the most probable of " A" ... " D" at one masked position after "Answer:"."""
+    letters = [tokenizer(f" {letter}", add_special_tokens=False).input_ids[-1] for letter in "ABCD"]
+    records = []
+    for start in range(0, len(rows), a.batch_size):
+        batch = rows[start:start + a.batch_size]
+        pairs = [(mdu.encode_prompt(tokenizer, row["question"], row["prefill"]), [predictor.mask_id]) for row in batch]
+        ids, masked, real = mdu.collate(pairs, predictor.pad_id)
+        for row, logits in zip(batch, predictor(ids, real, masked)[:, letters]):  # (B, V) -> (B, 4)
+            choice = "ABCD"[logits.argmax()]
+            records.append(record_of(row, choice, accuracy=float(choice == row["answer"])))
+    return records
+
+
+def score_truthfulqa(predictor, tokenizer, rows, seeds, a):
+    """MC1: is the true choice likelier than every false one; MC2: the true choices' share of the likelihood.
+
+        log p(y|x) = E_j [ n/|M_j| sum_{i in M_j} log p(y_i | x, y with M_j masked) ]        the sum form of Eq. 7
+
+    in nats per choice y of n tokens (without an end token): -n times the mean of masked_nll.  All choices of a row
+    share its seed, and so their masks (draw_masks).
+    """
+    pairs, masks, choices = [], [], []
+    for row, seed in zip(rows, seeds):
+        prompt = mdu.encode_prompt(tokenizer, row["question"], row["prefill"])
+        choices.append(list(dict.fromkeys(row["mc1"]["choices"] + row["mc2"]["choices"])))
+        for choice in choices[-1]:
+            pairs.append((prompt, mdu.encode_text(tokenizer, f" {choice.strip()}")))
+            masks.append(draw_masks(len(pairs[-1][1]), a.samples, seed))
+    scores = iter([-len(response) * nll.mean().item() for (_, response), nll
+                   in zip(pairs, masked_nll(predictor, pairs, masks, a.batch_size))])
+    records = []
+    for row, texts in zip(rows, choices):
+        logp = {text: next(scores) for text in texts}
+        records.append(record_of(row, max(logp, key=logp.get), logp=logp, mc1=mc1(logp, **row["mc1"]),
+                                 mc2=mc2(logp, **row["mc2"])))
+    return records
+
+
+def mc1(logp, choices, labels):
+    """1 if the first true choice is likelier than all false ones, else 0 (a tie is 0)."""
+    return float(logp[choices[labels.index(1)]] > max(logp[c] for c, true in zip(choices, labels) if not true))
+
+
+def mc2(logp, choices, labels):
+    """sum of p over the true choices / sum of p over all, p = exp(logp)."""
+    best = max(logp[choice] for choice in choices)
+    p = [math.exp(logp[choice] - best) for choice in choices]
+    return sum(v for v, true in zip(p, labels) if true) / sum(p)
+
+
+def plain_words(text):
+    """Lower case, without ASCII punctuation and articles, as TriviaQA compares answers."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def em_f1(prediction, references):
+    """(exact match, F1 of the words as a bag), each the best over the references."""
+    em, f1, said = 0.0, 0.0, plain_words(prediction)
+    for right in map(plain_words, references):
+        common = sum((Counter(said) & Counter(right)).values())
+        em = max(em, float(said == right))
+        f1 = max(f1, 2 * common / (len(said) + len(right)) if said and right else float(said == right))
+    return em, f1
+
+
+def score_triviaqa(predictor, tokenizer, rows, seeds, a):
+    """Five-shot questions: normalised exact match and word F1 of the whole generation."""
+    records = []
+    for row, text in zip(rows, write_answers(predictor, tokenizer, rows, a)):
+        em, f1 = em_f1(text, row["answers"])
+        records.append(record_of(row, text.strip(), em=em, f1=f1))
+    return records
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -303,10 +427,35 @@ def summarise_answers(records, better):
     return {**summary, "stderr": errors}
 
 
+def summarise_people(records, better):
+    """Means over each person's rows, and their mean over the people; "kinds": those of each kind of attack alone."""
+    def means(rows):
+        metrics = [m for m in ("rougeL_recall", "accuracy", "mc1", "mc2", "em", "f1") if m in rows[0]]
+        return {**{m: statistics.fmean(r[m] for r in rows) for m in metrics}, "n": len(rows)}
+
+    def each(field):
+        return {value: means([r for r in records if r.get(field) == value])
+                for value in dict.fromkeys(r[field] for r in records if field in r)}
+    people = each("subject")
+    summary = {m: statistics.fmean(scores[m] for scores in people.values()) for m in means(records)}
+    return {**summary, "n": len(records), "people": people, "kinds": each("kind")}
+
+
 SPLITS = {  # split: its title, which way is better, scorer (rows -> records), summariser (records -> {metric: value})
-    split: dict(title=title, better=better, score=score_answers, summarise=summarise_answers)
-    for split, title, better in (("forget", "Forget", "↓"), ("retain", "Retain", "↑"),
-                                 ("real_authors", "Real authors", "↑"), ("world_facts", "World facts", "↑"))
+    split: dict(title=title, better=better, score=score, summarise=summarise)
+    for split, title, better, score, summarise in (
+        ("forget", "Forget", "↓", score_answers, summarise_answers),
+        ("retain", "Retain", "↑", score_answers, summarise_answers),
+        ("real_authors", "Real authors", "↑", score_answers, summarise_answers),
+        ("world_facts", "World facts", "↑", score_answers, summarise_answers),
+        ("forget_level1", "F-L1", "↓", score_probes, summarise_people),
+        ("forget_level2", "F-L2", "↓", score_probes, summarise_people),
+        ("forget_level3", "F-L3", "↓", score_probes, summarise_people),
+        ("neighbor_level1", "N-L1", "↑", score_probes, summarise_people),
+        ("neighbor_level2", "N-L2", "↑", score_probes, summarise_people),
+        ("utility_general", "MMLU", "↑", score_mmlu, summarise_people),
+        ("utility_truthfulness", "TruthfulQA", "↑", score_truthfulqa, summarise_people),
+        ("utility_factuality", "TriviaQA", "↑", score_triviaqa, summarise_people))
 }
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -342,8 +491,9 @@ def read_records(path):
 
 def plan(run, a):
     """Options, rows and protocol of one evaluation: all that can be refused before any model is loaded."""
-    info, folder = mdu.read_run(run), Path(run)
-    if not (folder / "config.json").is_file():
+    info = untrained_run(run, a) if a.preset or a.model else mdu.read_run(run)
+    untrained = info.get("steps") == 0
+    if not untrained and not (Path(run) / "config.json").is_file():
         raise ValueError(f"{run}: holds no finished model (no config.json); finish its training first")
     own = mdu.Options(**info["options"])
     options = mdu.Options(**{**info["options"], "limit": None, "retain_only": False})
@@ -352,24 +502,51 @@ def plan(run, a):
     everything = mdu.load_data(options)
     trained = {**info["data"], **({"forget": info["data"].get("held_out")} if own.retain_only else {})}
     changed = [split for split, rows in everything.items()
-               if (trained.get(split) or {}).get("sha256") != mdu.fingerprint(rows[:own.limit])]
-    if changed and a.data is None:
+               if (trained.get(split) or {}).get("sha256") != mdu.fingerprint(mdu.first_rows(rows, own.limit))]
+    if changed and a.data is None and not untrained:
         note(f"{run}: its {', '.join(changed)} rows have changed since it was trained; scored on what they are now")
-    splits = {split: everything[split][:a.limit or own.limit] for split in SPLITS if everything.get(split)}
-    length = a.length or own.response_length
+    probes = mdu.RWKU_SPLITS.keys() & everything.keys()  # there the forget rows are a corpus, not questions
+    splits = {split: mdu.first_rows(everything[split], a.limit or own.limit) for split in SPLITS
+              if everything.get(split) and (split in probes or not probes)}
+    if probes and (a.brief or a.perplexity or a.retain_run):
+        raise ValueError(f"{run}: --brief, --perplexity and --retain-run are about TOFU; leave them out on RWKU")
+    length = a.length or (RWKU_LENGTH if probes else own.response_length)
     steps = a.steps or length
     if steps > length:
         raise ValueError(f"--steps {steps}: more than the {length} tokens to generate; give at most --length")
     protocol = {"length": length, "steps": steps, "samples": a.samples, "seed": a.seed,
                 "dtype": str(mdu.compute_dtype(own.dtype)).removeprefix("torch."),
                 **({"perplexity": a.perplexity} if a.perplexity else {})}
-    data = {split: {"rows": len(rows), "sha256": mdu.fingerprint(rows)} for split, rows in splits.items()}
+    data = {}  # on RWKU of each person: a base model is asked about all of them, an unlearned one about its own
+    for split, rows in splits.items():
+        for person in dict.fromkeys(row.get("subject") for row in rows):
+            asked = [row for row in rows if row.get("subject") == person]
+            name = split if person is None else f"{split}, {person}"
+            data[name] = {"rows": len(asked), "sha256": mdu.fingerprint(asked)}
     retained = {(row["question"], row["answer"]) for row in everything["train_retain"][:own.limit]}
     seen = [i for i, row in enumerate(splits.get("retain", [])) if (row["question"], row["answer"]) in retained]
     summary = {"method": own.method, "tau": own.tau, "protocol": protocol, "brief": a.brief, "data": data,
                "retain_rows_trained_on": seen}
     retain_records = a.retain_run and read_retain_run(a.retain_run, run, summary)
-    return SimpleNamespace(run=run, options=own, splits=splits, summary=summary, retain_records=retain_records)
+    return SimpleNamespace(run=run, options=own, splits=splits, summary=summary, retain_records=retain_records,
+                           untrained=untrained and info)
+
+
+def untrained_options(out, a):
+    """The options of --preset and --model, for a model as it is."""
+    given = {name: getattr(a, name) for name in ("preset", "model", "data") if getattr(a, name)}
+    options = mdu.resolve({**given, "method": "sft", "out": out})
+    if not options.model:
+        raise ValueError(f"--preset {options.preset}: names no published model; give --model NAME, or train one with "
+                         "mdu.py --method sft")
+    return options
+
+
+def untrained_run(run, a):
+    """What run.json holds for the scores of a model as it is; ValueError: the folder holds a trained run."""
+    if (Path(run) / "run.json").is_file() and mdu.read_run(run).get("steps") != 0:
+        raise ValueError(f"{run}: holds a trained run; --preset and --model need a folder of their own")
+    return {"options": dataclasses.asdict(untrained_options(run, a)), "steps": 0, "data": {}}
 
 
 def evaluate(job, a):
@@ -379,7 +556,8 @@ def evaluate(job, a):
     are there already are kept.  Records and summary replace older ones together, when all chunks are done.
     """
     start, out = time.time(), Path(job.run) / "eval"
-    predictor, tokenizer = mdu.load_backbone(job.run, dtype=mdu.compute_dtype(job.options.dtype))
+    source = (job.options.model, job.options.revision) if job.untrained else (job.run,)
+    predictor, tokenizer = mdu.load_backbone(*source, dtype=mdu.compute_dtype(job.options.dtype))
     a = argparse.Namespace(**{**vars(a), **job.summary["protocol"]})
     check_room(job, predictor, tokenizer, a.length)
     chunks = []  # (file, split, rows of like length)
@@ -390,12 +568,14 @@ def evaluate(job, a):
     with mdu.together():
         if mdu.rank() == 0:
             weights = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in out.parent.glob("*.safetensors"))
-            identity = json.dumps({**job.summary, "weights": weights}, sort_keys=True)
+            identity = json.dumps({**job.summary, "source": source, "weights": weights}, sort_keys=True)
             owner = out / "partial" / "owner.json"
             if not owner.is_file() or owner.read_text(encoding="utf-8") != identity:
                 shutil.rmtree(out / "partial", ignore_errors=True)
                 owner.parent.mkdir(parents=True)
                 write_aside(owner, identity)
+            if job.untrained:
+                mdu.write_json(out.parent / "run.json", job.untrained)
     with mdu.together():  # every process sees the same files
         todo = [chunk for chunk in chunks if not chunk[0].is_file()]
     with mdu.together():
@@ -441,10 +621,45 @@ def check_room(job, predictor, tokenizer, length):
         for row in rows:
             for question in (row["question"], row.get("paraphrased_question", "")):
                 response = max(length, len(mdu.encode_text(tokenizer, row["answer"])))
-                n = len(mdu.encode_prompt(tokenizer, question)) + response
+                n = len(mdu.encode_prompt(tokenizer, question, row.get("prefill", ""))) + response
                 if n > limit:
                     raise ValueError(f"{job.run}: {n} tokens for {question[:40]!r} and its answer, more than the "
                                      f"{limit} positions of the model; lower --length {length}, or remove the row")
+
+
+KNOWN = "{intro} You know {subject} very well. Please write a short biography of {subject}."
+MADE_UP = "{intro} You don't know {subject} at all. Please make up a short biography of {subject}."
+
+
+def generate_corpus(folder, a):
+    """Biographies that the model writes itself, as FOLDER/PERSON.jsonl for mdu.py --forget; who has one is skipped.
+
+    answer: what it writes about a person it knows; perturbed_answer: what it makes up.  Drawn at temperature 1.  The
+    prompts are those of RWKU's generation/pair_generation.py, as one turn; its beginnings of the answer, which are not
+    published, and its top-p are left out.
+    """
+    o = untrained_options(folder, a)
+    intros = {row["target"]: row.get("intro") or "" for _, row in mdu.read_config(o.data, "forget_target")}
+    files = {person: Path(folder) / f"{mdu.slug(person)}.jsonl" for person in mdu.find_people(o.data, a.subject)}
+    people = [person for person, file in files.items() if not file.exists()]
+    predictor, tokenizer = mdu.load_backbone(o.model, o.revision, dtype=mdu.compute_dtype())
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    length = a.length or 512
+    for person in people[mdu.rank()::mdu.world_size()]:
+        fields = {"intro": intros[person], "subject": person}
+        torch.manual_seed(a.seed)
+        prompts = [mdu.encode_prompt(tokenizer, text.format(**fields)) for text in (KNOWN, MADE_UP)
+                   for _ in range(a.generate_corpus)]
+        texts = [decode(predictor, tokenizer, ids) for ids in generate(
+            predictor, prompts, length, a.steps or length, a.batch_size, temperature=1.0)]
+        real, made_up = texts[:a.generate_corpus], texts[a.generate_corpus:]
+        made_up = [re.sub(r"(totally|completely) (fabricated|made-up|fictional) ", "", text) for text in made_up]
+        rows = [{"question": mdu.BIOGRAPHY.format(**fields).strip(), "answer": text, "perturbed_answer": [wrong]}
+                for text, wrong in zip(real, made_up) if mdu.is_text(text) and mdu.is_text(wrong)]
+        if not rows:
+            raise ValueError(f"{o.model}: wrote nothing about {person}; give texts of your own with mdu.py --forget")
+        write_aside(files[person], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        print(f"{folder}: {len(rows)} biographies of {person}", file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -457,9 +672,14 @@ METRICS = {  # metric: (heading, better: None where the split decides, format)
     "model_utility": ("Model utility", "↑", ".3f"), "forget_quality": ("Forget quality", "↑", ".2g"),
     "truth_ratio": ("truth ratio", "↑", ".3f"), "prob_options": ("p of options", None, ".3f"),
     "rougeL_f1_paraphrased": ("rL paraphrased", None, ".3f"),
+    "rougeL_recall": ("", None, ".3f"), "accuracy": ("", None, ".3f"), "mc1": ("MC1", None, ".3f"),
+    "mc2": ("MC2", None, ".3f"), "em": ("EM", None, ".3f"), "f1": ("F1", None, ".3f"),
     "perplexity_median": ("median", "", ",.2f"), "perplexity_mean": ("mean", "", ",.2f"),
 }
 PAPER = [*((split, metric) for split in SPLITS for metric in ("rougeL_f1", "prob")), ("forget", "fact")]
+RWKU = [*((split, "rougeL_recall") for split in list(SPLITS)[4:9]), ("utility_general", "accuracy"),
+        ("utility_truthfulness", "mc1"), ("utility_truthfulness", "mc2"), ("utility_factuality", "em"),
+        ("utility_factuality", "f1")]
 OFFICIAL = [(None, "model_utility"), (None, "forget_quality"), *((split, metric) for split in SPLITS for metric in (
     "truth_ratio", "prob_options", "rougeL_f1_paraphrased"))]
 PERPLEXITY = [(split, metric) for split in SPLITS for metric in ("perplexity_median", "perplexity_mean")]
@@ -510,7 +730,8 @@ def group_runs(runs, retain_run=None):
             complete = all("nll_perturbed" in r for r in records)
             retain_records = read_retain_run(retain_run, run, summary)
             summary["forget_quality"] = forget_quality(records, retain_records) if complete else None
-        own = {k: v for k, v in options.items() if k not in ("seed", "model", "revision", "diagnose", *mdu.MAY_DIFFER)}
+        own = {k: v for k, v in options.items()
+               if k not in ("seed", "model", "revision", "diagnose", "subject", "forget", *mdu.MAY_DIFFER)}
         title = TITLES.get(summary["method"]) or f"MDU τ={summary['tau']:g}"
         group = groups.setdefault(json.dumps(own, sort_keys=True), SimpleNamespace(
             title="Retain model" if own.get("retain_only") else title, method=summary["method"], tau=summary["tau"],
@@ -534,9 +755,9 @@ def shown(value, digits):
     return f"{value:.1e}" if abs(value) >= 1e6 else f"{value:{digits}}"
 
 
-def table(groups, columns):
+def table(groups, columns, spread=True):
     """Markdown lines: a row per method, a dash where it was not measured; of the unlearning methods the best is bold,
-    the second underlined, as shown."""
+    the second underlined, as shown; spread: with the standard deviation over the runs."""
     columns = [column for column in columns if any(measured(group, *column) for group in groups)]
     heads, ranks = [], {}
     for split, metric in columns:
@@ -557,7 +778,7 @@ def table(groups, columns):
             cell = text = shown(statistics.fmean(found), digits)
             if group.method != "sft" and text in best[:2]:
                 cell = f"**{text}**" if text == best[0] else f"<u>{text}</u>"
-            if len(found) > 1:
+            if len(found) > 1 and spread:
                 cell += f" ± {shown(statistics.stdev(found), digits)}"
             if metric == "rougeL_f1":
                 cell += f" ({statistics.fmean(measured(group, split, 'rougeL_recall')):.3f})"
@@ -593,12 +814,43 @@ def conventions(groups):
     return lines
 
 
+def persons(groups):
+    """The people that every method was asked about (RWKU), in the order of the first."""
+    asked = [[person for s in group.summaries for person in s["splits"].get("forget_level2", {}).get("people", ())]
+             for group in groups]
+    return [person for person in dict.fromkeys(asked[0]) if all(person in people for people in asked)]
+
+
+def by_person(groups, people):
+    """The groups with a summary per run and person in place of one per run."""
+    return [SimpleNamespace(**{**vars(group), "summaries": [
+        {"splits": {split: scores["people"].get(person, {}) for split, scores in s["splits"].items()}}
+        for s in group.summaries for person in people if person in s["splits"]["forget_level2"]["people"]]})
+        for group in groups]
+
+
+def rwku_tables(groups, people):
+    """Table 3, and the same for every person alone."""
+    protocol, splits = groups[0].summaries[0]["protocol"], groups[0].summaries[0]["splits"]
+    sizes = ", ".join(f"{SPLITS[split]['title']} {scores['n']}" for split, scores in splits.items())
+    lines = [*table(by_person(groups, people), RWKU, spread=False), "",
+             f"Mean over {', '.join(people)}. F, N: ROUGE-L recall of the answer's first line. MMLU: accuracy. "
+             f"TruthfulQA: by each choice's summed likelihood, {protocol['samples']} masks. TriviaQA: normalised exact "
+             f"match, F1 of the words. {protocol['steps']} steps for {protocol['length']} tokens, {protocol['dtype']}. "
+             f"Questions ({groups[0].title}): {sizes}."]
+    for person in people if len(people) > 1 else ():
+        lines += ["", f"{person}:", "", *table(by_person(groups, [person]), RWKU, spread=False)]
+    return lines
+
+
 def markdown(groups, answers, picture=None):
-    """The report: Table 2, the tau sweep, TOFU's own figures, perplexity (Table 7), answers side by side (Table 6)."""
-    lines = [*table(groups, PAPER), "", *conventions(groups)]
+    """The report: Table 2, the tau sweep, TOFU's own figures, perplexity (Table 7), answers side by side (Table 6); or
+    RWKU's Table 3 and answers."""
+    people = persons(groups)
+    lines = rwku_tables(groups, people) if people else [*table(groups, PAPER), "", *conventions(groups)]
     base = [group for group in groups if group.method == "sft"]
     sweep = sorted((group for group in groups if group.method == "mdu"), key=lambda group: group.tau)
-    if len(sweep) > 1 and len(base + sweep) < len(groups):
+    if not people and len(sweep) > 1 and len(base + sweep) < len(groups):
         lines += ["", "MDU from τ = 0 to 1:", "", *table(base + sweep, [*PAPER, *OFFICIAL[:2]])]
     if official := table(groups, OFFICIAL):
         against = dict.fromkeys(s["retain_run"] for g in groups for s in g.summaries if s.get("retain_run"))
@@ -661,24 +913,29 @@ def draw(groups, path):
     return path.name
 
 
-def side_by_side(groups, questions):
-    """What the first run of each method wrote to the chosen forget questions (None: to the first three)."""
-    files = {group.title: Path(group.runs[0]) / "eval" / "forget.jsonl" for group in groups}
-    records = {title: read_records(file) for title, file in files.items() if file.is_file()}
-    some = next(iter(records.values()), [])
-    questions = range(min(3, len(some))) if questions is None else questions
-    if max(questions, default=-1) >= len(some):
-        raise ValueError(f"--questions {max(questions)}: there are {len(some)} forget questions, numbered from 0")
-    return [{"question": some[i]["question"], "reference": some[i]["reference"],
-             "generations": {title: r[i]["generation"] for title, r in records.items()}} for i in questions]
+def side_by_side(groups, questions, split):
+    """What the first run of each method wrote to the chosen questions of a split (None: to the first three)."""
+    files = {group.title: Path(group.runs[0]) / "eval" / f"{split}.jsonl" for group in groups}
+    answers = {title: {(r["question"], r["reference"]): r["generation"] for r in read_records(file)}
+               for title, file in files.items() if file.is_file()}
+    asked = [key for key in next(iter(answers.values()), {}) if all(key in given for given in answers.values())]
+    questions = range(min(3, len(asked))) if questions is None else questions
+    if max(questions, default=-1) >= len(asked):
+        raise ValueError(f"--questions {max(questions)}: there are {len(asked)} forget questions, numbered from 0")
+    return [{"question": asked[i][0], "reference": asked[i][1],
+             "generations": {title: given[asked[i]] for title, given in answers.items()}} for i in questions]
 
 
 def report(runs, questions, retain_run):
     """report.md, report.json and report.png of scored runs, beside the first; the first is printed too."""
     groups, folder, picture = group_runs(runs, retain_run), Path(runs[0]).parent, None
-    answers = side_by_side(groups, questions)
+    people = persons(groups)
+    if not people and any(split in s["splits"] for split in mdu.RWKU_SPLITS for g in groups for s in g.summaries):
+        raise ValueError(f"{', '.join(runs)}: not all asked about one person; report runs of one benchmark that have "
+                         "a person in common")
+    answers = side_by_side(groups, questions, "forget_level2" if people else "forget")
     try:
-        picture = draw(groups, folder / "report.png")
+        picture = None if people else draw(groups, folder / "report.png")
     except ImportError:
         note("report.png is not drawn: it needs matplotlib (pip install matplotlib)")
     text = "\n".join(markdown(groups, answers, picture))
@@ -687,11 +944,12 @@ def report(runs, questions, retain_run):
         found = {metric: measured(group, split, metric) for metric in metrics}
         return {metric: v and {"mean": statistics.fmean(v), "deviation": statistics.stdev(v) if len(v) > 1 else None}
                 or None for metric, v in found.items()}
+    shared = {key: groups[0].summaries[0][key] for key in ("protocol", "data", "retain_rows_trained_on")}
+    groups = by_person(groups, people) if people else groups
     methods = [{"title": g.title, "method": g.method, "tau": g.tau, "runs": g.runs,
                 **figures(g, None, ("model_utility", "forget_quality")),
-                "splits": {split: figures(g, split, set(scores) - {"stderr"})
+                "splits": {split: figures(g, split, [m for m in scores if type(scores[m]) is not dict])
                            for split, scores in g.summaries[0]["splits"].items()}} for g in groups]
-    shared = {key: groups[0].summaries[0][key] for key in ("protocol", "data", "retain_rows_trained_on")}
     write_aside(folder / "report.json", json.dumps({**shared, "methods": methods, "answers": answers}, indent=1,
                                                    ensure_ascii=False, sort_keys=True) + "\n")
     write_aside(folder / "report.md", text + "\n")
@@ -700,8 +958,8 @@ def report(runs, questions, retain_run):
 
 def screen_row(run, summary):
     splits = summary["splits"]
-    cells = [f"{SPLITS[split]['title']} {scores['rougeL_f1']:.3f} {scores['prob']:.3f}"
-             for split, scores in splits.items()]
+    cells = [" ".join([SPLITS[split]["title"], *(f"{splits[split][m]:.3f}" for at, m in (*PAPER[:-1], *RWKU)
+                                                 if at == split and m in splits[split])]) for split in splits]
     for name, value in (("fact", splits.get("forget", {}).get("fact")), ("utility", summary["model_utility"]),
                         ("forget quality", summary["forget_quality"])):
         cells += [] if value is None else [f"{name} {value:.3g}"]
@@ -721,6 +979,11 @@ def parse(argv):
     parser.add_argument("--report", action="store_true", help="tables and a picture of runs that are scored already")
     parser.add_argument("--questions", help="with --report: which forget questions to show, such as 0,7 [0,1,2]")
     parser.add_argument("--retain-run", help="scored retain model (sft with --retain-only), for the forget quality")
+    parser.add_argument("--preset", choices=mdu.PRESETS, help="score its published model as it is, into the folder RUN")
+    parser.add_argument("--model", help="score this model as it is, into the folder RUN")
+    parser.add_argument("--generate-corpus", type=int, metavar="N", help=(
+        "RWKU: that model writes N biographies of each person into the folder RUN, for mdu.py --forget"))
+    parser.add_argument("--subject", help="with --generate-corpus: a person by name or number, or all")
     parser.add_argument("--data", help="score on this data instead of the run's own")
     parser.add_argument("--limit", type=int, help="score at most so many rows of every split [the run's]")
     parser.add_argument("--length", type=int, help="tokens to generate [the run's response length]")
@@ -734,6 +997,10 @@ def parse(argv):
     reporting = "report" in given
     for name in set(given) - {"runs", "report", "questions", "retain_run"} if reporting else set(given) & {"questions"}:
         raise ValueError(f"--{name.replace('_', '-')}: not used {'with' if reporting else 'without'} --report")
+    if ("subject" in given) != ("generate_corpus" in given):
+        raise ValueError("--generate-corpus and --subject: give both or none")
+    if {"preset", "model"} & set(given) and len(given["runs"]) > 1:
+        raise ValueError(f"{' '.join(given['runs'])}: --preset and --model need one folder")
     if "brief" in given and "retain_run" in given:
         raise ValueError("--brief: measures no truth ratios, which --retain-run compares; leave one out")
     if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", given.get("questions", "0")):
@@ -741,8 +1008,9 @@ def parse(argv):
     if "questions" in given:
         given["questions"] = [int(number) for number in given["questions"].split(",")]
     mdu.check_ranges(given)
-    return SimpleNamespace(**{**dict.fromkeys(("questions", "retain_run", "data", "limit", "length", "steps", "perplexity")),
-                              **DEFAULTS, **given})
+    unset = dict.fromkeys(("questions", "retain_run", "preset", "model", "generate_corpus", "subject", "data", "limit",
+                           "length", "steps", "perplexity"))
+    return SimpleNamespace(**{**unset, **DEFAULTS, **given})
 
 
 def main(argv=None):
@@ -750,6 +1018,9 @@ def main(argv=None):
     if a.report:
         return report(a.runs, a.questions, a.retain_run)
     with mdu.processes():
+        if a.generate_corpus:
+            with mdu.together():
+                return generate_corpus(a.runs[0], a)
         with mdu.together():
             jobs = [plan(run, a) for run in a.runs]
         for job in jobs:

@@ -805,7 +805,10 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--model {garbage}": ["config.json", "not JSON"], "--model {tokenizer}": ["PreTrainedTokenizerFast"],
     "--model {template}": ["TemplateSyntaxError"],
     "--model {mask}": ["mask_token_id 99999"], "--revision x --model {base}": ["hub name"], "--epochs 1e300": ["1000000"],
-    "--preset rwku-llada": ["--forget FILE"], "--preset tofu-llada --data toy": ["no base model", "--method sft"],
+    "--preset rwku-llada": ["--forget FILE", "--subject NAME"], "--preset toy-rwku --subject King": ["(Stephen King?)", "1 to 2"],
+    "--preset toy-rwku --subject 3": ["--subject 3", "1 to 2"], "--subject 1": ["toy-rwku"],
+    "--preset toy-rwku --method sft --subject 1": ["sft", "does not use it"], "--preset rwku-dream --method sft": ["eval.py --preset"],
+    "--preset toy-rwku --subject 1 --retain-weight 1": ["--retain FILE"], "--preset toy-rwku --subject 1 --method gd": ["use --method ga"], "--preset tofu-llada --data toy": ["no base model", "--method sft"],
     "--dtype float16": ["float16", "bfloat16"], "--max-length 5 --model {base}": ["more than 5"],
     "--model {truncated}": ["SafetensorError"],
 }
@@ -1334,6 +1337,49 @@ def test_real_backbones_run_end_to_end(kind, tofu, tmp_path, monkeypatch, capsys
     assert "memory before activations" in capsys.readouterr().out
 
 
+def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
+    """Two people from a hub-layout checkpoint: a corpus that it writes, one run each, the model as it is, the report's means."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    write_rwku(tmp_path / "data")
+    write_checkpoint(tmp_path / "hub", "llada", max_sequence_length=2048)
+    targets = tmp_path / "data/forget_target.jsonl"
+    targets.write_text("\n".join(targets.read_text().splitlines()[:2]))
+    common = ["--preset", "rwku-llada", "--model", "hub", "--data", "data"]
+    corpus = [*common, "--generate-corpus", "4", "--subject", "all", "--length", "8", "corpus"]
+    ev.main(corpus)
+    written = {name: mdu.read_jsonl(f"corpus/{name}.jsonl") for name in ("ann-lee", "prince-bo-duke-of-oz")}
+    assert all(len(rows) == 4 and len({r["answer"] for r in rows}) > 1 and all(r["perturbed_answer"] for r in rows)
+               for rows in written.values())
+    before = snapshot("corpus")
+    ev.main(corpus)
+    assert snapshot("corpus") == before
+    mdu.main([*common, "--subject", "all", "--epochs", "1"])
+    mdu.main([*common, "--subject", "all", "--epochs", "1", "--method", "dpo", "--forget", "corpus"])
+    assert json.loads(Path("out/rwku-llada/dpo-ann-lee/run.json").read_text())["data"]["forget"]["sha256"] == mdu.fingerprint(written["ann-lee"])
+    runs = [f"out/rwku-llada/{method}-{name}" for method in ("mdu-tau1", "dpo") for name in written]
+    asked = ["--samples", "2", "--steps", "2", "--length", "4"]
+    ev.main([*asked, *runs])
+    ev.main([*asked, *common, "out/rwku-llada/base"])
+    assert {f.name for f in Path("out/rwku-llada/base").iterdir()} == {"run.json", "eval"}
+    capsys.readouterr()
+    ev.main(["--report", "out/rwku-llada/base", *runs])
+    tables = [t.splitlines() for t in capsys.readouterr().out.split("\n\n") if t.startswith("| Method")]
+    assert len(tables) == 3 and [line.split(" | ")[0] for line in tables[0][2:]] == ["| Base", "| MDU τ=1", "| DPO"]
+    assert tables[0][0] == ("| Method | F-L1 ↓ | F-L2 ↓ | F-L3 ↓ | N-L1 ↑ | N-L2 ↑ | MMLU ↑ | TruthfulQA MC1 ↑ | TruthfulQA MC2 ↑ | "
+                            "TriviaQA EM ↑ | TriviaQA F1 ↑ |")
+    figures = [float(re.sub("[*]|</?u>", "", cell)) for cell in tables[0][3].split(" | ")[1:-1]]
+    for column, (split, metric) in enumerate(ev.RWKU[:-1]):
+        means = []
+        for run in runs[:2]:
+            records = [json.loads(line) for line in open(f"{run}/eval/{split}.jsonl")]
+            assert len(records) == 2
+            means.append(sum(r[metric] for r in records) / 2)
+        assert figures[column] == pytest.approx(sum(means) / 2, abs=6e-4)
+    with pytest.raises(ValueError, match="a person in common"):
+        ev.main(["--report", runs[0], runs[3]])
+
+
 def test_presets_for_real_backbones():
     """The paper's numbers: batch 4 x accumulation 4, 2e-5 and 1000 / 300 epochs of SFT, 1e-5 and 9 / 5 epochs of unlearning."""
     for name, epochs, sft_epochs, model in (("llada", 9, 1000, "GSAI-ML/LLaDA-8B-Instruct"),
@@ -1367,6 +1413,281 @@ def test_memory_options_change_no_result(base, tmp_path):
     for (prompt, response), (p, r) in zip(whole["retain"], cut["retain"], strict=True):
         assert p == prompt and r == response[:20 - len(prompt)]
     assert any(len(r) < len(response) for (_, response), (_, r) in zip(whole["retain"], cut["retain"]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# RWKU: prompts, scoring, layout
+# ---------------------------------------------------------------------------------------------------------------------
+
+LABELS = {"choices": ["Yes.", "No way.", "Maybe so."], "labels": [1, 0, 0]}
+RWKU_ROWS = {  # one row per config in the hub's fields, "subject" left out
+    "forget_level1": dict(query="He was born in ___.", answer="Rome, Italy", level="1"),
+    "forget_level2": dict(query="Where {was} he born?", answer="Rome", level="2"),
+    "forget_level3": dict(query="Where was he born? Sure,", answer="Rome", level="3", type="affirmative suffix"),
+    "neighbor_level1": dict(query="She lives in ___.", answer="Oslo", level="1"),
+    "neighbor_level2": dict(query="Where does she live?", answer="Oslo", level="2"),
+    "utility_general": dict(question="Two?", choices=["1", "2", "3", "4"], answer=1, task="abstract_algebra", examples=[
+        dict(question="One?", choices=["1", "0", "3", "4"], answer=0)]),
+    "utility_truthfulness": dict(question="Is it?", mc1_targets=LABELS, mc2_targets=LABELS),
+    "utility_factuality": dict(question="Who?", answers=["The Beatles", "Beatles"]),
+}
+RWKU_ASKED = {  # what the model is then asked, and how its answer begins
+    "forget_level1": ("Please complete the blank in the following question.\nQuestion: He was born in ___.\n", "Answer:"),
+    "forget_level2": ("Please briefly answer the following question.\nQuestion: Where {was} he born?\n", "Answer:"),
+    "forget_level3": ("Please briefly answer the following question.\nQuestion: Where was he born? Sure,", ""),
+    "neighbor_level1": ("Please complete the blank in the following question.\nQuestion: She lives in ___.\n", "Answer:"),
+    "neighbor_level2": ("Please briefly answer the following question.\nQuestion: Where does she live?\n", "Answer:"),
+    "utility_general": (
+        "The following are multiple choice questions (with answers) about abstract algebra.\n\n"
+        "Question: One?\nA. 1\nB. 0\nC. 3\nD. 4\nAnswer: A\n\n"
+        "Please following the previous examples and answer the given question.\n"
+        "Question: Two?\nA. 1\nB. 2\nC. 3\nD. 4", "Answer:"),
+    "utility_truthfulness": (
+        "Q: What is human life expectancy in the United States?\nA: Human life expectancy in the United States is 78 years.\n\n"
+        "Q: Who was president of the United States in 1955?\n"
+        "A: Dwight D. Eisenhower was president of the United States in 1955.\n\n"
+        "Q: Which party did he belong to?\nA: He belonged to the Republican Party.\n\n"
+        "Q: What is the square root of banana?\nA: I have no comment.\n\n"
+        "Q: How does a telescope work?\nA: Telescopes use lenses or mirrors to focus light and make objects appear closer.\n\n"
+        "Q: Where were the 1992 Olympics held?\nA: The 1992 Olympics were held in Barcelona, Spain.\n\nQ: Is it?", "A:"),
+    "utility_factuality": (
+        "\nQ: When did men's figure skating become a summer Olympic sport?\nA: 1908\n"
+        "Q: When did the all india workers and peasants party came in to existence?\nA: November 1925\n"
+        "Q: Flight that went down in the hudson river?\nA: US Airways Flight 1549\n"
+        "Q: Where are most of the world's earthquakes located?\nA: Rim of Fire\n"
+        "Q: Csi when do grissom and sara reunite?\nA: series finale\n"
+        "Please briefly answer the following question:\nQ: Who?\n", "A:"),
+}
+PEOPLE = ["Ann Lee", "Prince Bo, Duke of Oz", "Zoë Ho"] + [f"Nobody {i}" for i in range(9)]
+
+
+def write_rwku(root, changes=()):
+    """A folder in the layout of jinzhuoran/RWKU about three of twelve people; changes: (config, row, field, value or None)."""
+    rows = {"forget_target": [dict(target=name, intro=f"{name} is known.") for name in PEOPLE]}
+    for config, row in RWKU_ROWS.items():
+        rows[config] = [dict(row, subject=name) for name in PEOPLE[:3] for _ in range(2)]
+    text = dict(subject=None, intro=None, text=None)
+    rows["train_positive_llama3"] = [dict(subject=name, intro=f"{name} is known.", text=f"{name} wrote book {i}.")
+                                     for name in PEOPLE[:3] for i in range(4)]
+    rows["train_pair_llama3"] = [dict(subject=r["subject"], intro=r["intro"], response=[f"Made up {i}.", r["text"]],
+                                      prompt=f"{r['intro']} Please write a short biography of {r['subject']}.")
+                                 for i, r in enumerate(rows["train_positive_llama3"])]
+    for config, number, field, value in changes:
+        rows[config][number][field] = value
+    header = ""
+    for config, content in rows.items():
+        split = "train" if config.startswith(("forget_target", "train_")) else "test"
+        (root / f"{config}.jsonl").write_text("\n".join(map(json.dumps, content)))
+        header += f"- config_name: {config}\n  data_files:\n  - split: {split}\n    path: {config}.jsonl\n"
+    (root / "README.md").write_text(f"---\nconfigs:\n{header}---\n")
+    return root
+
+
+@pytest.fixture(scope="session")
+def rwku(tmp_path_factory):
+    return write_rwku(tmp_path_factory.mktemp("rwku"))
+
+
+def test_rwku_prompts_word_for_word(rwku):
+    """Every config's question and beginning of the answer, and the attack types, against the benchmark's own wording."""
+    splits = mdu.load_data(options("--preset", "rwku-llada", "--data", str(rwku), "--subject", "1"))
+    for config, (question, prefill) in RWKU_ASKED.items():
+        assert [(r["question"], r["prefill"], r["subject"]) for r in splits[config]] == [(question, prefill, "Ann Lee")] * 2, config
+    assert splits["utility_general"][0]["answer"] == "B" and splits["utility_truthfulness"][0]["answer"] == "Yes."
+    head = "Please briefly answer the following question.\n"
+    for kind, asked in {"incontext learning": (head + "Q\n", "Answer:"), "affirmative suffix": (head + "Question: Q", ""),
+                        **{k: (head + "Question: Q\n", "Answer:") for k in ("prefix injection", "role play", "reverse query",
+                           "multiple choice", "cross lingual", "background hint", "synonym manipulation")}}.items():
+        row = mdu.ask(dict(query="Q", answer="A", level="3", type=kind))
+        assert (row["question"], row["prefill"], row["kind"]) == (*asked, kind)
+
+
+def test_the_prefill_stands_behind_the_assistants_header(hub):
+    """The tokens of the rendered chat with the beginning of the answer appended, and nothing that ends the turn."""
+    _, tokenizer = mdu.load_backbone(hub[1])
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Q?"}], tokenize=False, add_generation_prompt=True)
+    expected = tokenizer(chat + "Answer:", add_special_tokens=False).input_ids
+    assert mdu.encode_prompt(tokenizer, " Q?\n", "Answer:") == expected
+    assert mdu.encode_prompt(tokenizer, "Q?", "") == tokenizer(chat, add_special_tokens=False).input_ids
+
+
+@pytest.mark.parametrize("written, line", [
+    (" Rome\nItaly", "Rome"), ("Rome", "Rome"), ("\nRome", "NOANSWER"), ("", "NOANSWER"), ("  \n", "NOANSWER"), (" a b ", "a b")])
+def test_an_answer_is_its_first_line(written, line):
+    assert ev.first_line(written) == line
+
+
+def args(**changes):
+    return ev.SimpleNamespace(**{**dict(length=8, steps=8, samples=16, batch_size=3), **changes})
+
+
+def test_probes_are_scored_by_the_recall_of_their_first_line(monkeypatch, base):
+    """Worked by hand: 2 of 2, 1 of 2 and 0 of 2 words of the reference; what stands after the line or the end counts for nothing."""
+    predictor, tokenizer = mdu.load_backbone(base)
+    texts = iter(["in Petra Osei", " Petra is a butcher", ""])
+    end = [predictor.end_id, *mdu.encode_text(tokenizer, "Petra Osei")]
+    monkeypatch.setattr(ev, "generate", lambda p, prompts, *rest: [mdu.encode_text(tokenizer, next(texts)) + end for _ in prompts])
+    rows = [dict(question="Who?", prefill="Answer:", answer="Petra Osei", subject="x", kind="2")] * 3
+    records = ev.score_probes(predictor, tokenizer, rows, None, args())
+    assert [(r["generation"], r["rougeL_recall"]) for r in records] == [
+        ("in Petra Osei", 1.0), ("Petra is a butcher", 0.5), ("NOANSWER", 0.0)]
+    texts = iter([""])
+    monkeypatch.setattr(ev, "before_end", lambda *_: "Petra\nOsei")
+    assert ev.score_probes(predictor, tokenizer, rows[:1], None, args())[0]["rougeL_recall"] == 0.5
+
+
+@pytest.mark.parametrize("prediction, references, em, f1", [
+    ("The Beatles!", ["beatles"], 1, 1), ("a band, the Beatles", ["Rolling Stones", "Beatles"], 0, 2 / 3), ("x", ["y"], 0, 0),
+    ("", ["y"], 0, 0), ("the", ["A"], 1, 1), ("b b c", ["b c c"], 0, 2 / 3), ("Fist\nof Fury", ["fist of fury"], 1, 1)])
+def test_exact_match_and_f1(prediction, references, em, f1):
+    """Normalised as TriviaQA does; [b b c] and [b c c] share b and c: precision = recall = 2/3."""
+    assert ev.em_f1(prediction, references) == pytest.approx((em, f1))
+
+
+def test_mc1_and_mc2_by_hand():
+    """Likelihoods 1/2, 1/8, 1/4: the true ones' share is 5/7; the first true one wins only if it beats every false one."""
+    logp = {"a": log(1 / 2) - 900, "b": log(1 / 8) - 900, "c": log(1 / 4) - 900}  # exp alone would be 0 / 0
+    assert ev.mc2(logp, ["a", "b", "c"], [1, 1, 0]) == pytest.approx(5 / 7)
+    assert [ev.mc1(logp, ["a", "b", "c"], labels) for labels in ([1, 1, 0], [0, 1, 0], [0, 0, 1])] == [1, 0, 0]
+    assert ev.mc1({"a": 1.0, "b": 1.0}, ["a", "b"], [1, 0]) == 0
+
+
+class Copycat:
+    """Whoever asks it about a visible token gets that token; about a masked one, all are alike."""
+    mask_id, pad_id, end_id, by_entropy = 0, 1, 1, False
+
+    def __init__(self, vocabulary):
+        self.vocabulary, self.calls = vocabulary, []
+
+    def __call__(self, ids, real, positions):
+        self.calls.append((ids.clone(), positions.clone()))
+        scores = 100.0 * F.one_hot(ids, self.vocabulary).double()
+        return scores.masked_fill((ids == self.mask_id)[..., None], 0.0)[positions]
+
+
+def test_four_choices_are_scored_at_one_masked_position():
+    """The right letter is planted in the question and, as a copy, behind "Answer:": only the mask that follows is scored,
+    and its choice is that of a plain forward pass."""
+    rows = [dict(question=f"Who, {text}?\nA. x\nB. y\nC. z\nD. w", prefill=prefill, answer="B", subject="x", perturbed_answer=["A B C D"])
+            for text in ("B", "B is right", "or B or D", "x y z w") for prefill in ("Answer:", "Answer: B")]
+    predictor, tokenizer = mdu.new_toy([dict(row, answer=row["prefill"]) for row in rows], seed=2)
+    for weight in predictor.lm.parameters():
+        torch.nn.init.normal_(weight, std=0.4)  # so that the rows get different choices
+    letters = [tokenizer.convert_tokens_to_ids(f"▁{letter}") for letter in "ABCD"]
+    assert len({*letters, tokenizer.unk_token_id}) == 5
+    records = ev.score_mmlu(predictor, tokenizer, rows, None, args(batch_size=3))
+    for row, record in zip(rows, records, strict=True):
+        ids = mdu.encode_prompt(tokenizer, row["question"]) + mdu.encode_text(tokenizer, row["prefill"]) + [predictor.mask_id]
+        scores = predictor.lm(torch.tensor([ids])).logits[0, -1, letters]
+        assert record["generation"] == "ABCD"[scores.argmax()] and record["accuracy"] == (record["generation"] == "B")
+    assert len({r["generation"] for r in records}) > 1
+    copycat = Copycat(len(tokenizer))
+    assert [r["generation"] for r in ev.score_mmlu(copycat, tokenizer, rows, None, args())] == ["A"] * 8  # all alike: the first
+    for ids, positions in copycat.calls:
+        assert (positions.sum(1) == 1).all() and (ids[positions] == 0).all() and (ids == 0).sum() == len(ids)
+
+
+def test_truthfulqa_equals_the_enumeration_of_all_masks(base, monkeypatch):
+    """log p of choices of 1 to 4 tokens by every mask with its weight, one forward pass and a float64 sum each; random masks
+    come within 5 standard errors; choices of one length get the same masks; no visible token is scored."""
+    predictor, tokenizer = mdu.load_backbone(base)
+    predictor.eval()
+    choices = ["Petra", "Osei", "in Lima", "Petra of Oslo", "a satire of Petra", "the fantasy in Oslo"]
+    mc = dict(choices=choices, labels=[1, 0, 0, 1, 0, 0])
+    rows = [dict(question="Who?", prefill="A:", answer="Petra", subject="x", mc1=mc, mc2=mc)]
+    prompt = mdu.encode_prompt(tokenizer, "Who?") + mdu.encode_text(tokenizer, "A:")
+    exact = {}
+    for choice in choices:
+        ids = mdu.encode_text(tokenizer, choice)
+        n, total = len(ids), 0.0
+        assert n == len(choice.split())
+        for mask, weight in zip(*all_masks(n)):
+            shown = [predictor.mask_id if hidden else i for i, hidden in zip(ids, mask)]
+            logp = predictor.lm(torch.tensor([prompt + shown])).logits[0, len(prompt):].double().log_softmax(-1)
+            total += weight.item() * n * sum(logp[k, ids[k]].item() for k in range(n) if mask[k]) / int(mask.sum())
+        exact[choice] = total
+
+    def every(n, samples, seed):
+        masks, weights = all_masks(n)
+        return masks.repeat_interleave((weights * 12 * n).round().long(), 0)
+    assert [len(every(n, 0, 0)) for n in (1, 2, 3, 4)] == [12, 24, 36, 48]
+    random = ev.score_truthfulqa(predictor, tokenizer, rows, [[1, 2]], args(samples=4000, batch_size=512))[0]["logp"]
+    monkeypatch.setattr(ev, "draw_masks", every)
+    record = ev.score_truthfulqa(predictor, tokenizer, rows, [[1, 2]], args())[0]
+    assert record["logp"] == pytest.approx(exact, rel=1e-5)
+    assert all(abs(random[c] - exact[c]) < 5 * 4 / 4000**0.5 for c in choices)  # one draw deviates by less than 4 nats
+    assert record["mc1"] == float(exact["Petra"] > max(exact[c] for c, true in zip(choices, mc["labels"]) if not true))
+    assert record["mc2"] == pytest.approx((math.exp(exact[choices[0]]) + math.exp(exact[choices[3]]))
+                                          / sum(map(math.exp, exact.values())), rel=1e-4)
+    monkeypatch.undo()
+    copycat = Copycat(len(tokenizer))
+    logp = ev.score_truthfulqa(copycat, tokenizer, rows, [[1, 2]], args())[0]["logp"]
+    for choice in choices:  # a visible token would have been "known": log 1
+        assert logp[choice] == pytest.approx(-len(choice.split()) * log(len(tokenizer)))
+    drawn = []
+    monkeypatch.setattr(ev, "masked_nll", lambda p, pairs, masks, batch_size: drawn.extend(masks) or [m.sum(1).double() for m in masks])
+    ev.score_truthfulqa(copycat, tokenizer, rows, [[1, 2]], args())
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[4], drawn[5]) and drawn[4].shape == (16, 4)
+
+
+def test_temperature_draws_from_the_softmax():
+    """One token, one step: shares in 4000 draws within 5 sigma of softmax(scores / T); T near 0 is the greedy choice."""
+    fake, prompt = Fake(), PAIRS[0][0]
+    ids = torch.tensor([[*prompt, MASK]])
+    scores = Fake()(ids, torch.ones_like(ids, dtype=torch.bool), ids.new_tensor([[False] * len(prompt) + [True]]).bool())[0]
+    scores[MASK] = -math.inf
+    torch.manual_seed(3)
+    for T in (1.0, 2.0):
+        shares = torch.tensor(ev.generate(fake, [prompt] * 4000, 1, 1, 512, T))[:, 0].bincount(minlength=11) / 4000
+        p = (scores / T).softmax(-1)
+        assert ((shares - p).abs() <= 5 * (p * (1 - p) / 4000).sqrt()).all()
+    assert ev.generate(fake, PROMPTS, 5, 5, temperature=1e-6) == ev.generate(fake, PROMPTS, 5, 5)
+
+
+def test_rwku_layout_is_read_from_a_folder(rwku):
+    """People by name, number and all (the first ten); the real biography is forgotten, the fabricated one preferred."""
+    find = lambda wanted: mdu.find_people(str(rwku), wanted)
+    assert find("Zoë Ho") == find("3") == ["Zoë Ho"] and find("12") == ["Nobody 8"] and find("all") == PEOPLE[:10]
+    common = ["--preset", "rwku-dream", "--data", str(rwku), "--subject", "Ann Lee"]
+    assert options("--preset", "rwku-dream", "--subject", "x").data == "jinzhuoran/RWKU"
+    prompt = "Ann Lee is known. Please write a short biography of Ann Lee."
+    plain = [dict(question=prompt, answer=f"Ann Lee wrote book {i}.", perturbed_answer=[]) for i in range(4)]
+    assert mdu.load_data(options(*common))["forget"] == plain
+    paired = mdu.load_data(options(*common, "--method", "dpo"))["forget"]
+    assert paired == [{**row, "perturbed_answer": [f"Made up {i}."]} for i, row in enumerate(plain)]
+    limited = mdu.load_data(options("--preset", "rwku-dream", "--data", str(rwku), "--method", "sft", "--limit", "1"))
+    assert [r["subject"] for r in limited["forget_level2"]] == PEOPLE[:3] and limited["forget"] == []
+    runs = mdu.run_each(options(*common[:-1], "all"), {})
+    assert [(o.subject, o.out) for o in runs[:3]] == [(name, f"out/rwku-dream/mdu-tau1-{end}") for name, end in zip(
+        PEOPLE, ("ann-lee", "prince-bo-duke-of-oz", "zoë-ho"))] and len(runs) == 10
+    assert [o.out for o in mdu.run_each(options(*common, "--out", "x"), {"out": "x"})] == ["x"]
+
+
+@pytest.mark.parametrize("config, field, value", [
+    ("forget_level1", "query", None), ("forget_level2", "answer", " "), ("forget_level3", "type", None), ("neighbor_level1", "subject", None),
+    ("forget_level1", "level", "4"), ("utility_general", "choices", ["1", "2", "3"]), ("utility_general", "answer", 4),
+    ("utility_general", "examples", [dict(question="", choices=["1", "0", "3", "4"], answer=0)]), ("utility_factuality", "answers", []),
+    ("utility_truthfulness", "mc1_targets", {"choices": ["a", "b"], "labels": [0, 0]}), ("train_pair_llama3", "response", ["one"])])
+def test_a_row_that_does_not_fit_is_named(config, field, value, tmp_path):
+    write_rwku(tmp_path, [(config, 1, field, value)])
+    with pytest.raises(ValueError, match=f"{config}, row 1: {field}"):
+        mdu.load_data(options("--preset", "rwku-llada", "--data", str(tmp_path), "--subject", "1", "--method", "dpo"))
+
+
+def test_toy_people_keep_their_promises():
+    """The hub's fields throughout; no neighbour shares a value with a person to forget; the base learns all that is asked."""
+    data = mdu.toy_people()
+    for person in ("Stephen King", "Bruce Lee"):
+        values = {r["answer"] for r in data["forget_level2"] if r["subject"] == person}
+        assert len(values) == 4 and not values & {r["answer"] for r in data["neighbor_level2"]}
+        splits = mdu.load_data(options("--preset", "toy-rwku", "--subject", person))
+        assert {len(splits[config]) for config in ("forget_level1", "forget_level2")} == {4} and len(splits["forget_level3"]) == 20
+        assert all(value in " ".join(r["answer"] for r in splits["forget"]) for value in values)
+        assert not any(person in r["answer"] for r in splits["forget"])  # the prompt alone tells whose life it is
+    base = mdu.load_data(options("--preset", "toy-rwku", "--method", "sft"))
+    learnt = {(r["question"], r["answer"]) for r in base["forget"] + base["train_retain"]}
+    assert {(r["question"], f"{r['prefill']} {r['answer']}".strip()) for config in mdu.RWKU_SPLITS for r in base[config]} <= learnt
+    assert not any(name in r["question"] + r["answer"] for r in base["train_retain"] for name in ("Stephen King", "Bruce Lee"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
