@@ -1330,7 +1330,7 @@ def test_real_backbones_run_end_to_end(kind, tofu, tmp_path, monkeypatch, capsys
     out = tmp_path / f"out/tofu-{kind.lower()}"
     mdu.main([*common, "--epochs", "2", "--tau", "0.5", "--checkpoint-activations"])
     ev.main(["--samples", "2", "--steps", "4", str(out / "mdu-tau0.5")])
-    assert set(json.loads((out / "mdu-tau0.5/eval/summary.json").read_text())["splits"]) == set(ev.SPLITS)
+    assert set(json.loads((out / "mdu-tau0.5/eval/summary.json").read_text())["splits"]) == set(mdu.TOFU_SPLITS)
     source, saved = all_tensors(tmp_path / "hub"), all_tensors(out / "mdu-tau0.5")
     assert source.keys() == saved.keys() and {x.dtype for x in saved.values()} == {torch.bfloat16}
     assert (out / "mdu-tau0.5/config.json").read_bytes() == (tmp_path / "hub/config.json").read_bytes()
@@ -2466,8 +2466,8 @@ def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
     shutil.copytree(base, run)
     ev.main([str(run), "--samples", "4", "--limit", "5", "--perplexity", "6"])
     summary = json.loads((run / "eval/summary.json").read_text())
-    assert set(summary["splits"]) == set(ev.SPLITS) and summary["retain_rows_trained_on"] == [0, 1, 2, 3, 4]
-    assert sorted(f.name for f in (run / "eval").iterdir()) == sorted(["summary.json", *(f"{s}.jsonl" for s in ev.SPLITS)])
+    assert set(summary["splits"]) == set(mdu.TOFU_SPLITS) and summary["retain_rows_trained_on"] == [0, 1, 2, 3, 4]
+    assert sorted(f.name for f in (run / "eval").iterdir()) == sorted(["summary.json", *(f"{s}.jsonl" for s in mdu.TOFU_SPLITS)])
     predictor, tokenizer = mdu.load_backbone(str(run))
     for number, (split, scores) in enumerate(summary["splits"].items()):
         records = [json.loads(line) for line in open(run / f"eval/{split}.jsonl")]
