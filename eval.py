@@ -27,6 +27,7 @@ Generation is greedy: all response tokens start masked, every step fixes the mos
 import argparse
 import bisect
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -471,7 +472,7 @@ def note(text):
 
 def write_aside(path, text):
     """Complete or absent: written aside, then renamed."""
-    aside = Path(f"{path}.partial")
+    aside = Path(f"{path}.{os.getpid()}.partial")
     aside.write_text(text, encoding="utf-8")
     os.replace(aside, path)
 
@@ -485,7 +486,7 @@ def json_lines(run, records):
 
 
 def read_records(path):
-    return [mdu.parse_json(line, path) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [mdu.parse_json(line, path) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def plan(run, a):
@@ -499,11 +500,11 @@ def plan(run, a):
     if a.data is not None:
         options.data, options.forget, options.retain = a.data, None, None
     everything = mdu.load_data(options)
-    for split, rows in everything.items():
-        trained = info["data"].get("held_out" if own.retain_only and split == "forget" else split, {})
-        now = mdu.fingerprint(mdu.first_rows(rows, own.limit))
-        if a.data is None and not untrained and trained.get("sha256") != now:
-            note(f"{run}: its {split} rows have changed since it was trained; scored on them as they are now")
+    trained = {**info["data"], **({"forget": info["data"].get("held_out")} if own.retain_only else {})}
+    changed = [split for split, rows in everything.items()
+               if (trained.get(split) or {}).get("sha256") != mdu.fingerprint(mdu.first_rows(rows, own.limit))]
+    if changed and a.data is None and not untrained:
+        note(f"{run}: its {', '.join(changed)} rows have changed since it was trained; scored on what they are now")
     probes = mdu.RWKU_SPLITS.keys() & everything.keys()  # there the forget rows are a corpus, not questions
     splits = {split: mdu.first_rows(everything[split], a.limit or own.limit) for split in SPLITS
               if everything.get(split) and (split in probes or not probes)}
@@ -579,6 +580,8 @@ def evaluate(job, a):
     mdu.barrier()  # every process has seen the same files
     for file, split, order in tqdm(todo[mdu.rank()::mdu.world_size()], desc=str(job.run), leave=False,
                                    disable=None if mdu.rank() == 0 else True):
+        if "WORLD_SIZE" in os.environ and os.getppid() != mdu.parent():
+            raise SystemExit(143)  # torchrun is gone: leave the rest to whoever starts again
         seeds = [[a.seed, list(SPLITS).index(split), i] for i in order]  # the same for every run
         records = SPLITS[split]["score"](predictor, tokenizer, [job.splits[split][i] for i in order], seeds, a)
         write_aside(file, json_lines(job.run, records))
@@ -682,7 +685,8 @@ def read_summary(run):
     if not file.is_file():
         raise ValueError(f"{run}: not scored yet; run: python eval.py {run}")
     summary = mdu.parse_json(file.read_text(encoding="utf-8"), file)
-    if not isinstance(summary, dict) or not {"method", "tau", "protocol", "data", "splits"} <= set(summary):
+    if (not isinstance(summary, dict) or not {"method", "tau"} <= set(summary)
+            or not all(isinstance(summary.get(key), dict) for key in ("protocol", "data", "splits"))):
         raise ValueError(f"{file}: not a summary of this program; run: python eval.py {run}")
     return summary
 
@@ -858,9 +862,11 @@ def markdown(groups, answers, picture=None):
 
     def row(title, texts):
         return "| " + " | ".join([title, *(" ".join(t.split()).replace("|", r"\|") or "(empty)" for t in texts)]) + " |"
-    return lines + ["", "What is written to forget questions:", "", row("Question", [a["question"] for a in answers]),
-                    "|---|" + "---|" * len(answers), row("Reference", [a["reference"] for a in answers]),
-                    *(row(g.title, [a["generations"][g.title] for a in answers]) for g in groups)]
+    if answers:
+        lines += ["", "What is written to forget questions:", "", row("Question", [a["question"] for a in answers]),
+                  "|---|" + "---|" * len(answers), row("Reference", [a["reference"] for a in answers]),
+                  *(row(g.title, [a["generations"].get(g.title, "-") for a in answers]) for g in groups)]
+    return lines
 
 
 def draw(groups, path):
@@ -884,9 +890,11 @@ def draw(groups, path):
         if sweep:
             x, y = zip(*map(point, sweep))
             axis.plot(x, y, "o-", color="black", markersize=4, label="MDU", zorder=3)
-            for group, *at in zip(sweep, x, y):
-                axis.annotate(f"τ={group.tau:g}", at, xytext=(4, -10), textcoords="offset points", fontsize=7)
-        for group, mark in zip((g for g in groups if g.method != "mdu"), "*sDv^PX<>hd"):
+            inward = -1 if statistics.fmean(y) > 0.5 else 1
+            for i, (group, *at) in enumerate(zip(sweep, x, y)):  # one above the other: the points may lie close together
+                axis.annotate(f"τ={group.tau:g}", at, xytext=(14, inward * (20 + 11 * i)), textcoords="offset points",
+                              fontsize=7, arrowprops=dict(arrowstyle="-", color="0.6", linewidth=0.5))
+        for group, mark in zip((g for g in groups if g.method != "mdu"), itertools.cycle("*sDv^PX<>hd")):
             axis.scatter(*point(group), marker=mark, s=60, facecolor="0.75", edgecolor="black", label=group.title)
         axis.set(title=names[metric], xlabel="forget (lower is better)", ylabel="retain (higher is better)",
                  xlim=(-0.05, 1.05), ylim=(-0.05, 1.05))
@@ -900,21 +908,28 @@ def draw(groups, path):
     return path.name
 
 
+def side_by_side(groups, questions):
+    """What the first run of each method wrote to the chosen forget questions (None: to the first three)."""
+    name = "forget_level2" if persons(groups) else "forget"
+    files = {group.title: Path(group.runs[0]) / "eval" / f"{name}.jsonl" for group in groups}
+    records = {title: {(r["question"], r["reference"]): r["generation"] for r in read_records(file)}
+               for title, file in files.items() if file.is_file()}
+    some = [asked for asked in next(iter(records.values()), ()) if all(asked in r for r in records.values())]
+    questions = range(min(3, len(some))) if questions is None else questions
+    if max(questions, default=-1) >= len(some):
+        raise ValueError(f"--questions {max(questions)}: there are {len(some)} forget questions, numbered from 0")
+    return [{"question": asked[0], "reference": asked[1], "generations": {title: r[asked] for title, r in records.items()}}
+            for asked in (some[i] for i in questions)]
+
+
 def report(runs, questions, retain_run):
     """report.md, report.json and report.png of scored runs, beside the first; the first is printed too."""
-    groups, folder, answers, picture = group_runs(runs, retain_run), Path(runs[0]).parent, [], None
+    groups, folder, picture = group_runs(runs, retain_run), Path(runs[0]).parent, None
     people = persons(groups)
     if not people and any(split in s["splits"] for split in mdu.RWKU_SPLITS for g in groups for s in g.summaries):
         raise ValueError(f"{', '.join(runs)}: not all asked about one person; report runs of one benchmark that have "
                          "a person in common")
-    files = [Path(group.runs[0]) / "eval" / f"forget{'_level2' if people else ''}.jsonl" for group in groups]
-    records = [{(r["question"], r["reference"]): r["generation"] for r in read_records(file)} for file in files]
-    asked = [key for key in records[0] if all(key in r for r in records)]
-    for i in range(min(3, len(asked))) if questions is None else questions:
-        if i >= len(asked):
-            raise ValueError(f"--questions {i}: {runs[0]} has {len(asked)} forget questions, numbered from 0")
-        answers.append({"question": asked[i][0], "reference": asked[i][1],
-                        "generations": {g.title: r[asked[i]] for g, r in zip(groups, records)}})
+    answers = side_by_side(groups, questions)
     try:
         picture = None if people else draw(groups, folder / "report.png")
     except ImportError:
@@ -958,7 +973,7 @@ def parse(argv):
     parser = mdu.OneLineParser(__doc__, argument_default=argparse.SUPPRESS)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that mdu.py made")
     parser.add_argument("--report", action="store_true", help="tables and a picture of runs that are scored already")
-    parser.add_argument("--questions", help="with --report: numbers of the forget questions to show [the first three]")
+    parser.add_argument("--questions", help="with --report: which forget questions to show, such as 0,7 [0,1,2]")
     parser.add_argument("--retain-run", help="scored retain model (sft with --retain-only), for the forget quality")
     parser.add_argument("--preset", choices=mdu.PRESETS, help="score its published model as it is, into the folder RUN")
     parser.add_argument("--model", help="score this model as it is, into the folder RUN")
@@ -984,6 +999,10 @@ def parse(argv):
         raise ValueError(f"{' '.join(given['runs'])}: --preset and --model need one folder")
     if "brief" in given and "retain_run" in given:
         raise ValueError("--brief: measures no truth ratios, which --retain-run compares; leave one out")
+    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", given.get("questions", "0")):
+        raise ValueError(f"--questions {given['questions']}: must be whole numbers and commas, such as 0,7")
+    if "questions" in given:
+        given["questions"] = [int(number) for number in given["questions"].split(",")]
     mdu.check_ranges(given)
     unset = dict.fromkeys(("questions", "retain_run", "preset", "model", "generate_corpus", "subject", "data", "limit",
                            "length", "steps", "perplexity"))
@@ -993,9 +1012,7 @@ def parse(argv):
 def main(argv=None):
     a = parse(argv)
     if a.report:
-        if a.questions is not None and not re.fullmatch(r"\d{1,6}(,\d{1,6})*", a.questions):
-            raise ValueError(f"--questions {a.questions}: must be whole numbers and commas, such as 0,3,17")
-        return report(a.runs, a.questions and [int(number) for number in a.questions.split(",")], a.retain_run)
+        return report(a.runs, a.questions, a.retain_run)
     mdu.start_processes()
     if a.generate_corpus:
         generate_corpus(a.runs[0], a)

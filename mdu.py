@@ -1189,9 +1189,16 @@ def all_reduce(tensors):
             x.copy_(total.view_as(x))
 
 
+@functools.cache
+def parent():
+    """The process that started this one: asked when it joins the others, before it can have become an orphan."""
+    return os.getppid()
+
+
 def start_processes():
     """Join the other processes that torchrun started, if it did."""
     if "WORLD_SIZE" in os.environ:
+        parent()
         if torch.cuda.is_available():
             torch.cuda.set_device(this_device())
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
