@@ -1834,7 +1834,7 @@ def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
     ev.main([str(run), "--samples", "4", "--limit", "5", "--perplexity", "6"])
     summary = json.loads((run / "eval/summary.json").read_text())
     assert set(summary["splits"]) == set(mdu.TOFU_SPLITS) and summary["retain_rows_trained_on"] == [0, 1, 2, 3, 4]
-    assert sorted(f.name for f in (run / "eval").iterdir()) == sorted(["summary.json", *(f"{s}.jsonl" for s in ev.SPLITS)])
+    assert sorted(f.name for f in (run / "eval").iterdir()) == sorted(["summary.json", *(f"{s}.jsonl" for s in mdu.TOFU_SPLITS)])
     predictor, tokenizer = mdu.load_backbone(str(run))
     for number, (split, scores) in enumerate(summary["splits"].items()):
         records = [json.loads(line) for line in open(run / f"eval/{split}.jsonl")]
