@@ -1637,7 +1637,7 @@ def signals():
 
     def note(number, frame):
         caught.append(128 + number)
-        if "WORLD_SIZE" not in os.environ:  # torchrun passes on what a terminal has sent already
+        if "WORLD_SIZE" not in os.environ:  # torchrun passes on what it gets, and sends more while it waits
             signal.signal(number, before[number])  # a second one stops at once
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
