@@ -113,7 +113,7 @@ def answer_probability(nll):
 
 @torch.no_grad()
 def denoise(predictor, ids, real, masked, steps):
-    """Greedy diffusion sampling from a state with n masks in every row: yields (ids, masked), both (B, T), after each step.
+    """Greedy diffusion sampling from a state with n masks in each row: yields (ids, masked), (B, T), after every step.
 
     Each of `steps` steps predicts every masked token and fixes those whose most likely token has the highest
     probability (predictor.by_entropy: whose prediction has the lowest entropy), n/steps of them, the first steps one
@@ -137,7 +137,7 @@ def denoise(predictor, ids, real, masked, steps):
 
 
 def generate(predictor, prompts, length, steps, batch_size=64):
-    """`length` response ids per prompt, from as many masks: low-confidence remasking (LLaDA, Algorithm 5), as in denoise."""
+    """`length` response ids per prompt, denoised from as many masks: LLaDA's low-confidence remasking (Algorithm 5)."""
     outputs, order = [None] * len(prompts), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in trange(0, len(order), batch_size, desc="sampling", leave=False, disable=None):
         batch = order[start:start + batch_size]
@@ -351,7 +351,7 @@ def anchor_kl(predictor, reference, noised, answer, real, positions):
 
 
 def masked_states(predictor, pairs, labels, masks, batch_size):
-    """Batches of all masks of all pairs: ids, noised, answer, real, masked (B, T), and label (M,) of the masked tokens."""
+    """Batches of all masks of all pairs: ids, noised, answer, real, masked (B, T), label (M,) of the masked tokens."""
     jobs = [(i, mask) for i, subsets in enumerate(masks) for mask in subsets]
     for start in range(0, len(jobs), batch_size):
         batch = jobs[start:start + batch_size]
@@ -376,7 +376,8 @@ def open_runs(paths, a):
     rows, titles = mdu.load_data(runs[0].options)["forget"], [run.title for run in runs]
     for run in runs:
         if not run.data or run.data["sha256"] != mdu.fingerprint(rows):
-            raise ValueError(f"{run.path}: was trained on other forget rows than {paths[0]} names now; give runs of one set")
+            raise ValueError(f"{run.path}: was trained on other forget rows than {paths[0]} names now; "
+                             "give runs of one forget set")
         if titles.count(run.title) > 1:
             run.title += f" ({Path(run.path).name})"
     return runs, rows[:a.limit]
@@ -418,8 +419,8 @@ def analysis_convergence(runs, rows, a):
             raise ValueError(f"{run.path}: no KLs in its metrics.jsonl; train it with --diagnose (a base has none)")
         curves.append({"title": run.title, "epoch": [line["epoch"] for line in logged],
                        **{target: [line["kl"][target] for line in logged] for target in ("base", "anchor", "uniform")}})
-    return {"n": len(rows), "runs": curves, "convention": "KL(p_theta(.|x, y_t) || target), nats per masked token, mean over "
-            "the forget rows, each in one fixed state y_t"}
+    return {"n": runs[0].data["rows"], "runs": curves, "convention": "KL(p_theta(.|x, y_t) || target), nats per "
+            "masked token, mean over the forget rows, each in one fixed state y_t"}
 
 
 def draw_convergence(result, figure):
@@ -427,7 +428,8 @@ def draw_convergence(result, figure):
     titles = {"base": "base, p₀(·|x, yₜ)", "anchor": "base, prompt masked, p₀(·|m, yₜ)", "uniform": "uniform"}
     for axis, (target, title) in zip(figure.subplots(1, 3), titles.items()):
         for run, color, line, mark in styled(result["runs"]):
-            axis.plot(run["epoch"], run[target], line, color=color, marker=mark, ms=4, markevery=0.2, label=run["title"])
+            axis.plot(run["epoch"], run[target], line, color=color, marker=mark, ms=4, markevery=0.2,
+                      label=run["title"])
         axis.set_title(f"to the {title}", fontsize=9)
         axis.set(xlabel="epoch", ylim=(0, None))
         axis.grid(color="0.9")
@@ -461,10 +463,11 @@ def analysis_roles(runs, rows, a):
 
 
 def table_roles(result):
-    before = result["kl"]["Before"]
-    return grid(["Role", "Tokens", *result["kl"]], [[role, str(result["tokens"][role]), *(
-        "-" if kl[role] is None else f"{kl[role]:.2f}" if kl is before else f"{kl[role]:.2f} ({kl[role] / before[role] - 1:+.1%})"
-        for kl in result["kl"].values())] for role in ROLES])
+    def cell(title, role):
+        kl, before = result["kl"][title][role], result["kl"]["Before"][role]
+        return "-" if kl is None else f"{kl:.2f}" if title == "Before" else f"{kl:.2f} ({kl / before - 1:+.1%})"
+    return grid(["Role", "Tokens", *result["kl"]],
+                [[role, str(result["tokens"][role]), *(cell(title, role) for title in result["kl"])] for role in ROLES])
 
 
 def draw_roles(result, figure):
@@ -472,8 +475,10 @@ def draw_roles(result, figure):
     axis, n = figure.subplots(), len(result["kl"])
     for k, (title, kl) in enumerate(result["kl"].items()):
         bars = axis.bar([i + 0.8 * (k + 0.5) / n - 0.4 for i in range(len(ROLES))], [kl[role] or 0 for role in ROLES],
-                        0.8 / n, label=title, edgecolor="black", color=str(1 - k / n), hatch=["", "//", "..", "xx"][k % 4])
+                        0.8 / n, color=str(1 - k / n), hatch=("", "//", "..", "xx")[k % 4], edgecolor="black",
+                        label=title)
         axis.bar_label(bars, fmt="%.2f", fontsize=8)
+    axis.margins(y=0.1)
     axis.set_xticks(range(len(ROLES)), [f"{role}\n({result['tokens'][role]} tokens)" for role in ROLES])
     axis.set_ylabel("KL to the anchor, nats per token")
     figure.legend(loc="outside lower center", ncols=8, frameon=False)
@@ -524,8 +529,8 @@ def draw_trajectory(result, figure):
         for role, (color, hatch) in ROLES.items():
             at = [i for i, token in enumerate(tokens) if token["role"] == role]
             axis.bar(at, [tokens[i]["kl"] for i in at], color=color, hatch=hatch, edgecolor="black", label=role)
-        axis.set_xticks(range(len(tokens)), [f"{token['token']}\n{token['step']}" for token in tokens], parse_math=False,
-                        fontsize=8 if len(tokens) < 16 else 5)
+        axis.set_xticks(range(len(tokens)), [f"{token['token']}\n{token['step']}" for token in tokens],
+                        parse_math=False, fontsize=8 if len(tokens) < 16 else 5)
         axis.set_title(question["question"], fontsize=9, parse_math=False)
         axis.set_ylabel("KL, nats")
     figure.axes[-1].set_xlabel(f"token, and the step of {question['steps']} that fixed it ({result['title']})")
@@ -606,7 +611,7 @@ def draw_rollout(result, figure):
     for q in result["questions"]:
         lines += [[["Q: " + q["question"], False]], [["GT: " + q["reference"], False]]]
         for state in q["states"]:
-            lines += [[[f"{name:12}", False], *state[part]] for name, part in (
+            lines += [[[f"{name:12}", False], *(state[part] or [["(empty)", False]])] for name, part in (
                 (f"y_t k={state['step']}/{q['steps']}", "state"), ("anchor", "response"))]
         lines.append([])
     draw_text(lines[:-1], figure)
@@ -636,8 +641,9 @@ def analysis_gallery(runs, rows, a):
                            a.steps or length, a.batch_size)
         answers.append([fragments(row["answer"], decode(predictor, tokenizer, ids)) for row, ids in zip(rows, outputs)])
     return {"convention": "flagged: runs of words that the reference holds too, in its order", "questions": [
-        {"question": row["question"], "reference": row["answer"], "answers": [
-            {"title": run.title, "text": texts[i]} for run, texts in zip(runs, answers)]} for i, row in enumerate(rows)]}
+        {"question": row["question"], "reference": row["answer"],
+         "answers": [{"title": run.title, "text": texts[i]} for run, texts in zip(runs, answers)]}
+        for i, row in enumerate(rows)]}
 
 
 def table_gallery(result):
@@ -651,7 +657,8 @@ def draw_gallery(result, figure):
     lines = []
     for q in result["questions"]:
         lines += [[["Q: " + q["question"], False]], [[f"{'Reference':12}", False], [q["reference"], False]],
-                  *([[f"{answer['title']:12}", False], *answer["text"]] for answer in q["answers"]), []]
+                  *([[f"{answer['title']:12}", False], *(answer["text"] or [["(empty)", False]])]
+                    for answer in q["answers"]), []]
     draw_text(lines[:-1], figure)
 
 
@@ -682,8 +689,8 @@ def analysis_infill(runs, rows, a):
                 count += label.bincount(minlength=2)
             curves[-1]["recall"].append((right.sum() / count.sum()).item())
             curves[-1]["fact"].append((right[1] / count[1]).item() if count[1] else None)
-    return {"n": len(rows), "samples": a.samples, "shares": shares, "runs": curves, "convention": "share of the answer's "
-            "masked tokens predicted right in one step; each masked token of each state counts alike"}
+    return {"n": len(rows), "samples": a.samples, "shares": shares, "runs": curves, "convention": "share of the "
+            "answer's masked tokens predicted right in one step; each masked token of each state counts alike"}
 
 
 def draw_infill(result, figure):
@@ -703,9 +710,12 @@ RELEARN_STEPS = 20
 
 
 def analysis_relearn(runs, rows, a):
-    """What returns on nine tenths of the forget rows after RELEARN_STEPS of SFT on every tenth row, at one learning rate."""
+    """What returns of nine tenths of the forget rows after RELEARN_STEPS of SFT on every tenth, at one learning rate.
+
+    lr: the lowest of the runs', which is unlearning's where the base is among them.
+    """
     given, rest, results = rows[::10], [row for i, row in enumerate(rows) if i % 10], []
-    lr = min(run.options.lr for run in runs)  # unlearning's, where the base is among the runs
+    lr = min(run.options.lr for run in runs)
     if not rest:
         raise ValueError(f"--analysis relearn: {len(rows)} forget rows leave none to score; give more than one")
 
@@ -729,8 +739,9 @@ def analysis_relearn(runs, rows, a):
                         dtype=run.options.dtype, weights=run.options.weights)
             mdu.main([f"--{name.replace('_', '-')}={value}" for name, value in argv.items() if value is not None])
             results.append({"title": run.title, "before": measure(run.path), "after": measure(f"{scratch}/run")})
-    return {"n": len(rest), "given": len(given), "steps": RELEARN_STEPS, "lr": lr, "samples": a.samples, "runs": results,
-            "convention": "means over the rows that were not given: probability (Eq. 7), ROUGE-L recall, key fact held"}
+    return {"n": len(rest), "given": len(given), "steps": RELEARN_STEPS, "lr": lr, "samples": a.samples,
+            "runs": results, "convention": "means over the n rows that were not given: prob is Eq. 7's, recall "
+            "ROUGE-L's, fact the share of generations that hold the key fact"}
 
 
 def draw_relearn(result, figure):
@@ -763,7 +774,7 @@ ANALYSES = {  # name: (analysis, table or None, drawing)
 
 
 def analyse(name, a):
-    """analysis/NAME.json and NAME.png beside the first run; --redraw: the picture alone, from the JSON that is there."""
+    """analysis/NAME.json and NAME.png beside the first run; --redraw: the picture alone, from the JSON there."""
     measure, table, draw = ANALYSES[name]
     folder = Path(a.runs[0]).resolve().parent / "analysis"
     file, picture = folder / f"{name}.json", folder / f"{name}.png"
