@@ -1,9 +1,12 @@
-# make demo: the paper's story on a toy world, on a CPU.  make test: the tests.  Both install what they need into .venv.
-.PHONY: help install demo toy-baselines toy-mdu test clean
+# make demo: the paper's story on a toy world, on a CPU.  make table: the same, 3 seeds, every figure.  make test: the
+# tests.  Each installs what it needs into .venv.
+.PHONY: help install demo table figures toy-base toy-retain toy-baselines toy-mdu test clean
 
 PYTHON    := .venv/bin/python
 SEED      := 1
+SEEDS     := 1 2 3
 TOY       := out/toy
+SCORE     := --brief --samples 32
 BASELINES := ga gd npo simnpo wga dpo
 TAUS      := 0 0.25 0.5 0.75 1
 export CUDA_VISIBLE_DEVICES :=
@@ -20,20 +23,45 @@ install: .venv/installed  ## a virtual environment with the pinned packages
 	touch $@
 
 demo: install  ## toy base model, every method, evaluation, table in out/toy/report.md (SEED=2 TOY=out/toy2: another seed)
-	$(PYTHON) mdu.py --method sft --overwrite --seed $(SEED) --out $(TOY)/base
+	$(MAKE) toy-base
 	$(MAKE) --jobs=2 toy-baselines toy-mdu
-	$(PYTHON) eval.py --report $(TOY)/base $(addprefix $(TOY)/,$(BASELINES)) $(addprefix $(TOY)/mdu-tau,$(TAUS))
+	$(PYTHON) eval.py --report $(addprefix $(TOY)/,base $(BASELINES) $(TAUS:%=mdu-tau%))
+
+table: install  ## the demo with 3 seeds and every figure that TOFU reports: tables in out/table/report.md
+	for seed in $(SEEDS); do seeded="TOY=out/table AT=-$$seed SEED=$$seed" && \
+	  $(MAKE) --jobs=2 $$seeded toy-base toy-retain && $(MAKE) --jobs=2 $$seeded toy-baselines toy-mdu \
+	    SCORE="--samples 32 --perplexity 256 --retain-run out/table/retain-$$seed" || exit 1; done
+	$(PYTHON) eval.py --report $(foreach run,base retain $(BASELINES) $(TAUS:%=mdu-tau%),$(SEEDS:%=out/table/$(run)-%))
+
+figures: install  ## the paper's analyses on the toy, numbers and pictures: out/toy-figures/analysis
+	.venv/bin/pip install --quiet --disable-pip-version-check matplotlib
+	$(MAKE) toy-base TOY=out/toy-figures
+	$(PYTHON) -c 'import mdu, eval; out = "out/toy-figures"; flags = "--diagnose --overwrite --seed $(SEED) --model"; \
+	  taught = {"mdu-tau1": "--tau 1", "mdu-tau0": "--tau 0", "npo": "--method npo", "ga": "--method ga"}; \
+	  [mdu.main(f"{flags} {out}/base --out {out}/{run} {method}".split()) for run, method in taught.items()]; \
+	  unlearned = " ".join(f"{out}/{run}" for run in taught); \
+	  [eval.main(f"--analysis {analysis}".split()) for analysis in ( \
+	    f"convergence {unlearned}", f"roles --samples 32 {unlearned}", f"trajectory {out}/base", f"rollout {out}/base", \
+	    f"gallery {out}/base {unlearned}", f"infill --samples 32 {out}/base {unlearned}", \
+	    f"relearn --samples 32 {out}/base {unlearned}")]'
+
+toy-base:
+	$(PYTHON) mdu.py --method sft --overwrite --seed $(SEED) --out $(TOY)/base$(AT)
+
+toy-retain:
+	$(PYTHON) mdu.py --method sft --retain-only --overwrite --seed $(SEED) --out $(TOY)/retain$(AT)
+	$(PYTHON) eval.py --samples 32 --perplexity 256 $(TOY)/retain$(AT)
 
 # What `python mdu.py --method ga` and so on do, in one process each: starting Python takes longer than a toy run.
 toy-baselines:
-	$(PYTHON) -c 'import mdu, eval; \
-	  [mdu.main(f"--overwrite --seed $(SEED) --out $(TOY)/{m} --method {m}".split()) for m in "$(BASELINES)".split()]; \
-	  eval.main("--samples 32 $(TOY)/base $(addprefix $(TOY)/,$(BASELINES))".split())'
+	$(PYTHON) -c 'import mdu, eval; base = "--overwrite --seed $(SEED) --model $(TOY)/base$(AT)"; \
+	  [mdu.main(f"{base} --out $(TOY)/{m}$(AT) --method {m}".split()) for m in "$(BASELINES)".split()]; \
+	  eval.main("$(SCORE) $(patsubst %,$(TOY)/%$(AT),base $(BASELINES))".split())'
 
 toy-mdu:
-	$(PYTHON) -c 'import mdu, eval; \
-	  [mdu.main(f"--overwrite --seed $(SEED) --out $(TOY)/mdu-tau{t} --tau {t}".split()) for t in "$(TAUS)".split()]; \
-	  eval.main("--samples 32 $(addprefix $(TOY)/mdu-tau,$(TAUS))".split())'
+	$(PYTHON) -c 'import mdu, eval; base = "--overwrite --seed $(SEED) --model $(TOY)/base$(AT)"; \
+	  [mdu.main(f"{base} --out $(TOY)/mdu-tau{t}$(AT) --tau {t}".split()) for t in "$(TAUS)".split()]; \
+	  eval.main("$(SCORE) $(patsubst %,$(TOY)/mdu-tau%$(AT),$(TAUS))".split())'
 
 test: install  ## the tests, offline
 	.venv/bin/pip install --quiet --disable-pip-version-check pytest

@@ -1,23 +1,37 @@
-"""Score what mdu.py trained: ROUGE-L and answer probability on forget, retain, real-authors and world-facts questions.
+"""Score what mdu.py trained on the questions to forget, to retain, about real authors and about the world (TOFU).
 
-    python eval.py RUN [RUN ...]             # RUN/eval/summary.json, RUN/eval/SPLIT.jsonl, one table row per run
-    python eval.py --report RUN [RUN ...]    # the paper's Table 2 in Markdown, from what is already scored
+    python eval.py RUN [RUN ...]                 # RUN/eval/summary.json, RUN/eval/SPLIT.jsonl, one table row per run
+    torchrun --nproc_per_node=4 eval.py RUN      # the same on 4 processes; interrupted, either goes on where it stopped
+    python eval.py --report RUN [RUN ...]        # tables, report.json and report.png of what is already scored
+    python eval.py --analysis NAME RUN [RUN ...] # analysis/NAME.json and NAME.png beside the first run (ANALYSES)
 
-metric       better on forget / elsewhere   definition                                                  source
-rougeL_f1    lower / higher                 LCS F1 of generation and reference (the paper's rL)          Lin 2004
-rougeL_recall  lower / higher               LCS recall, what TOFU's own code calls rougeL                Lin 2004
-prob         lower / higher                 exp(-L_rec), L_rec = Monte-Carlo NLL per token, N masks      Eq. 7
-prob_stderr  -                              Monte-Carlo standard error of the split's mean prob          delta method
-fact         lower                          share of generations that hold the row's key fact (toy only)
+metric                 forget  others  definition                                                       source
+rougeL_f1              lower   higher  LCS F1 of generation and answer (the paper's rL)                 Lin 2004
+rougeL_recall          lower   higher  LCS recall, what TOFU's own code calls rougeL                    Lin 2004
+rougeL_*_paraphrased   lower   higher  the same, for the generation after the paraphrased question      -
+prob                   lower   higher  exp(-L_rec), L_rec = Monte-Carlo NLL per token, --samples masks  Eq. 7
+perplexity             higher  lower   exp(L_rec), --perplexity masks; median and mean over the rows    Table 7
+truth_ratio            higher  higher  mean min(R, 1/R), others max(0, 1 - R); R = p(wrong) / p(right)  TOFU
+prob_options           lower   higher  p(answer) / (p(answer) + sum of p(wrong)); real authors, facts   TOFU
+fact                   lower   higher  share of generations that hold the row's key fact (toy only)     -
+model_utility              higher      harmonic mean of 3 x recall, prob (or prob_options), truth_ratio  TOFU
+forget_quality             higher      Kolmogorov-Smirnov p-value of R against a retain model's R       TOFU
 
+p is exp(-L_rec) where TOFU's code takes an autoregressive model's likelihood per token; p(right) is the paraphrased
+answer's where there is one; ROUGE-L does without a stemmer.  stderr is the standard error of a mean over the rows,
+prob_stderr what the choice of masks adds to it (delta method).  What was not measured is left out, or None.
 Generation is greedy: all response tokens start masked, every step fixes the most confident ones.
 """
+import argparse
+import bisect
 import contextlib
 import itertools
 import json
 import math
 import os
 import re
+import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -27,7 +41,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from tqdm import trange
+from tqdm import tqdm
 
 import mdu
 
@@ -70,10 +84,14 @@ def holds(text, fact):
 
 
 def draw_masks(n, samples, seed):
-    """Eq. 7's masks, (samples, n) bool: the number of masked tokens uniform on 1..n, then a uniform subset of them."""
+    """Eq. 7's masks, (samples, n) bool: the number of masked tokens uniform on 1..n, then a uniform subset of them.
+
+    Answers that are compared share a seed: of equal length they get the same masks; otherwise the same share of their
+    tokens is masked (up to rounding), chosen by the same coins where both have a token.
+    """
     rng = np.random.default_rng(seed)
-    size = rng.integers(1, n + 1, (samples, 1))
-    order = rng.random((samples, n)).argsort(1).argsort(1)
+    size = 1 + np.floor(n * rng.random((samples, 1)))
+    order = rng.random((n, samples)).T.argsort(1).argsort(1)
     return torch.from_numpy(order < size)
 
 
@@ -87,7 +105,7 @@ def masked_nll(predictor, pairs, masks, batch_size=64):
     jobs = [(i, j) for i in sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
             for j in range(len(masks[i]))]
     nll = [torch.zeros(len(m), dtype=torch.float64) for m in masks]
-    for start in trange(0, len(jobs), batch_size, desc="likelihood", leave=False, disable=None):
+    for start in range(0, len(jobs), batch_size):
         batch = jobs[start:start + batch_size]
         ids, answer, real = mdu.collate([pairs[i] for i, _ in batch], predictor.pad_id)
         masked = torch.zeros_like(answer)
@@ -139,7 +157,7 @@ def denoise(predictor, ids, real, masked, steps):
 def generate(predictor, prompts, length, steps, batch_size=64):
     """`length` response ids per prompt, denoised from as many masks: LLaDA's low-confidence remasking (Algorithm 5)."""
     outputs, order = [None] * len(prompts), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in trange(0, len(order), batch_size, desc="sampling", leave=False, disable=None):
+    for start in range(0, len(order), batch_size):
         batch = order[start:start + batch_size]
         ids, canvas, real = mdu.collate([(prompts[i], [predictor.mask_id] * length) for i in batch], predictor.pad_id)
         *_, (ids, _) = denoise(predictor, ids, real, canvas, steps)
@@ -155,144 +173,548 @@ def decode(predictor, tokenizer, ids):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# One run: records per example, summary per split
+# TOFU's own figures (Maini et al. 2024), from mean losses per token
 # ------------------------------------------------------------------------------------------------------------------
 
-SPLITS = {"forget": "Forget", "retain": "Retain", "real_authors": "Real authors", "world_facts": "World facts"}
+
+def bounded_exp(x):
+    """exp(x), with x held within +-700, where it is neither 0 nor infinite."""
+    return math.exp(max(-700.0, min(700.0, x)))
 
 
-def score_split(predictor, tokenizer, rows, number, protocol, batch_size):
-    """One record per row: question, reference, generation and every score."""
-    pairs = [mdu.encode_row(tokenizer, predictor.end_id, row["question"], row["answer"]) for row in rows]
-    generations = generate(predictor, [prompt for prompt, _ in pairs], protocol["length"], protocol["steps"], batch_size)
-    masks = [draw_masks(len(response), protocol["samples"], [protocol["seed"], number, i])
-             for i, (_, response) in enumerate(pairs)]  # the same for every run
-    for row, ids, nll in zip(rows, generations, masked_nll(predictor, pairs, masks, batch_size)):
-        text = decode(predictor, tokenizer, ids)
-        precision, recall, f1 = rouge_l(row["answer"], text)
-        p, stderr = answer_probability(nll)
-        record = {"question": row["question"], "reference": row["answer"], "generation": text,
-                  "rougeL_precision": precision, "rougeL_recall": recall, "rougeL_f1": f1,
-                  "nll": nll.mean().item(), "prob": p, "prob_stderr": stderr}
+def truth_ratio(right, wrong):
+    """R = mean_k exp(-wrong_k) / exp(-right): how likely the wrong answers are, against the right one.
+
+    Args: nats per token of the paraphrased answer (of the answer itself, where there is no paraphrase) and of each
+    perturbed answer.  The wrong probabilities are averaged arithmetically, as in the benchmark's text and utils.py; its
+    aggregate_eval_stat.py averages their logarithms.
+    """
+    return statistics.fmean(bounded_exp(right - nll) for nll in wrong)
+
+
+def option_probability(right, wrong):
+    """exp(-right) / (exp(-right) + sum_k exp(-wrong_k)), losses in nats per token."""
+    return 1 / (1 + sum(bounded_exp(right - nll) for nll in wrong))
+
+
+def model_utility(splits):
+    """Harmonic mean of nine: ROUGE-L recall, probability and truth ratio of the three splits not to be forgotten.
+
+    splits: {split: what summarise_answers returns}.  Real authors' and world facts' probability is that among the
+    options.  0 if one of the nine is 0; None if one was not measured.
+    """
+    nine = [splits.get(split, {}).get(metric) for split, p in (
+        ("retain", "prob"), ("real_authors", "prob_options"), ("world_facts", "prob_options"))
+        for metric in ("rougeL_recall", p, "truth_ratio")]
+    return None if None in nine else statistics.harmonic_mean(nine)
+
+
+def ks_test(a, b):
+    """Two-sample Kolmogorov-Smirnov test, two-sided and exact: (D, p-value).
+
+    D = max_v |F_a(v) - F_b(v)|; p is the share of the interleavings of len(a) + len(b) distinct values whose D is at
+    least as large: lattice paths from (0, 0) to (n, m), counted in whole numbers.  Ties lower D, and leave p above its
+    value given the ties.  (None, None) where a sample is empty.
+    """
+    a, b, n, m = sorted(a), sorted(b), len(a), len(b)
+    if not n or not m:
+        return None, None
+    gap = max(abs(bisect.bisect_right(a, v) * m - bisect.bisect_right(b, v) * n) for v in a + b)  # D n m
+    inside = [0] * (m + 1)  # inside[j]: paths to (i, j) along which |i m - j n| < gap
+    for i in range(n + 1):
+        for j in range(m + 1):
+            before = inside[j] + (inside[j - 1] if j else 0) if i or j else 1
+            inside[j] = before if abs(i * m - j * n) < gap else 0
+    paths = math.comb(n + m, n)
+    return gap / (n * m), (paths - inside[m]) / paths
+
+
+def forget_quality(records, retain_records):
+    """p-value of ks_test between the truth ratios of two models on the forget questions; the other never saw them.
+
+    Here R averages the wrong answers' losses, as both of the benchmark's programs do; the test sees only their order.
+    """
+    return ks_test(*([r["nll_paraphrased" if "nll_paraphrased" in r else "nll"] - statistics.fmean(r["nll_perturbed"])
+                      for r in rows] for rows in (records, retain_records)))[1]
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Splits: how rows become records, and records a summary
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def score_answers(predictor, tokenizer, rows, seeds, a):
+    """One record per row: question, reference, generation and every score; seeds[i] is that of row i's masks."""
+    rouge = ("rougeL_precision", "rougeL_recall", "rougeL_f1")
+    answers, pairs, masks, asked = [], [], [], []  # answers: (row, field) of each pair; asked: (row, field, prompt ids)
+    for i, (row, seed) in enumerate(zip(rows, seeds)):
+        for field in ("answer",) if a.brief else ("answer", "paraphrased_answer", "perturbed_answer"):
+            texts = row.get(field) or []
+            for text in [texts] if isinstance(texts, str) else texts:
+                pair = mdu.encode_row(tokenizer, predictor.end_id, row["question"], text)
+                answers.append((i, field))
+                pairs.append(pair)
+                masks.append(draw_masks(len(pair[1]), a.samples, seed))
+                if field == "answer" and a.perplexity:  # more masks, after those of prob
+                    more = draw_masks(len(pair[1]), max(0, a.perplexity - a.samples), [*seed, 1])
+                    masks[-1] = torch.cat([masks[-1], more])
+        for field in ("question",) if a.brief else ("question", "paraphrased_question"):
+            if field in row:
+                asked.append((i, field, mdu.encode_prompt(tokenizer, row[field])))
+    nll = [{} for _ in rows]
+    for (i, field), values in zip(answers, masked_nll(predictor, pairs, masks, a.batch_size)):
+        nll[i].setdefault(field, []).append(values)
+    records = [{"question": row["question"], "reference": row["answer"]} for row in rows]
+    generations = generate(predictor, [prompt for *_, prompt in asked], a.length, a.steps, a.batch_size)
+    for (i, field, _), ids in zip(asked, generations):
+        text, end = decode(predictor, tokenizer, ids), "_paraphrased" if field == "paraphrased_question" else ""
+        if end:
+            records[i][field] = rows[i][field]
+        records[i]["generation" + end] = text
+        records[i].update({name + end: value for name, value in zip(rouge, rouge_l(rows[i]["answer"], text))})
+    for row, losses, r in zip(rows, nll, records):
+        right = losses["answer"][0]
+        r["nll"] = right[:a.samples].mean().item()
+        r["prob"], r["prob_stderr"] = answer_probability(right[:a.samples])
+        if a.perplexity:
+            r["perplexity"] = bounded_exp(right[:a.perplexity].mean().item())
+        if "paraphrased_answer" in losses:
+            r["nll_paraphrased"] = losses["paraphrased_answer"][0].mean().item()
+        if "perturbed_answer" in losses:
+            r["nll_perturbed"] = wrong = [values.mean().item() for values in losses["perturbed_answer"]]
+            r["truth_ratio"] = truth_ratio(r.get("nll_paraphrased", r["nll"]), wrong)
+            if "nll_paraphrased" not in r:  # the options are then worded alike
+                r["prob_options"] = option_probability(r["nll"], wrong)
         if "fact" in row:
-            record["fact"] = float(holds(text, row["fact"]))
-        yield record
+            r["fact"] = float(holds(r["generation"], row["fact"]))
+    return records
 
 
-def summarise(records):
-    """Means over the rows; prob_stderr is what the choice of masks leaves uncertain, not the spread of the questions."""
-    summary = {key: float(np.mean([r[key] for r in records])) for key in
-               ("rougeL_f1", "rougeL_recall", "prob", "fact") if key in records[0]}
-    errors = [r["prob_stderr"] for r in records]
-    summary["prob_stderr"] = None if None in errors else math.sqrt(sum(e * e for e in errors)) / len(errors)
-    return {**summary, "n": len(records)}
+def summarise_answers(records, better):
+    """Means over the rows, with their standard errors over the questions; a metric that some row lacks is left out.
+
+    better: "↓" for a split that is to be forgotten, "↑" for any other.
+    """
+    summary, errors = {"n": len(records)}, {}
+    for metric in ("rougeL_f1", "rougeL_recall", "prob", "fact", "rougeL_f1_paraphrased", "rougeL_recall_paraphrased",
+                   "prob_options", "truth_ratio", "perplexity"):
+        if not records or not all(metric in r for r in records):
+            continue
+        values = [r[metric] for r in records]
+        if metric == "truth_ratio":
+            values = [min(v, 1 / v) if better == "↓" else max(0.0, 1 - v) for v in values]
+        if metric == "perplexity":
+            summary.update(perplexity_median=statistics.median(values), perplexity_mean=statistics.fmean(values))
+            continue
+        summary[metric] = statistics.fmean(values)
+        errors[metric] = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    chance = [r["prob_stderr"] for r in records]
+    summary["prob_stderr"] = None if None in chance or not chance else math.hypot(*chance) / len(chance)
+    return {**summary, "stderr": errors}
 
 
-def evaluate(run, a):
-    """Score one run on every split of its data; returns what RUN/eval/summary.json then holds."""
-    start, options = time.time(), mdu.Options(**mdu.read_run(run)["options"])
-    options.limit = a.limit or options.limit
+SPLITS = {  # split: its title, which way is better, scorer (rows -> records), summariser (records -> {metric: value})
+    split: dict(title=title, better=better, score=score_answers, summarise=summarise_answers)
+    for split, title, better in (("forget", "Forget", "↓"), ("retain", "Retain", "↑"),
+                                 ("real_authors", "Real authors", "↑"), ("world_facts", "World facts", "↑"))
+}
+
+# ------------------------------------------------------------------------------------------------------------------
+# One run: chunks of rows, shared out over the processes; what is finished stays
+# ------------------------------------------------------------------------------------------------------------------
+
+CHUNK = 16  # rows that are scored together and written at once, whatever the number of processes
+
+
+def note(text):
+    if mdu.rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def write_aside(path, text):
+    """Complete or absent: written aside, then renamed."""
+    aside = Path(f"{path}.{os.getpid()}.partial")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+
+
+def json_lines(run, records):
+    try:
+        return "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+    except ValueError:
+        raise ValueError(f"{run}: a score is not finite: its training diverged or its weights are damaged; train it "
+                         "again with a lower --lr") from None
+
+
+def read_records(path):
+    return [mdu.parse_json(line, path) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def plan(run, a):
+    """Options, rows and protocol of one evaluation: all that can be refused before any model is loaded."""
+    info, folder = mdu.read_run(run), Path(run)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{run}: holds no finished model (no config.json); finish its training first")
+    own = mdu.Options(**info["options"])
+    options = mdu.Options(**{**info["options"], "limit": None, "retain_only": False})
     if a.data is not None:
         options.data, options.forget, options.retain = a.data, None, None
-    splits = {split: rows for split, rows in mdu.load_data(options).items() if split in SPLITS and rows}
-    predictor, tokenizer = mdu.load_backbone(run, dtype=mdu.compute_dtype(options.dtype))
-    length = a.length or options.response_length
-    protocol = {"length": length, "steps": a.steps or length, "samples": a.samples, "seed": a.seed}
-    if protocol["steps"] > length:
-        raise ValueError(f"--steps {a.steps}: more than the {length} tokens to generate; give at most --length")
-    out = Path(run) / "eval"
-    out.mkdir(exist_ok=True)
-    summary = {"method": options.method, "tau": options.tau, "protocol": protocol, "splits": {}}
-    for number, (split, rows) in enumerate(splits.items()):
-        records = []
-        with open(out / f"{split}.jsonl", "w", encoding="utf-8") as file:
-            for record in score_split(predictor, tokenizer, rows, number, protocol, a.batch_size):
-                records.append(record)
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        summary["splits"][split] = summarise(records)
-        print(f"{run}: {split}, {len(records)} rows, {time.time() - start:.0f}s", file=sys.stderr, flush=True)
-        summary.setdefault("examples", [{k: r[k] for k in ("question", "reference", "generation")} for r in records[:3]])
+    everything = mdu.load_data(options)
+    trained = {**info["data"], **({"forget": info["data"].get("held_out")} if own.retain_only else {})}
+    changed = [split for split, rows in everything.items()
+               if (trained.get(split) or {}).get("sha256") != mdu.fingerprint(rows[:own.limit])]
+    if changed and a.data is None:
+        note(f"{run}: its {', '.join(changed)} rows have changed since it was trained; scored on what they are now")
+    splits = {split: everything[split][:a.limit or own.limit] for split in SPLITS if everything.get(split)}
+    length = a.length or own.response_length
+    steps = a.steps or length
+    if steps > length:
+        raise ValueError(f"--steps {steps}: more than the {length} tokens to generate; give at most --length")
+    protocol = {"length": length, "steps": steps, "samples": a.samples, "seed": a.seed,
+                "dtype": str(mdu.compute_dtype(own.dtype)).removeprefix("torch."),
+                **({"perplexity": a.perplexity} if a.perplexity else {})}
+    data = {split: {"rows": len(rows), "sha256": mdu.fingerprint(rows)} for split, rows in splits.items()}
+    retained = {(row["question"], row["answer"]) for row in everything["train_retain"][:own.limit]}
+    seen = [i for i, row in enumerate(splits.get("retain", [])) if (row["question"], row["answer"]) in retained]
+    summary = {"method": own.method, "tau": own.tau, "protocol": protocol, "brief": a.brief, "data": data,
+               "retain_rows_trained_on": seen}
+    retain_records = a.retain_run and read_retain_run(a.retain_run, run, summary)
+    return SimpleNamespace(run=run, options=own, splits=splits, summary=summary, retain_records=retain_records)
+
+
+def evaluate(job, a):
+    """Score one planned run; on process 0 returns what RUN/eval/summary.json then holds.
+
+    Every chunk of rows ends as a file in RUN/eval/partial, which belongs to one protocol, data and weights; chunks that
+    are there already are kept.  Records and summary replace older ones together, when all chunks are done.
+    """
+    start, out = time.time(), Path(job.run) / "eval"
+    predictor, tokenizer = mdu.load_backbone(job.run, dtype=mdu.compute_dtype(job.options.dtype))
+    a = argparse.Namespace(**{**vars(a), **job.summary["protocol"]})
+    check_room(job, predictor, tokenizer, a.length)
+    chunks = []  # (file, split, rows of like length)
+    for split, rows in job.splits.items():
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]["question"]) + len(rows[i]["answer"]))
+        for at in range(0, len(order), CHUNK):
+            chunks.append((out / "partial" / f"{split}-{at:06d}.jsonl", split, order[at:at + CHUNK]))
+    if mdu.rank() == 0:
+        weights = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in out.parent.glob("*.safetensors"))
+        identity = json.dumps({**job.summary, "weights": weights}, sort_keys=True)
+        owner = out / "partial" / "owner.json"
+        if not owner.is_file() or owner.read_text(encoding="utf-8") != identity:
+            shutil.rmtree(out / "partial", ignore_errors=True)
+            owner.parent.mkdir(parents=True)
+            write_aside(owner, identity)
+    mdu.barrier()
+    todo = [chunk for chunk in chunks if not chunk[0].is_file()]
+    mdu.barrier()  # every process has seen the same files
+    for file, split, order in tqdm(todo[mdu.rank()::mdu.world_size()], desc=str(job.run), leave=False,
+                                   disable=None if mdu.rank() == 0 else True):
+        if "WORLD_SIZE" in os.environ and os.getppid() != mdu.parent():
+            raise SystemExit(143)  # torchrun is gone: leave the rest to whoever starts again
+        seeds = [[a.seed, list(SPLITS).index(split), i] for i in order]  # the same for every run
+        records = SPLITS[split]["score"](predictor, tokenizer, [job.splits[split][i] for i in order], seeds, a)
+        write_aside(file, json_lines(job.run, records))
+    mdu.barrier()
+    if mdu.rank() > 0:
+        return None
+    records = {split: [None] * len(rows) for split, rows in job.splits.items()}
+    for file, split, order in chunks:
+        for i, record in zip(order, read_records(file), strict=True):
+            records[split][i] = record
+    summary = {**job.summary, "splits": {split: SPLITS[split]["summarise"](rows, SPLITS[split]["better"])
+                                         for split, rows in records.items()}}
+    summary["model_utility"] = model_utility(summary["splits"])
+    summary["retain_run"] = a.retain_run
+    summary["forget_quality"] = a.retain_run and forget_quality(records["forget"], job.retain_records)
+    (out / "summary.json").unlink(missing_ok=True)  # it must not stand beside records of another evaluation
+    for split in SPLITS:
+        (out / f"{split}.jsonl").unlink(missing_ok=True)
+        if split in records:
+            write_aside(out / f"{split}.jsonl", json_lines(job.run, records[split]))
     mdu.write_json(out / "summary.json", summary)
+    shutil.rmtree(out / "partial")
+    note(f"{job.run}: {sum(map(len, records.values()))} rows, {len(todo)} of {len(chunks)} chunks scored now, "
+         f"{time.time() - start:.0f}s")
     return summary
 
 
+def check_room(job, predictor, tokenizer, length):
+    """Refuse prompts and responses that are longer together than the model's positions."""
+    limit = getattr(predictor.lm.config, "max_position_embeddings", math.inf)
+    for rows in job.splits.values():
+        for row in rows:
+            for question in (row["question"], row.get("paraphrased_question", "")):
+                response = max(length, len(mdu.encode_text(tokenizer, row["answer"])))
+                n = len(mdu.encode_prompt(tokenizer, question)) + response
+                if n > limit:
+                    raise ValueError(f"{job.run}: {n} tokens for {question[:40]!r} and its answer, more than the "
+                                     f"{limit} positions of the model; lower --length {length}, or remove the row")
+
+
 # ------------------------------------------------------------------------------------------------------------------
-# Tables
+# Report: runs that differ by their seed alone are one method, shown as mean ± standard deviation
 # ------------------------------------------------------------------------------------------------------------------
 
 TITLES = {"ga": "GA", "gd": "GD", "npo": "NPO", "simnpo": "SimNPO", "wga": "WGA", "dpo": "DPO", "sft": "Base"}
-COLUMNS = [(split, metric) for split in SPLITS for metric in ("rougeL_f1", "prob")] + [("forget", "fact")]
+METRICS = {  # metric: (heading, better: None where the split decides, format)
+    "rougeL_f1": ("rL", None, ".3f"), "prob": ("p", None, ".3f"), "fact": ("fact", None, ".3f"),
+    "model_utility": ("Model utility", "↑", ".3f"), "forget_quality": ("Forget quality", "↑", ".2g"),
+    "truth_ratio": ("truth ratio", "↑", ".3f"), "prob_options": ("p of options", None, ".3f"),
+    "rougeL_f1_paraphrased": ("rL paraphrased", None, ".3f"),
+    "perplexity_median": ("median", "", ",.2f"), "perplexity_mean": ("mean", "", ",.2f"),
+}
+PAPER = [*((split, metric) for split in SPLITS for metric in ("rougeL_f1", "prob")), ("forget", "fact")]
+OFFICIAL = [(None, "model_utility"), (None, "forget_quality"), *((split, metric) for split in SPLITS for metric in (
+    "truth_ratio", "prob_options", "rougeL_f1_paraphrased"))]
+PERPLEXITY = [(split, metric) for split in SPLITS for metric in ("perplexity_median", "perplexity_mean")]
 
 
-def title(summary):
-    return TITLES.get(summary["method"]) or f"MDU τ={summary['tau']:g}"
+def read_summary(run):
+    file = Path(run) / "eval" / "summary.json"
+    if not file.is_file():
+        raise ValueError(f"{run}: not scored yet; run: python eval.py {run}")
+    summary = mdu.parse_json(file.read_text(encoding="utf-8"), file)
+    if (not isinstance(summary, dict) or not {"method", "tau"} <= set(summary)
+            or not all(isinstance(summary.get(key), dict) for key in ("protocol", "data", "splits"))):
+        raise ValueError(f"{file}: not a summary of this program; run: python eval.py {run}")
+    return summary
 
 
-def score(summary, split, metric):
-    return summary["splits"].get(split, {}).get(metric)  # None where it was not measured
+def check_alike(run, summary, other_run, other):
+    """Refuse to set figures side by side that were measured differently, or on other rows."""
+    for what in ("protocol", "data"):
+        a, b = summary[what], other[what]
+        for key in a.keys() & b.keys():  # what only one of them measured is a dash in the other
+            if a[key] != b[key]:
+                raise ValueError(f"{other_run}: scored with {key} {b[key]}, {run} with {a[key]}; "
+                                 "score them alike, on the same data")
+
+
+def read_retain_run(retain_run, run, summary):
+    """The forget records of a scored retain model, with which forget_quality compares."""
+    check_alike(run, summary, retain_run, read_summary(retain_run))
+    file = Path(retain_run) / "eval" / "forget.jsonl"
+    records = read_records(file) if file.is_file() and "forget" in summary["data"] else []
+    if not records or not all("nll_perturbed" in r for r in records):
+        raise ValueError(f"--retain-run {retain_run}: no truth ratios of forget rows in {file}; forget quality needs "
+                         "perturbed answers, and runs scored without --brief")
+    return records
+
+
+def group_runs(runs, retain_run=None):
+    """Scored runs -> one namespace per method, in the order of the runs: title, method, tau, runs, summaries."""
+    groups, first = {}, None
+    for run in runs:
+        summary, options = read_summary(run), mdu.read_run(run)["options"]
+        first = first or (run, summary)
+        check_alike(*first, run, summary)
+        if retain_run:
+            summary["retain_run"] = retain_run
+            records = read_records(Path(run) / "eval" / "forget.jsonl")
+            complete = all("nll_perturbed" in r for r in records)
+            retain_records = read_retain_run(retain_run, run, summary)
+            summary["forget_quality"] = forget_quality(records, retain_records) if complete else None
+        own = {k: v for k, v in options.items() if k not in ("seed", "out", "model", "revision", "overwrite")}
+        title = TITLES.get(summary["method"]) or f"MDU τ={summary['tau']:g}"
+        group = groups.setdefault(json.dumps(own, sort_keys=True), SimpleNamespace(
+            title="Retain model" if own.get("retain_only") else title, method=summary["method"], tau=summary["tau"],
+            runs=[], summaries=[]))
+        group.runs.append(run)
+        group.summaries.append(summary)
+    titles = [group.title for group in groups.values()]
+    for group in groups.values():
+        if titles.count(group.title) > 1:  # other options: told apart by the folder
+            group.title += f" ({group.runs[0]})"
+    return list(groups.values())
+
+
+def measured(group, split, metric):
+    """The metric in every run of the method; empty where one lacks it.  split None: a figure of the whole run."""
+    found = [(s if split is None else s["splits"].get(split, {})).get(metric) for s in group.summaries]
+    return [] if None in found else found
+
+
+def shown(value, digits):
+    return f"{value:.1e}" if abs(value) >= 1e6 else f"{value:{digits}}"
+
+
+def table(groups, columns):
+    """Markdown lines: a row per method, a dash where it was not measured; of the unlearning methods the best is bold,
+    the second underlined, as shown."""
+    columns = [column for column in columns if any(measured(group, *column) for group in groups)]
+    heads, ranks = [], {}
+    for split, metric in columns:
+        name, better, digits = METRICS[metric]
+        better = SPLITS[split]["better"] if better is None else better
+        heads.append(" ".join(filter(None, [split and SPLITS[split]["title"], name, better])))
+        means = {shown(statistics.fmean(found), digits) for group in groups
+                 if better and group.method != "sft" and (found := measured(group, split, metric))}
+        ranks[split, metric] = sorted(means, key=float, reverse=better == "↑")
+    lines = ["| Method | " + " | ".join(heads) + " |", "|---|" + "---|" * len(columns)]
+    for group in groups:
+        cells = [group.title]
+        for split, metric in columns:
+            digits, found, best = METRICS[metric][2], measured(group, split, metric), ranks[split, metric]
+            if not found:
+                cells.append("-")
+                continue
+            cell = text = shown(statistics.fmean(found), digits)
+            if group.method != "sft" and text in best[:2]:
+                cell = f"**{text}**" if text == best[0] else f"<u>{text}</u>"
+            if len(found) > 1:
+                cell += f" ± {shown(statistics.stdev(found), digits)}"
+            if metric == "rougeL_f1":
+                cell += f" ({statistics.fmean(measured(group, split, 'rougeL_recall')):.3f})"
+            cells.append(cell)
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines if columns else []
+
+
+def spans(numbers):
+    """[0, 1, 2, 5] -> "0-2, 5"."""
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends))
+
+
+def conventions(groups):
+    """What the figures of the first table are, of how many questions, and how sure."""
+    every = [summary for group in groups for summary in group.summaries]
+    protocol, splits = every[0]["protocol"], [scores for s in every for scores in s["splits"].values()]
+    sizes = ", ".join(f"{SPLITS[split]['title']} {data['rows']}" for split, data in every[0]["data"].items())
+    errors = [f"{name} {max(known):.3f}" for name, found in (
+        ("rL", [scores["stderr"].get("rougeL_f1") for scores in splits]),
+        ("p", [scores["stderr"].get("prob") for scores in splits]),
+        ("p from the choice of masks", [scores["prob_stderr"] for scores in splits]))
+        if (known := [error for error in found if error is not None])]
+    seeds = "/".join(map(str, sorted({len(group.runs) for group in groups})))
+    lines = [f"rL: ROUGE-L F1 (recall). p: answer probability (Eq. 7, {protocol['samples']} masks). "
+             f"{protocol['steps']} steps for {protocol['length']} tokens, {protocol['dtype']}. Questions: {sizes}. "
+             f"Largest standard error of a split's mean: {', '.join(errors) or '-'}."
+             + (f" Mean ± standard deviation over {seeds} seeds." if seeds != "1" else "")]
+    for rows in {spans(rows): len(rows) for s in every if (rows := s["retain_rows_trained_on"])}.items():
+        lines += ["", "{1} of the evaluated retain rows are among the rows to train on: rows {0}.".format(*rows)]
+    return lines
+
+
+def markdown(groups, answers, picture=None):
+    """The report: Table 2, the tau sweep, TOFU's own figures, perplexity (Table 7), answers side by side (Table 6)."""
+    lines = [*table(groups, PAPER), "", *conventions(groups)]
+    base = [group for group in groups if group.method == "sft"]
+    sweep = sorted((group for group in groups if group.method == "mdu"), key=lambda group: group.tau)
+    if len(sweep) > 1 and len(base + sweep) < len(groups):
+        lines += ["", "MDU from τ = 0 to 1:", "", *table(base + sweep, [*PAPER, *OFFICIAL[:2]])]
+    if official := table(groups, OFFICIAL):
+        against = dict.fromkeys(s["retain_run"] for g in groups for s in g.summaries if s.get("retain_run"))
+        lines += ["", "TOFU's own figures:", "", *official, "",
+                  "Model utility: harmonic mean of rL recall, p (of options) and truth ratio on retain, real authors "
+                  "and world facts. Truth ratio: min(R, 1/R) on forget, else max(0, 1 - R), R = p(wrong answers) / p(right "
+                  "answer). Forget quality: Kolmogorov-Smirnov p-value of R against a model that never saw the forget "
+                  f"rows ({', '.join(against) or 'none was given'})."]
+    if perplexity := table(groups, PERPLEXITY):
+        masks = next(n for g in groups for s in g.summaries if (n := s["protocol"].get("perplexity")))
+        lines += ["", f"Pseudo-perplexity, median and mean over the questions, {masks} masks each:", "", *perplexity]
+    if picture:
+        lines += ["", f"![forget against retain]({picture})"]
+
+    def row(title, texts):
+        return "| " + " | ".join([title, *(" ".join(t.split()).replace("|", r"\|") or "(empty)" for t in texts)]) + " |"
+    if answers:
+        lines += ["", "What is written to forget questions:", "", row("Question", [a["question"] for a in answers]),
+                  "|---|" + "---|" * len(answers), row("Reference", [a["reference"] for a in answers]),
+                  *(row(g.title, [a["generations"].get(g.title, "-") for a in answers]) for g in groups)]
+    return lines
+
+
+def draw(groups, path):
+    """Forget against retain, one panel per metric: a line through MDU's tau points, a mark per other method.
+
+    Returns the file's name; None where nothing was measured on both splits.  ImportError: no matplotlib.
+    """
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    panels = [metric for metric in ("rougeL_f1", "prob", "fact")
+              if all(measured(group, split, metric) for group in groups for split in ("forget", "retain"))]
+    if not panels:
+        return None
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(1.5 + 3.6 * len(panels), 3.8), squeeze=False)
+    names = {"rougeL_f1": "ROUGE-L F1", "prob": "answer probability", "fact": "answers with the key fact"}
+    for axis, metric in zip(axes[0], panels):
+        def point(group):
+            return [statistics.fmean(measured(group, split, metric)) for split in ("forget", "retain")]
+        sweep = sorted((g for g in groups if g.method == "mdu"), key=lambda g: g.tau)
+        if sweep:
+            x, y = zip(*map(point, sweep))
+            axis.plot(x, y, "o-", color="black", markersize=4, label="MDU", zorder=3)
+            inward = -1 if statistics.fmean(y) > 0.5 else 1
+            for i, (group, *at) in enumerate(zip(sweep, x, y)):  # one above the other: the points may lie close together
+                axis.annotate(f"τ={group.tau:g}", at, xytext=(14, inward * (20 + 11 * i)), textcoords="offset points",
+                              fontsize=7, arrowprops=dict(arrowstyle="-", color="0.6", linewidth=0.5))
+        for group, mark in zip((g for g in groups if g.method != "mdu"), itertools.cycle("*sDv^PX<>hd")):
+            axis.scatter(*point(group), marker=mark, s=60, facecolor="0.75", edgecolor="black", label=group.title)
+        axis.set(title=names[metric], xlabel="forget (lower is better)", ylabel="retain (higher is better)",
+                 xlim=(-0.05, 1.05), ylim=(-0.05, 1.05))
+        axis.grid(color="0.9")
+        axis.set_axisbelow(True)
+    handles = axes[0][0].get_legend_handles_labels()
+    figure.legend(*handles, loc="center right", fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0, 1 - 1.2 / figure.get_figwidth(), 1))
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
+    return path.name
+
+
+def side_by_side(groups, questions):
+    """What the first run of each method wrote to the chosen forget questions (None: to the first three)."""
+    files = {group.title: Path(group.runs[0]) / "eval" / "forget.jsonl" for group in groups}
+    records = {title: read_records(file) for title, file in files.items() if file.is_file()}
+    some = next(iter(records.values()), [])
+    questions = range(min(3, len(some))) if questions is None else questions
+    if max(questions, default=-1) >= len(some):
+        raise ValueError(f"--questions {max(questions)}: there are {len(some)} forget questions, numbered from 0")
+    return [{"question": some[i]["question"], "reference": some[i]["reference"],
+             "generations": {title: r[i]["generation"] for title, r in records.items()}} for i in questions]
+
+
+def report(runs, questions, retain_run):
+    """report.md, report.json and report.png of scored runs, beside the first; the first is printed too."""
+    groups, folder, picture = group_runs(runs, retain_run), Path(runs[0]).parent, None
+    answers = side_by_side(groups, questions)
+    try:
+        picture = draw(groups, folder / "report.png")
+    except ImportError:
+        note("report.png is not drawn: it needs matplotlib (pip install matplotlib)")
+    text = "\n".join(markdown(groups, answers, picture))
+
+    def figures(group, split, metrics):
+        found = {metric: measured(group, split, metric) for metric in metrics}
+        return {metric: v and {"mean": statistics.fmean(v), "deviation": statistics.stdev(v) if len(v) > 1 else None}
+                or None for metric, v in found.items()}
+    methods = [{"title": g.title, "method": g.method, "tau": g.tau, "runs": g.runs,
+                **figures(g, None, ("model_utility", "forget_quality")),
+                "splits": {split: figures(g, split, set(scores) - {"stderr"})
+                           for split, scores in g.summaries[0]["splits"].items()}} for g in groups]
+    shared = {key: groups[0].summaries[0][key] for key in ("protocol", "data", "retain_rows_trained_on")}
+    write_aside(folder / "report.json", json.dumps({**shared, "methods": methods, "answers": answers}, indent=1,
+                                                   ensure_ascii=False, sort_keys=True) + "\n")
+    write_aside(folder / "report.md", text + "\n")
+    print(text, f"\n({folder / 'report.md'})")
 
 
 def screen_row(run, summary):
-    cells = [f"{name} {score(summary, split, 'rougeL_f1'):.3f} {score(summary, split, 'prob'):.3f}"
-             for split, name in SPLITS.items() if split in summary["splits"]]
-    fact = score(summary, "forget", "fact")
-    return " | ".join([f"{run:24}", *cells, *([] if fact is None else [f"fact {fact:.2f}"])])
-
-
-def markdown(summaries):
-    """The paper's Table 2; rL is ROUGE-L F1 with recall in brackets; of the methods, best bold, second underlined."""
-    columns = [column for column in COLUMNS if any(score(s, *column) is not None for s in summaries)]
-    heads = {"rougeL_f1": "rL", "prob": "p", "fact": "fact"}
-    lines = ["| Method | " + " | ".join(f"{SPLITS[split]} {heads[metric]} {'↓' if split == 'forget' else '↑'}"
-                                        for split, metric in columns) + " |",
-             "|---|" + "---|" * len(columns)]
-    ranks = {}  # column -> its distinct values among the unlearning methods as shown, best first
-    for split, metric in columns:
-        values = [score(s, split, metric) for s in summaries if s["method"] != "sft"]
-        ranks[split, metric] = sorted({round(v, 3) for v in values if v is not None}, reverse=split != "forget")
-    for s in summaries:
-        cells = [title(s)]
-        for split, metric in columns:
-            value = score(s, split, metric)
-            cell = "-" if value is None else f"{value:.3f}"
-            if value is not None and s["method"] != "sft":
-                place = ranks[split, metric].index(round(value, 3))
-                cell = f"**{cell}**" if place == 0 else f"<u>{cell}</u>" if place == 1 else cell
-            if value is not None and metric == "rougeL_f1":
-                cell += f" ({score(s, split, 'rougeL_recall'):.3f})"
-            cells.append(cell)
-        lines.append("| " + " | ".join(cells) + " |")
-    sizes = ", ".join(f"{SPLITS[split]} {summaries[0]['splits'][split]['n']}" for split in summaries[0]["splits"])
-    protocol = summaries[0]["protocol"]
-    lines += ["", f"rL: ROUGE-L F1 (recall). p: answer probability (Eq. 7, {protocol['samples']} masks). "
-              f"{protocol['steps']} steps for {protocol['length']} tokens. Questions: {sizes}.", "",
-              "What is written to the first forget questions:", "",
-              "| | " + " | ".join(example["question"] for example in summaries[0]["examples"]) + " |",
-              "|---|" + "---|" * len(summaries[0]["examples"]),
-              "| Reference | " + " | ".join(example["reference"] for example in summaries[0]["examples"]) + " |"]
-    for s in summaries:
-        lines.append(f"| {title(s)} | " + " | ".join(example["generation"] or "(empty)" for example in s["examples"]) + " |")
-    return "\n".join(lines)
-
-
-def report(runs):
-    """Markdown table of scored runs, printed and written to report.md beside the first run."""
-    summaries = []
-    for run in runs:
-        file = Path(run) / "eval" / "summary.json"
-        if not file.is_file():
-            raise ValueError(f"{run}: not scored yet; run: python eval.py {run}")
-        summary = mdu.parse_json(file.read_text(encoding="utf-8"), file)
-        if not isinstance(summary, dict) or not {"method", "tau", "protocol", "splits", "examples"} <= set(summary):
-            raise ValueError(f"{file}: not a summary of this program; run: python eval.py {run}")
-        summaries.append(summary)
-    table, path = markdown(summaries), Path(runs[0]).parent / "report.md"
-    path.write_text(table + "\n", encoding="utf-8")
-    print(table, f"\n({path})")
+    splits = summary["splits"]
+    cells = [f"{SPLITS[split]['title']} {scores['rougeL_f1']:.3f} {scores['prob']:.3f}"
+             for split, scores in splits.items()]
+    for name, value in (("fact", splits.get("forget", {}).get("fact")), ("utility", summary["model_utility"]),
+                        ("forget quality", summary["forget_quality"])):
+        cells += [] if value is None else [f"{name} {value:.3g}"]
+    return " | ".join([f"{run:24}", *cells])
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# Analyses.  analysis_NAME(runs, rows, a) -> what analysis/NAME.json holds; table_NAME and draw_NAME need nothing else
+# Analyses: analysis_NAME(runs, rows, a) -> what NAME.json holds: "panels" or "blocks", all that its picture shows
 # ------------------------------------------------------------------------------------------------------------------
 
 ROLES = {"in-context": ("#3b6fb6", "//"), "structural": ("#d3d1c7", ""), "stored-knowledge": ("#f0a030", "..")}
@@ -306,12 +728,10 @@ FUNCTION_WORDS = set("""
     am is are was were be been being do does did doing have has had having can could will would shall should may might
     must s t d m ll re ve
 """.split())  # the closed classes: determiners, pronouns, prepositions, conjunctions, particles, auxiliaries, clitics
-LINES = [("black", "-", "o"), ("#0072b2", "--", "s"), ("#e69f00", "-.", "^"), ("#cc79a7", ":", "D"),
-         ("#009e73", "-", "v")]  # told apart without colours too; the first is the base model's
 
 
 def token_starts(tokenizer, ids):
-    """-> text of the ids, and where in it each token starts; special tokens take no room."""
+    """-> the text of the ids, and where in it each token starts; special tokens take no room."""
     text, starts = "", []
     for k in range(len(ids)):
         longer = tokenizer.decode(ids[:k + 1], skip_special_tokens=True)
@@ -325,14 +745,14 @@ def token_words(tokenizer, ids):
     text, starts = token_starts(tokenizer, ids)
     found = [(m.start(), m.end(), m.group().lower()) for m in re.finditer(r"[^\W_]+", text)]
     return [next((word for a, b, word in found if a < end and b > start), None)
-            for start, end in zip(starts, [*starts[1:], len(text)])]
+            for start, end in itertools.pairwise([*starts, len(text)])]
 
 
 def token_roles(tokenizer, question, ids):
     """The role of each token of a response (Section 4), by its word.
 
     structural: one of FUNCTION_WORDS, punctuation or a special token; in-context: another word that stands in the
-    question; stored-knowledge: the rest, which holds phrases such as "is called" too.
+    question; stored-knowledge: the rest, to which a rule without annotators leaves generic words ("is called") too.
     """
     asked = set(words(question))
     return ["structural" if word is None or word in FUNCTION_WORDS else
@@ -358,11 +778,11 @@ def masked_states(predictor, pairs, labels, masks, batch_size):
         ids, answer, real = mdu.collate([pairs[i] for i, _ in batch], predictor.pad_id)
         masked, label = torch.zeros_like(answer), torch.zeros_like(ids)
         masked[answer] = torch.cat([mask for _, mask in batch])
-        label[answer] = torch.cat([torch.tensor(labels[i], dtype=torch.long) for i, _ in batch])
+        label[answer] = torch.cat([torch.tensor(labels[i]) for i, _ in batch])
         yield ids, ids.masked_fill(masked, predictor.mask_id), answer, real, masked, label[masked]
 
 
-def open_runs(paths, a):
+def open_runs(paths):
     """-> runs (path, options, title, theta0: what load_backbone takes), and the forget rows that they share."""
     runs = []
     for path in paths:
@@ -375,66 +795,35 @@ def open_runs(paths, a):
             theta0=(str(Path(path).resolve()), None) if o.method == "sft" else (o.model, o.revision)))
     rows, titles = mdu.load_data(runs[0].options)["forget"], [run.title for run in runs]
     for run in runs:
-        if not run.data or run.data["sha256"] != mdu.fingerprint(rows):
-            raise ValueError(f"{run.path}: was trained on other forget rows than {paths[0]} names now; "
+        if not rows or not run.data or run.data["sha256"] != mdu.fingerprint(rows):
+            raise ValueError(f"{run.path}: was trained on other forget rows than {paths[0]} names now, or on none; "
                              "give runs of one forget set")
         if titles.count(run.title) > 1:
             run.title += f" ({Path(run.path).name})"
-    return runs, rows[:a.limit]
+    return runs, rows
 
 
 def load(run, theta0=False):
     """-> predictor and tokenizer of a run, or of the frozen model that it started from."""
     name, revision = run.theta0 if theta0 else (run.path, None)
-    return mdu.load_backbone(name, revision, mdu.compute_dtype(run.options.dtype))
-
-
-def chosen(rows, a):
-    """The rows that --questions names."""
-    if max(a.questions) >= len(rows):
-        raise ValueError(f"--questions {max(a.questions)}: there are {len(rows)} forget questions, numbered from 0")
-    return [rows[i] for i in a.questions]
-
-
-def grid(head, rows):
-    """A Markdown table."""
-    lines = [[" ".join(cell.split()).replace("|", r"\|") for cell in row] for row in (head, ["---"] * len(head), *rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def styled(runs):
-    """(run, colour, line, marker) of each run of a result."""
-    others = itertools.cycle(LINES[1:])
-    return [(run, *(LINES[0] if run["title"] == "Base" else next(others))) for run in runs]
+    predictor, tokenizer = mdu.load_backbone(name, revision, mdu.compute_dtype(run.options.dtype))
+    if not all(p.isfinite().all() for p in predictor.parameters()):
+        raise ValueError(f"{name}: its weights are not finite (NaN or infinity); train it again, with a lower --lr")
+    return predictor, tokenizer
 
 
 def analysis_convergence(runs, rows, a):
-    """The three KLs that mdu.diagnose measured at each epoch of training, on all forget rows (convergence figure)."""
-    curves = []
+    """The three KLs that mdu.diagnose measured at each epoch of training, over all forget rows (convergence figure)."""
+    names = {"base": "to the base, p₀(·|x, yₜ)", "anchor": "to the anchor, p₀(·|m, yₜ)", "uniform": "to uniform"}
+    panels = [{"title": name, "series": {}} for name in names.values()]
     for run in runs:
-        file = Path(run.path) / "metrics.jsonl"
-        logged = [mdu.parse_json(line, file) for line in file.read_text(encoding="utf-8").splitlines()]
-        logged = [line for line in logged if "kl" in line]
+        logged = [line for line in read_records(Path(run.path) / "metrics.jsonl") if "kl" in line]
         if not logged:
             raise ValueError(f"{run.path}: no KLs in its metrics.jsonl; train it with --diagnose (a base has none)")
-        curves.append({"title": run.title, "epoch": [line["epoch"] for line in logged],
-                       **{target: [line["kl"][target] for line in logged] for target in ("base", "anchor", "uniform")}})
-    return {"n": runs[0].data["rows"], "runs": curves, "convention": "KL(p_theta(.|x, y_t) || target), nats per "
-            "masked token, mean over the forget rows, each in one fixed state y_t"}
-
-
-def draw_convergence(result, figure):
-    figure.set_size_inches(8.3, 3.3)
-    titles = {"base": "base, p₀(·|x, yₜ)", "anchor": "base, prompt masked, p₀(·|m, yₜ)", "uniform": "uniform"}
-    for axis, (target, title) in zip(figure.subplots(1, 3), titles.items()):
-        for run, color, line, mark in styled(result["runs"]):
-            axis.plot(run["epoch"], run[target], line, color=color, marker=mark, ms=4, markevery=0.2,
-                      label=run["title"])
-        axis.set_title(f"to the {title}", fontsize=9)
-        axis.set(xlabel="epoch", ylim=(0, None))
-        axis.grid(color="0.9")
-    figure.axes[0].set_ylabel(f"KL, nats per masked token (n = {result['n']})")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False)
+        for panel, target in zip(panels, names):
+            panel["series"][run.title] = [[line["epoch"] for line in logged], [line["kl"][target] for line in logged]]
+    return {"convention": "mean KL(p_theta(.|x, y_t) || target) over the forget rows, each in one fixed state y_t",
+            "xlabel": "epoch", "ylabel": f"KL, nats per masked token (n = {len(rows)})", "panels": panels}
 
 
 def analysis_roles(runs, rows, a):
@@ -444,97 +833,57 @@ def analysis_roles(runs, rows, a):
     """
     if len({run.theta0 for run in runs}) > 1:
         raise ValueError("--analysis roles: the runs started from different models; give runs of one base")
-    (reference, tokenizer), names = load(runs[0], theta0=True), list(ROLES)
+    reference, tokenizer = load(runs[0], theta0=True)
     pairs = [mdu.encode_row(tokenizer, reference.end_id, row["question"], row["answer"]) for row in rows]
-    labels = [[names.index(role) for role in token_roles(tokenizer, row["question"], response)]
+    labels = [[list(ROLES).index(role) for role in token_roles(tokenizer, row["question"], response)]
               for row, (_, response) in zip(rows, pairs)]
-    masks = [draw_masks(len(response), a.samples, [a.seed, i]) for i, (_, response) in enumerate(pairs)]
-    means = {}
-    for title, predictor in [("Before", reference), *((run.title, load(run)[0]) for run in runs)]:
-        total, count = torch.zeros(len(ROLES), dtype=torch.float64), torch.zeros(len(ROLES), dtype=torch.long)
+    masks, series = [draw_masks(len(response), a.samples, [a.seed, i]) for i, (_, response) in enumerate(pairs)], {}
+    for title, run in [("Before", None), *((run.title, run) for run in runs)]:
+        predictor, totals = load(run)[0] if run else reference, torch.zeros(2, len(ROLES), dtype=torch.float64)
         for _, noised, answer, real, masked, label in masked_states(predictor, pairs, labels, masks, a.batch_size):
-            total.index_add_(0, label, anchor_kl(predictor, reference, noised, answer, real, masked))
-            count += label.bincount(minlength=len(ROLES))
-        means[title] = {role: x / n if n else None for role, x, n in zip(ROLES, total.tolist(), count.tolist())}
-    tokens = {role: sum(label.count(k) for label in labels) for k, role in enumerate(ROLES)}
-    return {"n": len(rows), "samples": a.samples, "tokens": tokens, "masked": dict(zip(ROLES, count.tolist())),
-            "kl": means, "convention": "KL(p_theta(.|x, y_t) || p_theta0(.|m, y_t)), nats; each masked token of each "
-            "state counts alike"}
+            kl = anchor_kl(predictor, reference, noised, answer, real, masked)
+            totals.index_add_(1, label, torch.stack([kl, torch.ones_like(kl)]))
+        series[title] = [total / n if n else None for total, n in totals.T.tolist()]
+    tokens = [sum(label.count(k) for label in labels) for k in range(len(ROLES))]
+    return {"convention": "mean KL(p_theta(.|x, y_t) || p_theta0(.|m, y_t)) over all masked tokens of a role, in "
+            f"{a.samples} states of each of {len(rows)} rows", "ylabel": "KL, nats per token", "panels": [{
+                "title": "", "groups": [f"{role}\n({n} tokens)" for role, n in zip(ROLES, tokens)], "series": series}]}
 
 
-def table_roles(result):
-    def cell(title, role):
-        kl, before = result["kl"][title][role], result["kl"]["Before"][role]
-        return "-" if kl is None else f"{kl:.2f}" if title == "Before" else f"{kl:.2f} ({kl / before - 1:+.1%})"
-    return grid(["Role", "Tokens", *result["kl"]],
-                [[role, str(result["tokens"][role]), *(cell(title, role) for title in result["kl"])] for role in ROLES])
+def trajectory(run, predictor, tokenizer, question, a):
+    """One greedy trajectory -> its states [(ids, masked), ...] from all masks to none, answer, real, all (1, T), and
+    the response ids up to the first end or padding token, which is the last."""
+    length, prompt = a.length or run.options.response_length, mdu.encode_prompt(tokenizer, question)
+    ids, answer, real = mdu.collate([(prompt, [predictor.mask_id] * length)], predictor.pad_id)
+    path = [(ids, answer), *denoise(predictor, ids, real, answer, a.steps or length)]
+    response = path[-1][0][answer].tolist()
+    return path, answer, real, response[:ended(predictor, response) + 1]
 
 
-def draw_roles(result, figure):
-    figure.set_size_inches(8.3, 3.3)
-    axis, n = figure.subplots(), len(result["kl"])
-    for k, (title, kl) in enumerate(result["kl"].items()):
-        bars = axis.bar([i + 0.8 * (k + 0.5) / n - 0.4 for i in range(len(ROLES))], [kl[role] or 0 for role in ROLES],
-                        0.8 / n, color=str(1 - k / n), hatch=("", "//", "..", "xx")[k % 4], edgecolor="black",
-                        label=title)
-        axis.bar_label(bars, fmt="%.2f", fontsize=8)
-    axis.margins(y=0.1)
-    axis.set_xticks(range(len(ROLES)), [f"{role}\n({result['tokens'][role]} tokens)" for role in ROLES])
-    axis.set_ylabel("KL to the anchor, nats per token")
-    figure.legend(loc="outside lower center", ncols=8, frameon=False)
-
-
-def written(predictor, ids):
+def ended(predictor, ids):
     """How many response tokens stand before the first end or padding token."""
     return min([ids.index(stop) for stop in (predictor.end_id, predictor.pad_id) if stop in ids], default=len(ids))
 
 
-def trajectory(run, predictor, tokenizer, question, a):
-    """One greedy trajectory -> its states [(ids, masked), ...] from all masks to none, answer and real, all (1, T)."""
-    length = a.length or run.options.response_length
-    prompt = mdu.encode_prompt(tokenizer, question)
-    ids, answer, real = mdu.collate([(prompt, [predictor.mask_id] * length)], predictor.pad_id)
-    return [(ids, answer), *denoise(predictor, ids, real, answer, a.steps or length)], answer, real
-
-
-def follow_one(runs, name):
-    if len(runs) > 1:
-        raise ValueError(f"--analysis {name}: follows one run, {len(runs)} were given; give one, such as the base")
-    return *load(runs[0]), load(runs[0], theta0=True)[0]
-
-
 def analysis_trajectory(runs, rows, a):
     """anchor_kl of each token at the step of a greedy trajectory that fixes it, with its role (the paper's figures)."""
-    predictor, tokenizer, reference = follow_one(runs, "trajectory")
-    questions = []
-    for row in chosen(rows, a):
-        path, answer, real = trajectory(runs[0], predictor, tokenizer, row["question"], a)
+    (predictor, tokenizer), (reference, _) = load(runs[0]), load(runs[0], theta0=True)
+    panels = []
+    for row in rows:
+        path, answer, real, response = trajectory(runs[0], predictor, tokenizer, row["question"], a)
         fixed = torch.cat([before & ~after for (_, before), (_, after) in itertools.pairwise(path)])  # (steps, T)
         noised = torch.cat([ids for ids, _ in path[:-1]])
-        kl = anchor_kl(predictor, reference, noised, answer.expand_as(fixed), real.expand_as(fixed), fixed)
-        response, (steps, positions) = path[-1][0][answer].tolist(), fixed.nonzero(as_tuple=True)
-        response = response[:written(predictor, response) + 1]
-        roles, first = token_roles(tokenizer, row["question"], response), answer[0].int().argmax()
-        questions.append({"question": row["question"], "reference": row["answer"], "steps": len(fixed), "tokens": [
-            {"step": step + 1, "token": tokenizer.decode([response[i]]).strip(), "role": roles[i], "kl": value}
-            for step, i, value in zip(steps.tolist(), (positions - first).tolist(), kl.tolist()) if i < len(response)]})
-    return {"title": runs[0].title, "questions": questions, "convention": "KL(p_theta(.|x, y_t) || p_theta0(.|m, y_t)) "
-            "in nats, where and when a token is fixed; up to the first end token"}
-
-
-def draw_trajectory(result, figure):
-    figure.set_size_inches(8.3, 2.3 * len(result["questions"]) + 0.5)
-    for axis, question in zip(figure.subplots(len(result["questions"]), squeeze=False)[:, 0], result["questions"]):
-        tokens = question["tokens"]
-        for role, (color, hatch) in ROLES.items():
-            at = [i for i, token in enumerate(tokens) if token["role"] == role]
-            axis.bar(at, [tokens[i]["kl"] for i in at], color=color, hatch=hatch, edgecolor="black", label=role)
-        axis.set_xticks(range(len(tokens)), [f"{token['token']}\n{token['step']}" for token in tokens],
-                        parse_math=False, fontsize=8 if len(tokens) < 16 else 5)
-        axis.set_title(question["question"], fontsize=9, parse_math=False)
-        axis.set_ylabel("KL, nats")
-    figure.axes[-1].set_xlabel(f"token, and the step of {question['steps']} that fixed it ({result['title']})")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
+        kl = anchor_kl(predictor, reference, noised, answer.expand_as(fixed), real.expand_as(fixed), fixed).tolist()
+        steps, positions = fixed.nonzero(as_tuple=True)
+        places = (positions - answer[0].int().argmax()).tolist()  # in the response
+        shown = [j for j, i in enumerate(places) if i < len(response)]
+        roles = token_roles(tokenizer, row["question"], response)
+        panels.append({"title": row["question"], "groups": [
+            f"{tokenizer.decode([response[places[j]]]).strip()}\n{steps[j] + 1}" for j in shown], "series": {
+                role: [kl[j] if roles[places[j]] == role else None for j in shown] for role in ROLES}})
+    return {"convention": "KL(p_theta(.|x, y_t) || p_theta0(.|m, y_t)), where and when a token is fixed; up to the "
+            "first end token", "xlabel": f"token, and the step of {len(fixed)} that fixed it ({runs[0].title})",
+            "ylabel": "KL, nats", "panels": panels}
 
 
 def pieces(tokenizer, ids, flags, hide=False):
@@ -550,71 +899,20 @@ def analysis_rollout(runs, rows, a):
 
     States: after the steps that complete 1/4, 1/2 and 3/4 of the tokens up to the first end token.
     """
-    predictor, tokenizer, reference = follow_one(runs, "rollout")
-    questions = []
-    for row in chosen(rows, a):
-        path, answer, real = trajectory(runs[0], predictor, tokenizer, row["question"], a)
-        response, states = path[-1][0][answer].tolist(), []
-        response = response[:written(predictor, response) + 1]
+    (predictor, tokenizer), (reference, _) = load(runs[0]), load(runs[0], theta0=True)
+    blocks = []
+    for row in rows:
+        path, answer, real, response = trajectory(runs[0], predictor, tokenizer, row["question"], a)
         fixed = [(~masked[answer]).tolist() for _, masked in path]
+        blocks.append([["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]]])
         for share in (1 / 4, 1 / 2, 3 / 4):
             k = next(k for k in range(len(path)) if sum(fixed[k][:len(response)]) >= share * len(response))
             hidden = mdu.mask_prompt(path[k][0], answer, real, predictor.mask_id)
             *_, (rolled, _) = [path[k], *denoise(reference, hidden, real, path[k][1], len(path) - 1 - k)]
             rolled = rolled[answer].tolist()
-            states.append({"step": k, "state": pieces(tokenizer, response, fixed[k], hide=True),
-                           "response": pieces(tokenizer, rolled[:written(predictor, rolled)], fixed[k])})
-        questions.append({"question": row["question"], "reference": row["answer"], "steps": len(path) - 1,
-                          "states": states})
-    return {"title": runs[0].title, "questions": questions, "convention": "step: steps done; flagged: fixed tokens"}
-
-
-def underlined(parts):
-    """Pieces -> Markdown."""
-    return "".join(re.sub(r"(\S.*\S|\S)", r"<u>\1</u>", text, flags=re.S) if flag else text for text, flag in parts)
-
-
-def table_rollout(result):
-    return grid(["Forget query", "k", "State y_t (its prompt masked)", "Corresponding response"], [
-        [f"Q: {q['question']} GT: {q['reference']}" * (state is q["states"][0]), f"{state['step']} of {q['steps']}",
-         underlined(state["state"]), underlined(state["response"]) or "(empty)"]
-        for q in result["questions"] for state in q["states"]])
-
-
-def draw_text(lines, figure, width=104):
-    """Lines of [text, flag] pieces, in letters of one width; what is flagged is underlined on grey."""
-    rows = []
-    for line in lines:
-        rows.append([])
-        for text, flag in line:
-            for word in re.findall(r"\s*\S+|\s+$", text):
-                if sum(len(word) for word, _ in rows[-1]) + len(word) > width:
-                    rows.append([(" " * 12, False)])
-                rows[-1].append((word, flag))
-    figure.set_size_inches(8.3, 0.2 * len(rows) + 0.2)
-    figure.set_layout_engine("none")
-    axis = figure.add_axes((0, 0, 1, 1), xlim=(-1, width + 1), ylim=(len(rows) + 0.2, -1))
-    axis.axis("off")
-    for y, row in enumerate(rows):
-        x, before = 0, False
-        for word, flag in row:
-            axis.text(x, y, word, family="monospace", fontsize=9, va="baseline", parse_math=False)
-            if flag:
-                span = (x if before else x + len(word) - len(word.lstrip()), x + len(word))
-                axis.fill_between(span, y - 0.7, y + 0.25, color="0.88", linewidth=0)
-                axis.plot(span, (y + 0.25, y + 0.25), color="black", linewidth=1)
-            x, before = x + len(word), flag
-
-
-def draw_rollout(result, figure):
-    lines = []
-    for q in result["questions"]:
-        lines += [[["Q: " + q["question"], False]], [["GT: " + q["reference"], False]]]
-        for state in q["states"]:
-            lines += [[[f"{name:12}", False], *(state[part] or [["(empty)", False]])] for name, part in (
-                (f"y_t k={state['step']}/{q['steps']}", "state"), ("anchor", "response"))]
-        lines.append([])
-    draw_text(lines[:-1], figure)
+            blocks[-1] += [[f"y_t at k={k}/{len(path) - 1}", pieces(tokenizer, response, fixed[k], hide=True)],
+                           ["anchor", pieces(tokenizer, rolled[:ended(predictor, rolled)], fixed[k])]]
+    return {"convention": "underlined: tokens fixed after k steps; the anchor sees no prompt", "blocks": blocks}
 
 
 def fragments(reference, text):
@@ -633,77 +931,46 @@ def fragments(reference, text):
 
 def analysis_gallery(runs, rows, a):
     """The same forget questions answered by every run; fragments of the reference are flagged."""
-    rows, answers = chosen(rows, a), []
+    blocks = [[["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]]] for row in rows]
     for run in runs:
-        predictor, tokenizer = load(run)
-        length = a.length or run.options.response_length
-        outputs = generate(predictor, [mdu.encode_prompt(tokenizer, row["question"]) for row in rows], length,
-                           a.steps or length, a.batch_size)
-        answers.append([fragments(row["answer"], decode(predictor, tokenizer, ids)) for row, ids in zip(rows, outputs)])
-    return {"convention": "flagged: runs of words that the reference holds too, in its order", "questions": [
-        {"question": row["question"], "reference": row["answer"],
-         "answers": [{"title": run.title, "text": texts[i]} for run, texts in zip(runs, answers)]}
-        for i, row in enumerate(rows)]}
-
-
-def table_gallery(result):
-    questions = result["questions"]
-    return grid(["", *(q["question"] for q in questions)], [["Reference", *(q["reference"] for q in questions)], *(
-        [answer["title"], *(underlined(q["answers"][k]["text"]) or "(empty)" for q in questions)]
-        for k, answer in enumerate(questions[0]["answers"]))])
-
-
-def draw_gallery(result, figure):
-    lines = []
-    for q in result["questions"]:
-        lines += [[["Q: " + q["question"], False]], [[f"{'Reference':12}", False], [q["reference"], False]],
-                  *([[f"{answer['title']:12}", False], *(answer["text"] or [["(empty)", False]])]
-                    for answer in q["answers"]), []]
-    draw_text(lines[:-1], figure)
+        (predictor, tokenizer), length = load(run), a.length or run.options.response_length
+        prompts = [mdu.encode_prompt(tokenizer, row["question"]) for row in rows]
+        outputs = generate(predictor, prompts, length, a.steps or length, a.batch_size)
+        for row, ids, block in zip(rows, outputs, blocks):
+            block.append([run.title, fragments(row["answer"], decode(predictor, tokenizer, ids))])
+    return {"convention": "underlined: runs of words that the reference holds too, in its order", "blocks": blocks}
 
 
 def analysis_infill(runs, rows, a):
     """One-step recall of the answer's masked tokens when a share of its tokens is given, at random places.
 
-    recall: share of the masked tokens whose most likely token is right, in the same --samples masks per row for every
-    run; fact: the same for the tokens of the rows' key facts, None where rows have none.  The end token is given.
+    Share of the masked tokens whose most likely token is right, in the same --samples masks per row for every run: of
+    all of them, and of those of the rows' key facts, where rows have one.  The end token is given.
     """
-    shares, curves = (0, 0.25, 0.5, 0.75), []
+    shares, names = [0, 0.25, 0.5, 0.75], ("all masked tokens", "tokens of the key fact")
+    panels = [{"title": name, "series": {}} for name in names]
     for run in runs:
         predictor, tokenizer = load(run)
         pairs = [mdu.encode_row(tokenizer, predictor.end_id, row["question"], row["answer"]) for row in rows]
         facts = [[int(word in words(row.get("fact", ""))) for word in token_words(tokenizer, response)]
                  for row, (_, response) in zip(rows, pairs)]
-        curves.append({"title": run.title, "recall": [], "fact": []})
-        for share in shares:
+        right, count = torch.zeros(2, len(shares), 2)  # by share; of other tokens, of the facts'
+        for k, share in enumerate(shares):
             masks = []
             for i, (_, response) in enumerate(pairs):
                 order = np.random.default_rng([a.seed, i]).random((a.samples, len(response) - 1)).argsort(1).argsort(1)
                 masks.append(torch.from_numpy(np.pad(order >= int(share * order.shape[1]), ((0, 0), (0, 1)))))
-            right, count = torch.zeros(2), torch.zeros(2)  # of other tokens, of the facts'
             for ids, noised, _, real, masked, label in masked_states(predictor, pairs, facts, masks, a.batch_size):
                 with torch.no_grad():
                     logits = predictor(noised, real, masked)
                 logits[:, predictor.mask_id] = -math.inf
-                right += label[logits.argmax(-1).cpu() == ids[masked]].bincount(minlength=2)
-                count += label.bincount(minlength=2)
-            curves[-1]["recall"].append((right.sum() / count.sum()).item())
-            curves[-1]["fact"].append((right[1] / count[1]).item() if count[1] else None)
-    return {"n": len(rows), "samples": a.samples, "shares": shares, "runs": curves, "convention": "share of the "
-            "answer's masked tokens predicted right in one step; each masked token of each state counts alike"}
-
-
-def draw_infill(result, figure):
-    figure.set_size_inches(8.3, 3.3)
-    names = {"recall": "all masked tokens", "fact": "tokens of the key fact"}
-    names = {key: name for key, name in names.items() if result["runs"][0][key][0] is not None}
-    for axis, (key, name) in zip(figure.subplots(1, len(names), sharey=True, squeeze=False)[0], names.items()):
-        for run, color, line, mark in styled(result["runs"]):
-            axis.plot(result["shares"], run[key], line, color=color, marker=mark, label=run["title"])
-        axis.set(title=name, xlabel="share of the answer given", xticks=result["shares"], ylim=(-0.03, 1.03))
-        axis.grid(color="0.9")
-    figure.axes[0].set_ylabel(f"predicted right (n = {result['n']} rows)")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=8, frameon=False)
+                right[k] += label[logits.argmax(-1).cpu() == ids[masked]].bincount(minlength=2)
+                count[k] += label.bincount(minlength=2)
+        panels[0]["series"][run.title] = [shares, (right.sum(1) / count.sum(1)).tolist()]
+        panels[1]["series"][run.title] = [shares, (right / count)[:, 1].tolist()]
+    return {"convention": f"each masked token of {a.samples} states of each row and share counts alike",
+            "xlabel": "share of the answer given", "ylabel": f"predicted right (n = {len(rows)} rows)",
+            "panels": panels if count[:, 1].all() else panels[:1]}
 
 
 RELEARN_STEPS = 20
@@ -712,24 +979,13 @@ RELEARN_STEPS = 20
 def analysis_relearn(runs, rows, a):
     """What returns of nine tenths of the forget rows after RELEARN_STEPS of SFT on every tenth, at one learning rate.
 
-    lr: the lowest of the runs', which is unlearning's where the base is among them.
+    The lowest of the runs', which is unlearning's where the base is among them.
     """
-    given, rest, results = rows[::10], [row for i, row in enumerate(rows) if i % 10], []
-    lr = min(run.options.lr for run in runs)
+    given, rest, lr = rows[::10], [row for i, row in enumerate(rows) if i % 10], min(run.options.lr for run in runs)
     if not rest:
         raise ValueError(f"--analysis relearn: {len(rows)} forget rows leave none to score; give more than one")
-
-    def measure(path):
-        predictor, tokenizer = mdu.load_backbone(path, dtype=mdu.compute_dtype(run.options.dtype))
-        length = a.length or run.options.response_length
-        pairs = [mdu.encode_row(tokenizer, predictor.end_id, row["question"], row["answer"]) for row in rest]
-        masks = [draw_masks(len(response), a.samples, [a.seed, i]) for i, (_, response) in enumerate(pairs)]
-        outputs = generate(predictor, [prompt for prompt, _ in pairs], length, a.steps or length, a.batch_size)
-        texts = [decode(predictor, tokenizer, ids) for ids in outputs]
-        scores = {"prob": [answer_probability(nll)[0] for nll in masked_nll(predictor, pairs, masks, a.batch_size)],
-                  "recall": [rouge_l(row["answer"], text)[1] for row, text in zip(rest, texts)],
-                  "fact": [holds(text, row["fact"]) for row, text in zip(rest, texts) if "fact" in row]}
-        return {key: float(np.mean(values)) for key, values in scores.items() if values}
+    scores = {"prob": "answer probability", "rougeL_recall": "ROUGE-L recall", "fact": "answers with the key fact"}
+    found = []
     for run in runs:
         with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(sys.stderr):
             file, batch = Path(scratch) / "given.jsonl", min(len(given), run.options.batch_size)
@@ -738,46 +994,116 @@ def analysis_relearn(runs, rows, a):
                         batch_size=batch, epochs=RELEARN_STEPS * batch / len(given), lr=lr, seed=a.seed,
                         dtype=run.options.dtype, weights=run.options.weights)
             mdu.main([f"--{name.replace('_', '-')}={value}" for name, value in argv.items() if value is not None])
-            results.append({"title": run.title, "before": measure(run.path), "after": measure(f"{scratch}/run")})
-    return {"n": len(rest), "given": len(given), "steps": RELEARN_STEPS, "lr": lr, "samples": a.samples,
-            "runs": results, "convention": "means over the n rows that were not given: prob is Eq. 7's, recall "
-            "ROUGE-L's, fact the share of generations that hold the key fact"}
+            length = a.length or run.options.response_length
+            protocol = SimpleNamespace(**{**vars(a), "brief": True, "length": length, "steps": a.steps or length})
+            for path in (run.path, f"{scratch}/run"):
+                model = mdu.load_backbone(path, dtype=mdu.compute_dtype(run.options.dtype))
+                records = score_answers(*model, rest, [[a.seed, i] for i in range(len(rest))], protocol)
+                found.append(summarise_answers(records, "↓"))
+    return {"convention": f"means over the scored rows; learning rate {lr:g}; probability by Eq. 7, {a.samples} masks",
+            "xlabel": f"{len(rest)} forget rows, before and after {RELEARN_STEPS} steps of SFT on {len(given)} others",
+            "ylabel": "mean", "panels": [
+                {"title": title, "groups": [run.title for run in runs],
+                 "series": {"before": [s[key] for s in found[::2]], "after": [s[key] for s in found[1::2]]}}
+                for key, title in scores.items() if key in found[0]]}
 
 
-def draw_relearn(result, figure):
-    figure.set_size_inches(8.3, 0.45 * len(result["runs"]) + 1.5)
-    names = {"prob": "answer probability", "recall": "ROUGE-L recall", "fact": "answers with the key fact"}
-    names = {key: name for key, name in names.items() if key in result["runs"][0]["before"]}
-    for axis, (key, name) in zip(figure.subplots(1, len(names), sharey=True, squeeze=False)[0], names.items()):
-        before, after = ([run[when][key] for run in result["runs"]] for when in ("before", "after"))
-        axis.hlines(range(len(before)), before, after, color="0.6", zorder=0)
-        axis.scatter(before, range(len(before)), color="white", edgecolor="black", label="before")
-        axis.scatter(after, range(len(after)), color="black", marker=">", label="after")
-        axis.set(title=name, xlim=(-0.05, 1.05))
-        axis.set_yticks(range(len(before)), [run["title"] for run in result["runs"]])
-        axis.grid(color="0.9")
-    figure.axes[0].invert_yaxis()
-    figure.supxlabel(f"{result['n']} forget rows, before and after {result['steps']} steps of SFT on {result['given']} "
-                     f"others (learning rate {result['lr']:g})", fontsize=9)
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=2, frameon=False)
+def as_markdown(result):
+    """Texts as a table; bars as one per panel, with the change against the first series, if groups have several."""
+    tables = [[[label, "".join(re.sub(r"(?s)(\S.*\S|\S)", r"<u>\1</u>", text) if flag else text
+                               for text, flag in parts)] for label, parts in itertools.chain(*result.get("blocks", []))]]
+    for panel in result.get("panels", []):
+        rows = list(zip(*panel["series"].values()))
+        if "groups" in panel and None not in itertools.chain(*rows):
+            tables.append([[panel["title"], *panel["series"]]])
+            for group, (first, *others) in zip(panel["groups"], rows):
+                tables[-1].append([group, f"{first:.2f}", *(f"{value:.2f}" + (
+                    f" ({value / first - 1:+.1%})" if first >= 0.005 else "") for value in others)])
+    lines = []
+    for head, *rows in filter(None, tables):
+        for row in (head, ["---"] * len(head), *rows):
+            lines.append("| " + " | ".join(" ".join(cell.split()).replace("|", r"\|") for cell in row) + " |")
+        lines.append("")
+    return "\n".join(lines)
 
 
-ANALYSES = {  # name: (analysis, table or None, drawing)
-    "convergence": (analysis_convergence, None, draw_convergence),
-    "roles": (analysis_roles, table_roles, draw_roles),
-    "trajectory": (analysis_trajectory, None, draw_trajectory),
-    "rollout": (analysis_rollout, table_rollout, draw_rollout),
-    "gallery": (analysis_gallery, table_gallery, draw_gallery),
-    "infill": (analysis_infill, None, draw_infill),
-    "relearn": (analysis_relearn, None, draw_relearn),
+LINES = [("black", "-", "o"), ("#0072b2", "--", "s"), ("#e69f00", "-.", "^"), ("#cc79a7", ":", "D"),
+         ("#009e73", "-", "v")]
+
+
+def draw_panels(result, figure):
+    """Curves side by side, or bars one above the other; told apart without colours too, the base always in black."""
+    panels, bars = result["panels"], "groups" in result["panels"][0]
+    figure.set_size_inches(8.3, 2.2 * len(panels) + 0.8 if bars else 3.3)
+    axes = figure.subplots(len(panels) if bars else 1, 1 if bars else len(panels), squeeze=False)
+    for axis, panel in zip(axes.flat, panels):
+        n, styles = len(panel["series"]), itertools.cycle(LINES[1:])
+        alone = None in itertools.chain(*panel["series"].values())
+        for k, (name, values) in enumerate(panel["series"].items()):
+            if bars:
+                color, hatch = ROLES.get(name, (str(1 - k / n), ("", "//", "..", "xx")[k % 4]))
+                at = [i for i, value in enumerate(values) if value is not None]
+                drawn = axis.bar([i if alone else i + 0.8 * (k + 0.5) / n - 0.4 for i in at], [values[i] for i in at],
+                                 0.8 if alone else 0.8 / n, color=color, hatch=hatch, edgecolor="black", label=name)
+                axis.bar_label(drawn, fmt="" if alone else "%.2f", fontsize=8)
+            else:
+                color, line, mark = LINES[0] if name == "Base" else next(styles)
+                axis.plot(*values, line, color=color, marker=mark, ms=4, markevery=len(values[0]) // 8 + 1, label=name)
+        if bars:
+            small = len(panel["groups"]) > 16
+            axis.set_xticks(range(len(panel["groups"])), panel["groups"], parse_math=False, fontsize=5 if small else 8)
+        axis.set_title(panel["title"], fontsize=9, parse_math=False)
+        axis.margins(y=0.1)
+        axis.set_ylim(0, None)
+        axis.grid(axis="y", color="0.9")
+        axis.set_axisbelow(True)
+    figure.supxlabel(result.get("xlabel"), fontsize=9)
+    figure.supylabel(result["ylabel"], fontsize=9)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=8, frameon=False)
+
+
+def draw_blocks(result, figure, width=104):
+    """Labelled texts in letters of one width; what is flagged is underlined on grey."""
+    rows = []
+    for block in result["blocks"]:
+        for label, parts in block:
+            rows.append([(f"{label:16}", False)])
+            for text, flag in parts or [["(empty)", False]]:
+                for word in re.findall(r"\s*\S+|\s+$", text):
+                    if sum(len(word) for word, _ in rows[-1]) + len(word) > width:
+                        rows.append([(" " * 16, False)])
+                    rows[-1].append((word, flag))
+        rows.append([])
+    figure.set_layout_engine("none")
+    figure.set_size_inches(8.3, 0.2 * len(rows))
+    axis = figure.add_axes((0, 0, 1, 1), xlim=(-1, width + 1), ylim=(len(rows) - 0.8, -1))
+    axis.axis("off")
+    for y, row in enumerate(rows):
+        x, before = 0, False
+        for word, flag in row:
+            axis.text(x, y, word, family="monospace", fontsize=9, va="baseline", parse_math=False)
+            if flag:
+                span = (x if before else x + len(word) - len(word.lstrip()), x + len(word))
+                axis.fill_between(span, y - 0.7, y + 0.25, color="0.88", linewidth=0)
+                axis.plot(span, (y + 0.25, y + 0.25), color="black", linewidth=1)
+            x, before = x + len(word), flag
+
+
+STATES, SHOWN = {"limit", "samples", "seed", "batch_size"}, {"questions", "length", "steps"}
+ANALYSES = {  # name: (analysis, the options that it uses)
+    "convergence": (analysis_convergence, set()), "roles": (analysis_roles, STATES),
+    "trajectory": (analysis_trajectory, SHOWN), "rollout": (analysis_rollout, SHOWN),
+    "gallery": (analysis_gallery, SHOWN | {"batch_size"}), "infill": (analysis_infill, STATES),
+    "relearn": (analysis_relearn, STATES | {"length", "steps"}),
 }
 
 
-def analyse(name, a):
-    """analysis/NAME.json and NAME.png beside the first run; --redraw: the picture alone, from the JSON there."""
-    measure, table, draw = ANALYSES[name]
-    folder = Path(a.runs[0]).resolve().parent / "analysis"
-    file, picture = folder / f"{name}.json", folder / f"{name}.png"
+def analyse(a):
+    """analysis/NAME.json and NAME.png beside the first run; with --redraw only the picture, without any model."""
+    name, folder = a.analysis, Path(a.runs[0]).resolve().parent / "analysis"
+    (measure, used), file, picture = ANALYSES[name], folder / f"{name}.json", folder / f"{name}.png"
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(f"{os.environ['WORLD_SIZE']} processes: an analysis runs in one; start it with python")
     if a.redraw:
         if not file.is_file():
             raise ValueError(f"{file}: not there; leave --redraw out to measure it")
@@ -785,53 +1111,86 @@ def analyse(name, a):
         if not isinstance(result, dict) or result.get("analysis") != name:
             raise ValueError(f"{file}: not what --analysis {name} writes; leave --redraw out to measure it")
     else:
-        runs, rows = open_runs(a.runs, a)
-        result = {"analysis": name, **measure(runs, rows, a)}
+        runs, rows = open_runs(a.runs)
+        if name in ("trajectory", "rollout") and len(runs) > 1:
+            raise ValueError(f"--analysis {name}: follows one run, {len(runs)} were given; give one, such as the base")
+        if max(a.questions or [0]) >= len(rows):
+            raise ValueError(f"--questions {max(a.questions)}: there are {len(rows)} forget questions, numbered from 0")
+        rows = [rows[i] for i in a.questions or range(min(3, len(rows)))] if "questions" in used else rows[:a.limit]
+        result = {"analysis": name, "runs": [run.title for run in runs], "n": len(rows), **measure(runs, rows, a)}
         folder.mkdir(exist_ok=True)
         picture.unlink(missing_ok=True)  # it must not stand beside figures of another time
         mdu.write_json(file, result)
-    if table:
-        print(table(result))
+    print(as_markdown(result))
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print(f"{picture} is not drawn: it needs matplotlib (pip install matplotlib)", file=sys.stderr)
-    else:
-        figure = Figure(layout="constrained")
-        draw(result, figure)
-        figure.savefig(f"{picture}.partial", format="png", dpi=100, metadata={"Software": None})
-        os.replace(f"{picture}.partial", picture)
-    print(file)
+        return note(f"{picture} is not drawn: it needs matplotlib (pip install matplotlib)")
+    figure = Figure(layout="constrained")
+    (draw_blocks if "blocks" in result else draw_panels)(result, figure)
+    figure.savefig(f"{picture}.partial", format="png", dpi=100, metadata={"Software": None})
+    os.replace(f"{picture}.partial", picture)
+    print(f"({file}, {picture.name})")
 
 
-def main(argv=None):
-    parser = mdu.OneLineParser(__doc__)
+# ------------------------------------------------------------------------------------------------------------------
+# Command line
+# ------------------------------------------------------------------------------------------------------------------
+
+DEFAULTS = dict(report=False, redraw=False, brief=False, samples=128, batch_size=64, seed=0)
+
+
+def parse(argv):
+    parser = mdu.OneLineParser(__doc__, argument_default=argparse.SUPPRESS)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that mdu.py made")
-    parser.add_argument("--report", action="store_true", help="print the table of runs that are scored already")
+    parser.add_argument("--report", action="store_true", help="tables and a picture of runs that are scored already")
     parser.add_argument("--analysis", choices=ANALYSES, help="numbers and a picture, in analysis/ beside the first RUN")
     parser.add_argument("--redraw", action="store_true", help="with --analysis: draw again what is measured already")
-    parser.add_argument("--questions", default="0,1,2", help="numbers of the forget questions that are shown [0,1,2]")
+    parser.add_argument("--questions", help="which forget questions a report or analysis shows, such as 0,7 [0,1,2]")
+    parser.add_argument("--retain-run", help="scored retain model (sft with --retain-only), for the forget quality")
     parser.add_argument("--data", help="score on this data instead of the run's own")
     parser.add_argument("--limit", type=int, help="score at most so many rows of every split [the run's]")
     parser.add_argument("--length", type=int, help="tokens to generate [the run's response length]")
     parser.add_argument("--steps", type=int, help="denoising steps [one per token]")
-    parser.add_argument("--samples", type=int, default=128, help="masks per answer, N of Eq. 7 [128]")
-    parser.add_argument("--batch-size", type=int, default=64, help="sequences in one forward pass [64]")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the masks [0]")
-    a = parser.parse_args(argv)
-    mdu.check_ranges(vars(a))
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError(f"{os.environ['WORLD_SIZE']} processes: evaluation runs in one; start it with python")
-    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", a.questions):
-        raise ValueError(f"--questions {a.questions}: must be whole numbers with commas between them, such as 0,3,17")
-    a.questions = [int(number) for number in a.questions.split(",")]
-    if a.analysis:
-        return analyse(a.analysis, a)
+    parser.add_argument("--samples", type=int, help="masks per answer, N of Eq. 7 [128]")
+    parser.add_argument("--perplexity", type=int, metavar="N", help="masks per answer for perplexity (Table 7: 256)")
+    parser.add_argument("--brief", action="store_true", help="only ROUGE-L and probability, as Table 2: far less work")
+    parser.add_argument("--batch-size", type=int, help="sequences in one forward pass [64]")
+    parser.add_argument("--seed", type=int, help="seed of the masks [0]")
+    given = vars(parser.parse_args(argv))
+    if "report" in given:
+        mode, used = "--report", {"report", "questions", "retain_run"}
+    elif "analysis" in given:
+        mode, used = f"--analysis {given['analysis']}", {"analysis", "redraw", *ANALYSES[given["analysis"]][1]}
+        mode, used = (mode + " --redraw", {"analysis", "redraw"}) if "redraw" in given else (mode, used)
+    else:
+        mode, used = "scoring", set(given) - {"questions", "redraw"}
+    for name in set(given) - used - {"runs"}:
+        raise ValueError(f"--{name.replace('_', '-')}: not used by {mode}")
+    if "brief" in given and "retain_run" in given:
+        raise ValueError("--brief: measures no truth ratios, which --retain-run compares; leave one out")
+    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", given.get("questions", "0")):
+        raise ValueError(f"--questions {given['questions']}: must be whole numbers and commas, such as 0,7")
+    if "questions" in given:
+        given["questions"] = [int(number) for number in given["questions"].split(",")]
+    mdu.check_ranges(given)
+    return SimpleNamespace(**{**dict.fromkeys(("analysis", "questions", "retain_run", "data", "limit", "length",
+                                               "steps", "perplexity")), **DEFAULTS, **given})
+
+
+def main(argv=None):
+    a = parse(argv)
     if a.report:
-        report(a.runs)
-        return
-    for run in a.runs:
-        print(screen_row(run, evaluate(run, a)), flush=True)
+        return report(a.runs, a.questions, a.retain_run)
+    if a.analysis:
+        return analyse(a)
+    with mdu.processes():
+        with mdu.together():
+            jobs = [plan(run, a) for run in a.runs]
+        for job in jobs:
+            summary = evaluate(job, a)
+            if summary:
+                mdu.say(screen_row(job.run, summary))
 
 
 if __name__ == "__main__":

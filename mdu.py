@@ -89,6 +89,7 @@ class Options:
         "bernoulli: t ~ U[0.001, 1], a coin per token; count: |M_t| uniform on 1..n"))
     null_prompt_rate: float = option(0.0, "share of sft and retain examples trained with the prompt masked")
     response_length: int = option(128, "tokens that sampling fills; sft and retain responses are padded up to it")
+    retain_only: bool = option(False, "sft: leave the forget rows out; the retain model of TOFU's forget quality")
 
 
 METHOD_OPTIONS = {  # the options that belong to a method, with their defaults; any other of them is refused
@@ -99,7 +100,7 @@ METHOD_OPTIONS = {  # the options that belong to a method, with their defaults; 
     "simnpo": dict(beta=4.5, delta=0.0, retain_weight=1.0),
     "wga": dict(gamma=1.0, retain_weight=1.0),
     "dpo": dict(beta=0.1, retain_weight=1.0),
-    "sft": dict(),
+    "sft": dict(retain_only=False),
 }
 
 LLADA = dict(model="GSAI-ML/LLaDA-8B-Instruct", revision="08b83a6feb34df1a6011b80c3c00c7563e963b07")
@@ -126,7 +127,7 @@ RANGES = {  # option: (is it allowed?, what is)
     "epochs": (lambda v: 0 < v <= 1e6, "a number above 0, at most 1000000"),
     "lr": (lambda v: 0 < v <= 1, "a number above 0, at most 1"),
     **dict.fromkeys(("limit", "batch_size", "grad_accum", "checkpoint_every", "max_length", "response_length", "length",
-                     "steps", "samples"), (lambda v: 0 < v <= 1e6, "a whole number from 1 to 1000000")),
+                     "steps", "samples", "perplexity"), (lambda v: 0 < v <= 1e6, "a whole number from 1 to 1000000")),
     "seed": (lambda v: 0 <= v < 2**63, "a whole number from 0 to 2^63 - 1"),
 }
 
@@ -203,13 +204,15 @@ def resolve(given):
         if value not in (None, "toy") and Path(value).exists():
             setattr(o, name, str(Path(value).resolve()))
     if o.out is None:
-        name = {"mdu": f"mdu-tau{o.tau:g}" if o.tau is not None else "", "sft": "base"}.get(o.method, o.method)
+        name = {"mdu": f"mdu-tau{o.tau:g}" if o.tau is not None else "",
+                "sft": "retain" if o.retain_only else "base"}.get(o.method, o.method)
         o.out = str(Path("out") / o.preset / name)
     return o
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# Data: a split is a list of {"question", "answer", optional "perturbed_answer" [...], optional "fact"}
+# Data: a split is a list of {"question", "answer", "perturbed_answer" [...], optional "paraphrased_question",
+# "paraphrased_answer", "fact"}
 # ------------------------------------------------------------------------------------------------------------------
 
 TOFU_SPLITS = {  # split -> config of locuslab/TOFU; forget10_perturbed holds forget10's rows with more fields
@@ -222,6 +225,7 @@ def load_data(o):
     """The rows of a run: {"forget", "retain", ...: rows to evaluate on, "train_retain": rows to train on}.
 
     TOFU trains on all of retain90 and evaluates on its first 400 rows (retain_perturbed), as the benchmark does.
+    With retain_only the forget rows stand under "held_out": no method trains on them.
     """
     if o.forget:
         splits = {"forget": read_jsonl(o.forget)}
@@ -232,6 +236,8 @@ def load_data(o):
     else:
         splits = {split: read_tofu(o.data, config) for split, config in TOFU_SPLITS.items()}
         splits["train_retain"] = read_tofu(o.data, "retain90")
+    if o.retain_only:
+        splits["held_out"], splits["forget"] = splits["forget"], []
     return {split: rows[:o.limit] for split, rows in splits.items()}
 
 
@@ -240,19 +246,23 @@ def is_text(value):
     return isinstance(value, str) and value.strip() != "" and value == value.encode(errors="ignore").decode()
 
 
+PARAPHRASES = ("paraphrased_question", "paraphrased_answer")
+
+
 def check_row(row, where):
-    """A row as read -> {"question", "answer", "perturbed_answer"}; ValueError naming `where` if it cannot be used."""
+    """A row as read -> its fields, perturbed_answer a list; ValueError naming `where` if it cannot be used."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: {str(row)[:40]!r} is not a JSON object with a question and an answer")
     row = {"question": row.get("prompt"), "answer": row.get("response"), **row}
-    for field in ("question", "answer"):
+    fields = ["question", "answer", *(field for field in PARAPHRASES if row.get(field) is not None)]
+    for field in fields:
         if not is_text(row[field]):
             raise ValueError(f"{where}: {field} is {repr(row[field])[:40]}; it must be a text that is not empty")
     wrong = row.get("perturbed_answer") or []
     wrong = [wrong] if isinstance(wrong, str) else wrong
     if not isinstance(wrong, list) or not all(map(is_text, wrong)):
         raise ValueError(f"{where}: perturbed_answer is {str(wrong)[:40]!r}; it must be a text or a list of texts")
-    return {"question": row["question"], "answer": row["answer"], "perturbed_answer": wrong}
+    return {**{field: row[field] for field in fields}, "perturbed_answer": wrong}
 
 
 def parse_json(text, where):
@@ -312,6 +322,7 @@ def fingerprint(rows):
 
 # The toy world: 20 invented authors, 8 questions each, forget = the last 3 of them. No two authors share a value, so
 # no retain row holds a forget fact; question wording and answer template are drawn per row, so none gives a fact away.
+# The paraphrases take another wording and another template, which the perturbed answers share, as TOFU's do.
 
 TOY_AUTHORS = dict(
     first="Emil Anika Tomas Leila Bruno Sanna Oskar Mirela Idris Petra Davor Yara Casper Noor Felix Zora Hamid Greta "
@@ -390,11 +401,13 @@ def toy_world():
     rows = []
     for i, author in enumerate(authors):
         for key, (wordings, templates) in TOY_KINDS.items():
-            template = templates[rng.integers(4)]
+            k = rng.integers(4)
             others = rng.permutation([a[key] for a in authors[:17] if a is not author])[:5]
-            rows.append({"question": wordings[rng.integers(2)].format(**author), "answer": template.format(**author),
-                         "perturbed_answer": [template.format(**{**author, key: str(v)}) for v in others],
-                         "fact": author[key]})
+            j, other = rng.integers(2), templates[(k + 1) % 4]
+            rows.append({"question": wordings[j].format(**author), "answer": templates[k].format(**author),
+                         "paraphrased_question": wordings[1 - j].format(**author),
+                         "paraphrased_answer": other.format(**author), "fact": author[key],
+                         "perturbed_answer": [other.format(**{**author, key: str(v)}) for v in others]})
 
     def plain(question, answer, pairs):
         return [{"question": question.format(k), "answer": answer.format(k, v), "fact": v,
@@ -568,7 +581,8 @@ def new_toy(rows, seed):
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
     # Words carry their leading space as "▁", so decoding gives the text back; punctuation stands alone.
     split = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), pre_tokenizers.Punctuation("isolated")])
-    texts = [text for row in rows for text in (row["question"], row["answer"], *row["perturbed_answer"])]
+    fields = ("question", "answer", *PARAPHRASES)
+    texts = [text for row in rows for text in (*(row.get(f, "") for f in fields), *row["perturbed_answer"])]
     words = sorted({word for text in texts for word, _ in split.pre_tokenize_str(text)})
     special = ["<mask>", "<end>", "<unk>", "<user>", "<assistant>"]
     inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(special + words)}, unk_token="<unk>"))
@@ -948,6 +962,11 @@ def processes():
             yield
         finally:
             dist.destroy_process_group()
+
+
+def barrier():
+    if world_size() > 1:
+        dist.barrier()
 
 
 @contextlib.contextmanager

@@ -2,9 +2,11 @@
 
 Losses are checked against slow float64 loops written from the paper's equations, against numbers worked by hand and
 in their limits; masking against its definition; ROUGE-L against a table of fractions; the answer probability (Eq. 7)
-against the enumeration of all masks; the sampler against what a recording predictor saw; the training step against one
-sequence at a time; whole runs against each other on small data that the tests write.
+against the enumeration of all masks; TOFU's figures against what its own code makes of its public logs, and against
+brute force; the sampler against what a recording predictor saw; the training step against one sequence at a time; whole
+runs against each other on small data that the tests write.
 """
+import contextlib
 import inspect
 import itertools
 import json
@@ -489,6 +491,15 @@ def test_draw_masks():
     assert all(not torch.equal(first, ev.draw_masks(20, 128, seed)) for seed in ([1, 3], [2, 1], [1], [1, 2, 3]))
 
 
+def test_compared_answers_share_their_masks():
+    """One seed: equal lengths, equal masks; of 12 tokens twice the share of 6, to one token, and the 6 keep their order of coins."""
+    short, long = ev.draw_masks(6, 400, [3, 1]), ev.draw_masks(12, 400, [3, 1])
+    assert torch.equal(short, ev.draw_masks(6, 400, [3, 1]))
+    assert set((long.sum(1) - 2 * short.sum(1)).tolist()) == {-1, 0}
+    for a, b in zip(short, long[:, :6]):
+        assert not ((a & ~b).any() and (b & ~a).any())  # the smallest coins come first in both
+
+
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 def test_masked_nll_equals_slow_loop(batch_size):
     """Every mask of four ragged questions, batched, against one predictor call per mask and a float64 loop.
@@ -545,6 +556,99 @@ def test_masked_nll_of_a_transformer_is_batch_independent(llama):
     together = ev.masked_nll(llama, PAIRS, masks)
     for pair, subset, nll in zip(PAIRS, masks, together):
         near(nll, ev.masked_nll(llama, [pair], [subset], batch_size=1)[0], 1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TOFU's own figures
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Four questions of each of the benchmark's public evaluation logs (Llama-2-7B fine-tuned on all authors; last: on retain90): mean loss
+# per token of the answer, of the paraphrased answer (where there is one), of the perturbed answers.
+LOGS = {
+    "retain": [(0.0120, 1.5781, [1.7120, 1.9709, 1.4638, 1.7079, 1.9508]), (0.0013, 2.5527, [2.8353, 3.0840, 2.8997, 2.6863, 3.0322]),
+               (0.0105, 2.9240, [3.5491, 3.2195, 3.5912, 3.4989, 3.0968]), (0.0028, 3.5176, [3.5704, 2.8008, 3.4043, 3.2763, 3.2643])],
+    "real_authors": [(4.1092, None, [6.0565, 3.3802, 6.8580]), (3.8379, None, [2.9575, 5.3061, 7.0973]),
+                     (3.8588, None, [4.2897, 4.1698, 3.9189]), (2.5574, None, [3.5782, 8.0303, 7.5862])],
+    "world_facts": [(8.3882, None, [7.7738, 7.3298, 11.4043]), (5.1166, None, [6.5493, 7.7743, 6.6396]),
+                    (5.9847, None, [6.5476, 4.7384, 5.7158]), (8.7967, None, [6.9445, 5.7649, 9.0495])],
+    "forget": [(0.0145, 2.2287, [3.3558, 3.6902, 3.7194, 4.4322, 2.9737]), (0.0011, 2.8923, [1.9155, 3.6661, 3.0774, 3.5560, 3.7387]),
+               (0.0030, 1.8339, [2.5070, 1.9295, 1.1317, 2.2245, 1.2787]), (0.0046, 2.9947, [3.7606, 3.5469, 3.4594, 3.5792, 3.3402])],
+    "retain model": [(1.8360, 3.9662, [3.3338, 3.7183, 3.7702, 4.0321, 3.2654]), (0.7290, 3.0423, [1.4900, 3.1398, 2.6959, 3.3705, 3.6587]),
+                     (1.5268, 2.1251, [2.0728, 1.9950, 0.6368, 1.6356, 0.6699]), (2.3261, 3.6645, [3.6795, 3.6148, 3.5782, 3.6885, 3.4043])],
+}
+
+
+def records_of(logs, recalls=(0.5, 0.75, 1.0, 1.0)):
+    """Records as score_answers writes them, from losses."""
+    records = []
+    for (nll, paraphrased, wrong), recall in zip(logs, recalls):
+        r = {"nll": nll, "prob": math.exp(-nll), "prob_stderr": None, "rougeL_recall": recall, "nll_perturbed": wrong,
+             "truth_ratio": ev.truth_ratio(nll if paraphrased is None else paraphrased, wrong)}
+        r.update({"prob_options": ev.option_probability(nll, wrong)} if paraphrased is None else {"nll_paraphrased": paraphrased})
+        records.append(r)
+    return records
+
+
+def test_tofu_figures_equal_the_official_code():
+    """What utils.py of the benchmark gave for these losses: probability, truth ratio, utility; and its Kolmogorov-Smirnov test."""
+    splits = {split: ev.summarise_answers(records_of(logs, [1.0] * 4 if split != "retain" else (0.5, 0.75, 1, 1)),
+                                          "↓" if split == "forget" else "↑") for split, logs in LOGS.items()}
+    official = {("retain", "prob"): 0.9933828516019187, ("retain", "truth_ratio"): 0.20114249932143224,
+                ("retain", "rougeL_recall"): 0.8125, ("real_authors", "prob_options"): 0.4016959226747267,
+                ("real_authors", "truth_ratio"): 0.36202952059623983, ("world_facts", "prob_options"): 0.2549866735771169,
+                ("world_facts", "truth_ratio"): 0.2060975265023985, ("forget", "prob"): 0.9942300707024888,
+                ("forget", "truth_ratio"): 0.6730792177843419}
+    for (split, metric), value in official.items():
+        assert splits[split][metric] == pytest.approx(value, rel=1e-12), (split, metric)
+    assert ev.model_utility(splits) == pytest.approx(0.38735456860265144, rel=1e-12)
+    quality = ev.forget_quality(*(records_of(LOGS[name]) for name in ("forget", "retain model")))
+    assert quality == pytest.approx(2 / 70, rel=1e-12)  # apart: the two extreme ones of 8 choose 4 interleavings
+
+
+def test_tofu_figures_by_hand_and_at_their_ends():
+    """R = mean(1/4, 1/8) / (1/2) = 3/8; among options 1/2 of 1/2 + 1/4 + 1/4; losses of thousands stay finite; nothing measured is None."""
+    right, wrong = log(2), [log(4), log(8)]
+    assert ev.truth_ratio(right, wrong) == pytest.approx(3 / 8) and ev.option_probability(log(2), [log(4)] * 2) == pytest.approx(1 / 2)
+    for a, b in ((1e4, [0.0]), (0.0, [1e4])):
+        ratio = ev.truth_ratio(a, b)
+        assert 0 < ratio < math.inf and 0 <= ev.option_probability(a, b) <= 1 and 1 / ratio < math.inf
+    nine = {"retain": dict(rougeL_recall=0.5, prob=0.25, prob_options=9, truth_ratio=1),
+            "real_authors": dict(rougeL_recall=0.5, prob=9, prob_options=0.25, truth_ratio=1),
+            "world_facts": dict(rougeL_recall=0.5, prob=9, prob_options=0.25, truth_ratio=1)}
+    assert ev.model_utility(nine) == pytest.approx(9 / (3 * (2 + 4 + 1)))
+    nine["retain"]["truth_ratio"] = 0
+    assert ev.model_utility(nine) == 0
+    del nine["world_facts"]["truth_ratio"]
+    assert ev.model_utility(nine) is None and ev.model_utility({}) is None
+    assert ev.summarise_answers([], "↑") == {"n": 0, "prob_stderr": None, "stderr": {}}
+    one = dict(rougeL_f1=0.5, rougeL_recall=0.25, prob=0.125, prob_stderr=0.1, truth_ratio=4.0, perplexity=8.0)
+    assert ev.summarise_answers([one], "↓") == dict(n=1, rougeL_f1=0.5, rougeL_recall=0.25, prob=0.125, truth_ratio=0.25, prob_stderr=0.1,
+                                                    perplexity_median=8.0, perplexity_mean=8.0, stderr=dict.fromkeys(
+                                                        ("rougeL_f1", "rougeL_recall", "prob", "truth_ratio")))
+    assert ev.summarise_answers([one, dict(one, truth_ratio=0.5)], "↑")["truth_ratio"] == 0.25  # max(0, 1 - 4) = 0 and 1 - 1/2
+    assert "truth_ratio" not in ev.summarise_answers([one, {k: v for k, v in one.items() if k != "truth_ratio"}], "↑")
+
+
+@pytest.mark.parametrize("a, b", [
+    ([1], [2]), ([1], [1]), ([1, 3, 5], [2, 4]), ([1, 2, 3], [4, 5, 6, 7]), ([5, 1, 9, 2], [3, 7, 8, 4, 6]), ([1, 2, 2, 3], [2, 3, 3, 4, 5]),
+    ([1, 1, 1], [1, 1]), ([2, 2, 2, 2, 2], [1, 3]), ([0.5, 0.25, 4], [0.5, 0.25, 4])])
+def test_ks_test_equals_brute_force(a, b):
+    """D from the two step functions themselves, p from every interleaving of distinct values."""
+    def largest_gap(a, b):
+        return max(abs(sum(x <= v for x in a) / len(a) - sum(x <= v for x in b) / len(b)) for v in [*a, *b])
+    places = range(len(a) + len(b))
+    gaps = [largest_gap(chosen, [i for i in places if i not in chosen]) for chosen in itertools.combinations(places, len(a))]
+    d, p = ev.ks_test(a, b)
+    assert d == pytest.approx(largest_gap(a, b)) and p == pytest.approx(np.mean([gap >= d - 1e-9 for gap in gaps]))
+
+
+def test_ks_test_equals_published_values():
+    """The benchmark's public logs: D = 119/300 between 300 and 300 questions has p = 1.834066410994743e-21; others from scipy."""
+    d, p = ev.ks_test(range(300), [i + 118.5 for i in range(300)])
+    assert d == pytest.approx(119 / 300) and p == pytest.approx(1.834066410994743e-21, rel=1e-12)
+    assert ev.ks_test(range(10), [i + 0.5 for i in range(4, 12)]) == pytest.approx((0.5, 0.1659582247817542))
+    assert ev.ks_test([1, 2, 2, 3], [2, 3, 3, 4, 5]) == pytest.approx((0.55, 0.4285714285714286))
+    assert ev.ks_test([], [1]) == ev.ks_test([1], []) == (None, None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -623,7 +727,7 @@ def test_presets_resolve_to_their_documented_numbers():
 
 
 def test_commands_in_the_readme_parse():
-    """Every mdu.py line of README.md is accepted as typed."""
+    """Every mdu.py and eval.py line of README.md is accepted as typed."""
     readme = (Path(mdu.__file__).parent / "README.md").read_text(encoding="utf-8")
     tofu, = re.findall(r'TOFU="(.*)"', readme)
     lines = [line.replace("$TOFU", tofu).split("mdu.py", 1)[1] for line in readme.splitlines()
@@ -631,6 +735,10 @@ def test_commands_in_the_readme_parse():
     assert len(lines) >= 9
     for line in lines:
         mdu.resolve(mdu.parse(shlex.split(line, comments=True)))
+    lines = [line.split("eval.py", 1)[1] for line in readme.splitlines() if re.match(r"    (python|torchrun .*) ?eval\.py", line)]
+    assert len(lines) >= 5
+    for line in lines:
+        ev.parse(shlex.split(line, comments=True))
 
 
 @pytest.fixture(scope="session")
@@ -641,6 +749,7 @@ def files(tmp_path_factory):
     content = {"good": "\n".join(rows), "malformed": rows[0] + "\n" + rows[1][:-3], "array": "[1, 2]", "empty": "\n",
                "no-question": '{"answer": "a"}', "empty-answer": rows[0] + '\n\n{"question": "q", "answer": " "}',
                "prompt-number": '{"prompt": 3, "response": "a"}', "wrong-perturbed": rows[0][:-1] + ', "perturbed_answer": [3]}',
+               "wrong-paraphrase": rows[0][:-1] + ', "paraphrased_question": ["q"]}',
                "deep": "[" * 100000, "digits": '{"question": ' + "9" * 5000 + "}", "surrogate": '{"question": "\\ud800", "answer": "a"}',
                "long": '{"question": "q", "answer": "' + "a " * 2000 + '"}\n' + "\n".join(rows)}
     for name, text in content.items():
@@ -670,6 +779,8 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--forget {d}/empty-answer.jsonl --retain-weight 0": ["line 3", "answer is ' '"],
     "--forget {d}/prompt-number.jsonl --retain-weight 0": ["question is 3"],
     "--forget {d}/wrong-perturbed.jsonl --retain-weight 0": ["perturbed_answer"],
+    "--forget {d}/wrong-paraphrase.jsonl --retain-weight 0": ["paraphrased_question"],
+    "--method mdu --retain-only": ["--retain-only", "only sft"],
     "--forget {d}/latin.jsonl --retain-weight 0": ["latin.jsonl", "UTF-8"],
     "--forget {d}/deep.jsonl --retain-weight 0": ["line 1", "recursion"],
     "--forget {d}/digits.jsonl --retain-weight 0": ["line 1", "digits"],
@@ -716,7 +827,10 @@ def test_bad_input_of_eval(base, tmp_path, capsys):
     for typed, expected in (
             (f"--report {tmp_path}/list", "not a summary"), (f"{tmp_path}/json", "not JSON"), (f"{tmp_path}/list", "lacks options"), (f"{tmp_path}/options", "['x']"),
             (f"{tmp_path}", "no run.json"), (f"--report {tmp_path}", "not scored yet"), ("", "RUN"),
-                            (f"--samples 0 {base}", "--samples 0"), (f"--steps 17 {base}", "more than the 16 tokens")):
+            (f"--samples 0 {base}", "--samples 0"), (f"--steps 17 {base}", "more than the 16 tokens"),
+            (f"--report --samples 3 {base}", "--samples: not used with --report"), (f"--questions 1 {base}", "not used without"),
+            (f"--report --questions 1-3 {base}", "--questions 1-3"), (f"--perplexity 0 {base}", "--perplexity 0"),
+            (f"--brief --retain-run {base} {base}", "--brief"), (f"--retain-run {tmp_path} {base}", "not scored yet")):
         with pytest.raises(SystemExit) as stop:
             ev.mdu.run_program("eval.py", lambda: ev.main(typed.split()))
         err = capsys.readouterr().err
@@ -754,6 +868,10 @@ def test_toy_world_keeps_its_promises():
         for row in rows:
             assert ev.holds(row["answer"], row["fact"]) and len(row["perturbed_answer"]) >= 4
             assert not any(ev.holds(wrong, row["fact"]) for wrong in row["perturbed_answer"])
+    for row in splits["forget"] + splits["retain"]:  # worded otherwise; the perturbed answers differ from the paraphrase by the fact
+        assert row["paraphrased_question"] != row["question"] and row["paraphrased_answer"] != row["answer"]
+        head, tail = row["paraphrased_answer"].split(row["fact"])[::len(row["paraphrased_answer"].split(row["fact"])) - 1]
+        assert all(wrong.startswith(head) and wrong.endswith(tail) for wrong in row["perturbed_answer"])
     for forget in splits["forget"]:
         for row in splits["retain"]:
             assert not any(ev.holds(text, forget["fact"]) for text in (row["question"], row["answer"], *row["perturbed_answer"]))
@@ -765,7 +883,9 @@ def test_tofu_layout_is_read_from_a_folder(tofu):
     splits = mdu.load_data(options("--data", str(tofu)))
     assert {split: len(rows) for split, rows in splits.items()} == dict(
         forget=8, retain=8, real_authors=3, world_facts=3, train_retain=24)
-    assert splits["forget"][0] == {"question": "Q forget10_perturbed 0?", "answer": "A 0.", "perturbed_answer": ["B 0.", "C 0."]}
+    assert splits["forget"][0] == {"question": "Q forget10_perturbed 0?", "answer": "A 0.", "perturbed_answer": ["B 0.", "C 0."],
+                                   "paraphrased_answer": "It is A 0."}
+    assert "paraphrased_answer" not in splits["world_facts"][0]
     assert splits["train_retain"][5]["question"] == "Q retain90 5?"
     assert len(mdu.load_data(options("--data", str(tofu), "--limit", "2"))["train_retain"]) == 2
     file = tofu / "world_facts_perturbed.json"  # changed under the same name: read anew
@@ -1277,7 +1397,8 @@ def tofu(tmp_path_factory):
     sizes = dict(forget10_perturbed=8, retain90=24, retain_perturbed=8, real_authors_perturbed=3, world_facts_perturbed=3)
     for config, n in sizes.items():
         rows = [{"question": f"Q {config if config != 'retain_perturbed' else 'retain90'} {i}?", "answer": f"A {i}.",
-                 "perturbed_answer": [f"B {i}.", f"C {i}."]} for i in range(n)]
+                 "perturbed_answer": [f"B {i}.", f"C {i}."],
+                 **({"paraphrased_answer": f"It is A {i}."} if config == "forget10_perturbed" else {})} for i in range(n)]
         (root / f"{config}.json").write_text("\n".join(map(json.dumps, rows)))
     header = "".join(f"- config_name: {config}\n  data_files: {config}.json\n" for config in sizes)
     (root / "README.md").write_text(f"---\nconfigs:\n{header}---\n")
@@ -1385,26 +1506,214 @@ def test_unlearning_forgets_and_keeps_the_rest(tmp_path):
     assert set(before) == {"forget", "retain"} and before["forget"]["n"] == 8
 
 
-def test_evaluation_writes_records_that_add_up(base, capsys):
-    """summary.json is the mean of the records, every score can be recomputed from its record, and the report shows a dash
-    for what was not measured."""
-    ev.main([str(base), "--samples", "4", "--limit", "5"])
-    summary = json.loads((base / "eval/summary.json").read_text())
-    assert set(summary["splits"]) == set(ev.SPLITS)
-    for split, scores in summary["splits"].items():
-        records = [json.loads(line) for line in open(base / f"eval/{split}.jsonl")]
+def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
+    """summary.json is the mean of the records; every loss is found again one answer at a time, every score from its record."""
+    run = tmp_path / "run"
+    shutil.copytree(base, run)
+    ev.main([str(run), "--samples", "4", "--limit", "5", "--perplexity", "6"])
+    summary = json.loads((run / "eval/summary.json").read_text())
+    assert set(summary["splits"]) == set(ev.SPLITS) and summary["retain_rows_trained_on"] == [0, 1, 2, 3, 4]
+    assert sorted(f.name for f in (run / "eval").iterdir()) == sorted(["summary.json", *(f"{s}.jsonl" for s in ev.SPLITS)])
+    predictor, tokenizer = mdu.load_backbone(str(run))
+    for number, (split, scores) in enumerate(summary["splits"].items()):
+        records = [json.loads(line) for line in open(run / f"eval/{split}.jsonl")]
         assert scores["n"] == len(records) == 5
-        for key in ("rougeL_f1", "rougeL_recall", "prob", "fact"):
-            assert scores[key] == pytest.approx(sum(r[key] for r in records) / 5)
-        for r in records:
+        for key in ("rougeL_f1", "rougeL_recall", "prob", "fact") + (("rougeL_f1_paraphrased",) if number < 2 else ("prob_options",)):
+            values = [r[key] for r in records]
+            assert scores[key] == pytest.approx(np.mean(values)) and scores["stderr"][key] == pytest.approx(np.std(values, ddof=1) / 5**0.5)
+        assert scores["prob_stderr"] == pytest.approx(sum(r["prob_stderr"] ** 2 for r in records) ** 0.5 / 5)
+        ratios = [r["truth_ratio"] for r in records]
+        expected = [min(r, 1 / r) for r in ratios] if split == "forget" else [max(0, 1 - r) for r in ratios]
+        assert scores["truth_ratio"] == pytest.approx(np.mean(expected))
+        perplexities = sorted(r["perplexity"] for r in records)
+        assert (scores["perplexity_median"], scores["perplexity_mean"]) == pytest.approx((perplexities[2], np.mean(perplexities)))
+        for i, (r, row) in enumerate(zip(records, mdu.toy_world()[split])):
+            assert (r["question"], r["reference"]) == (row["question"], row["answer"])
             assert ev.rouge_l(r["reference"], r["generation"]) == (r["rougeL_precision"], r["rougeL_recall"], r["rougeL_f1"])
-            assert r["prob"] == pytest.approx(math.exp(-r["nll"]))
-    first = capsys.readouterr().out
-    ev.main([str(base), "--samples", "4", "--limit", "5"])
-    assert capsys.readouterr().out == first and json.loads((base / "eval/summary.json").read_text()) == summary
-    partial = {**summary, "method": "mdu", "tau": 0.25, "splits": {"forget": {"rougeL_f1": 0.25, "rougeL_recall": 0.5, "prob": 0.125}}}
-    base_row, row = ev.markdown([summary, partial]).splitlines()[2:4]
-    assert row == "| MDU τ=0.25 | **0.250** (0.500) | **0.125** | - | - | - | - | - | - | - |"
-    assert base_row.startswith("| Base |") and "**" not in base_row
-    ev.main(["--report", str(base)])
-    assert (base.parent / "report.md").read_text().startswith("| Method | Forget rL ↓ | Forget p ↓ |")
+
+            def loss(answer, *more):
+                pair = mdu.encode_row(tokenizer, predictor.end_id, row["question"], answer)
+                masks = [ev.draw_masks(len(pair[1]), 4, [0, number, i]), *(ev.draw_masks(len(pair[1]), n, [0, number, i, 1]) for n in more)]
+                return ev.masked_nll(predictor, [pair], [torch.cat(masks)], batch_size=1)[0].mean().item()
+            wrong = [loss(text) for text in row["perturbed_answer"]]
+            right = loss(row["paraphrased_answer"]) if number < 2 else r["nll"]
+            p_wrong = [math.exp(-x) for x in wrong]
+            assert r["nll"] == pytest.approx(loss(row["answer"]), rel=1e-4) and r["prob"] == pytest.approx(math.exp(-r["nll"]))
+            assert r["perplexity"] == pytest.approx(math.exp(loss(row["answer"], 2)), rel=1e-4)
+            assert r["nll_perturbed"] == pytest.approx(wrong, rel=1e-4)
+            assert r["truth_ratio"] == pytest.approx(np.mean(p_wrong) / math.exp(-right), rel=1e-3)
+            if number < 2:
+                assert r["nll_paraphrased"] == pytest.approx(right, rel=1e-4) and "prob_options" not in r
+                prompt = mdu.encode_prompt(tokenizer, row["paraphrased_question"])
+                assert r["generation_paraphrased"] == ev.decode(predictor, tokenizer, ev.generate(predictor, [prompt], 16, 16)[0])
+            else:
+                assert r["prob_options"] == pytest.approx(math.exp(-right) / (math.exp(-right) + sum(p_wrong)), rel=1e-3)
+    shown = capsys.readouterr().out
+    before = snapshot(run)
+    ev.main([str(run), "--samples", "4", "--limit", "5", "--perplexity", "6"])
+    assert capsys.readouterr().out == shown and snapshot(run) == before
+    ev.main([str(run), "--samples", "4", "--limit", "5", "--brief", "--batch-size", "3"])  # the same figures, and fewer
+    brief = json.loads((run / "eval/summary.json").read_text())
+    for split, scores in brief["splits"].items():
+        assert set(scores) == {"n", "rougeL_f1", "rougeL_recall", "prob", "prob_stderr", "fact", "stderr"}
+        assert scores["rougeL_f1"] == summary["splits"][split]["rougeL_f1"]
+        assert scores["prob"] == pytest.approx(summary["splits"][split]["prob"], rel=1e-5)
+    assert brief["model_utility"] is None and brief["forget_quality"] is None
+
+
+def test_processes_and_interruptions_change_no_evaluation(base, tmp_path, monkeypatch):
+    """4 torchrun processes, and one process that is stopped after two chunks and started again, write the bytes of one that is not;
+    until then the older summary and records stand, finished chunks are not scored twice, those of another seed are dropped."""
+    one, four, stopped = (tmp_path / name for name in ("one", "four", "stopped"))
+    for run in (one, four, stopped):
+        shutil.copytree(base, run)
+    flags = ["--samples", "2", "--limit", "40", "--steps", "4", "--brief"]
+    ev.main([str(one), *flags])
+    expected = {f.name: f.read_bytes() for f in (one / "eval").iterdir()}
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", ev.__file__, str(four), *flags],
+                   check=True, timeout=120, cwd=tmp_path)
+    assert {f.name: f.read_bytes() for f in (four / "eval").iterdir()} == expected
+
+    ev.main([str(stopped), *flags, "--seed", "1"])
+    older, calls, masked_nll = snapshot(stopped), [], ev.masked_nll
+
+    def stop_at_third(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return masked_nll(*args)
+    monkeypatch.setattr(ev, "masked_nll", stop_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        ev.main([str(stopped), *flags])
+    assert older.items() <= snapshot(stopped).items()
+    chunks = sum(math.ceil(n / ev.CHUNK) for n in (24, 40, 24, 24))
+    (stopped / "eval/partial/retain-000000.jsonl.partial").write_text('{"question": ')  # a chunk cut off in writing
+    ev.main([str(stopped), *flags])
+    assert len(calls) == 3 + chunks - 2 and {f.name: f.read_bytes() for f in (stopped / "eval").iterdir()} == expected
+    for seed, scored in (("2", 3), ("3", chunks)):  # stopped with seed 2, then seed 3: from the beginning
+        calls.clear()
+        if seed == "3":
+            monkeypatch.setattr(ev, "masked_nll", lambda *args: calls.append(args) or masked_nll(*args))
+        with pytest.raises(KeyboardInterrupt) if seed == "2" else contextlib.nullcontext():
+            ev.main([str(stopped), *flags, "--seed", seed])
+        assert len(calls) == scored
+
+
+def test_evaluation_says_what_differs_and_refuses_what_does_not_fit(base, files, tmp_path, capsys):
+    """Changed data is named; a wrong third run is refused before the first is scored; so is a --length beyond the model's positions."""
+    run, rows = tmp_path / "run", tmp_path / "rows.jsonl"
+    shutil.copyfile(files / "good.jsonl", rows)
+    mdu.main(["--forget", str(rows), "--retain-weight", "0", "--epochs", "1", "--model", str(base), "--out", str(run)])
+    capsys.readouterr()
+    ev.main([str(run), "--samples", "1", "--steps", "1", "--limit", "2"])
+    assert "changed" not in capsys.readouterr().err
+    rows.write_text(rows.read_text().replace("word3", "word4"))
+    ev.main([str(run), "--samples", "1", "--steps", "1", "--limit", "2"])
+    assert "its forget rows have changed since it was trained" in (err := capsys.readouterr().err) and err.count("changed") == 1
+    before = snapshot(tmp_path)
+    for argv, words in (([base, run, tmp_path / "none"], "no run.json"), ([run, "--length", "1020", "--steps", "1"], "1024 positions")):
+        with pytest.raises(ValueError, match=words):
+            ev.main(list(map(str, argv)))
+        assert {f: b for f, b in snapshot(tmp_path).items() if "partial" not in f.parts} == before
+    damaged = tmp_path / "damaged"
+    shutil.copytree(base, damaged)
+    safetensors.torch.save_file({k: x * math.nan for k, x in weights(base).items()}, damaged / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="not finite"):
+        ev.main([str(damaged), "--samples", "1", "--steps", "1", "--limit", "2"])
+
+
+def test_a_retain_model_never_sees_the_forget_rows(tofu, tmp_path, monkeypatch, capsys):
+    """--retain-only trains on the other rows with the same vocabulary, and is scored on the forget rows like any run."""
+    splits = mdu.load_data(options("--method", "sft", "--retain-only"))
+    assert splits["forget"] == [] and splits["held_out"] == mdu.toy_world()["forget"]
+    assert options("--method", "sft", "--retain-only").out == "out/toy/retain"
+    run = tmp_path / "retain"
+    mdu.main(["--data", str(tofu), "--method", "sft", "--retain-only", "--epochs", "1", "--out", str(run)])
+    assert "30 training rows" in capsys.readouterr().out  # 24 to retain, 3 and 3 of the world
+    flags = ["--samples", "2", "--steps", "1"]
+    ev.main([str(run), *flags])
+    assert "changed" not in capsys.readouterr().err
+    ev.main([str(run), *flags, "--retain-run", str(run)])
+    summary = json.loads((run / "eval/summary.json").read_text())
+    assert summary["forget_quality"] == 1.0 and summary["splits"]["forget"]["n"] == 8
+    with pytest.raises(ValueError, match="score them alike"):
+        ev.main([str(run), "--samples", "3", "--retain-run", str(run)])
+    ev.main([str(run), *flags, "--brief"])
+    with pytest.raises(ValueError, match="no truth ratios"):
+        ev.main([str(run), *flags, "--retain-run", str(run)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Report
+# ---------------------------------------------------------------------------------------------------------------------
+
+def scored(root, name, method, tau=None, seed=1, samples=128, text="a | b\n c\u2028d", sha="x", **forget):
+    """The files of a scored run, made up: forget figures as given, retain rL and p 0.5, nothing else."""
+    run = root / name
+    (run / "eval").mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"options": dict(method=method, tau=tau, seed=seed, out=name), "data": {}}))
+    common = dict(n=4, rougeL_recall=0.25, prob_stderr=0.01, stderr=dict(rougeL_f1=0.02, prob=0.03))
+    (run / "eval/summary.json").write_text(json.dumps(dict(
+        method=method, tau=tau, protocol=dict(length=8, steps=4, samples=samples, seed=0, dtype="float32"),
+        data=dict(forget=dict(rows=4, sha256=sha), retain=dict(rows=5, sha256="y")), retain_rows_trained_on=[0, 1, 2, 4],
+        model_utility=None, forget_quality=None, splits=dict(
+            forget=dict(common, **forget), retain=dict(common, rougeL_f1=0.5, prob=0.5)))))
+    (run / "eval/forget.jsonl").write_text("".join(json.dumps(dict(
+        question=f"Q{i}", reference=f"R{i}", generation=text, nll=1.0), ensure_ascii=False) + "\n" for i in range(4)))
+    return str(run)
+
+
+def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
+    """Worked by hand: seeds are averaged, the best is bold, the second underlined, a missing figure is a dash; text is escaped."""
+    runs = [scored(tmp_path, "base", "sft", rougeL_f1=0.9, prob=0.9), scored(tmp_path, "ga", "ga", rougeL_f1=0.2, prob=0.125),
+            scored(tmp_path, "m1", "mdu", 0.5, rougeL_f1=0.3, prob=0.1), scored(tmp_path, "m2", "mdu", 0.5, seed=2, rougeL_f1=0.5, prob=0.1),
+            scored(tmp_path, "t1", "mdu", 1.0, text="", rougeL_f1=0.2, prob=0.3, fact=0.25, truth_ratio=0.5)]
+    ev.main(["--report", *runs, "--questions", "3,0"])
+    text = (tmp_path / "report.md").read_text()
+    rows = dict(line.strip("| ").split(" | ", 1) for line in text.split("\n\n")[0].splitlines() if " | " in line)
+    assert rows == {
+        "Method": "Forget rL ↓ | Forget p ↓ | Retain rL ↑ | Retain p ↑ | Forget fact ↓",
+        "Base": "0.900 (0.250) | 0.900 | 0.500 (0.250) | 0.500 | -",
+        "GA": "**0.200** (0.250) | <u>0.125</u> | **0.500** (0.250) | **0.500** | -",
+        "MDU τ=0.5": "<u>0.400</u> ± 0.141 (0.250) | **0.100** ± 0.000 | **0.500** ± 0.000 (0.250) | **0.500** ± 0.000 | -",
+        "MDU τ=1": "**0.200** (0.250) | 0.300 | **0.500** (0.250) | **0.500** | **0.250**"}
+    for part in ("128 masks", "4 steps for 8 tokens", "Forget 4, Retain 5", "rL 0.020, p 0.030", "choice of masks 0.010", "over 1/2 seeds",
+                 "4 of the evaluated retain rows are among the rows to train on: rows 0-2, 4", "| Question | Q3 | Q0 |", r"| GA | a \| b c d | a \| b c d |",
+                 "| MDU τ=1 | (empty) | (empty) |", "| Method | Forget truth ratio ↑ |", "MDU from τ = 0 to 1"):
+        assert part in text, part
+    assert "Pseudo-perplexity" not in text and "Model utility ↑" not in text
+    data = json.loads((tmp_path / "report.json").read_text())
+    mean = data["methods"][2]["splits"]["forget"]["rougeL_f1"]
+    assert data["methods"][2]["runs"] == runs[2:4] and (mean["mean"], mean["deviation"]) == pytest.approx((0.4, 0.02**0.5))
+    assert data["methods"][0]["model_utility"] is None and data["protocol"]["samples"] == 128
+    capsys.readouterr()
+    (tmp_path / "report.png").unlink(missing_ok=True)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ev.main(["--report", *runs])
+    shown = capsys.readouterr()
+    assert "pip install matplotlib" in shown.err and shown.err.count("\n") == 1 and "report.png" not in shown.out
+    for name, changes, words in (("p", dict(samples=64), "samples 64"), ("d", dict(sha="z"), "on the same data")):
+        with pytest.raises(ValueError, match=words):
+            ev.main(["--report", runs[0], scored(tmp_path, name, "npo", rougeL_f1=0, prob=0, **changes)])
+    with pytest.raises(ValueError, match="--questions 4: there are 4"):
+        ev.main(["--report", *runs, "--questions", "4"])
+    with pytest.raises(ValueError, match="no truth ratios"):
+        ev.main(["--report", *runs, "--retain-run", runs[0]])
+
+
+def test_picture(tmp_path):
+    """Where matplotlib is there: a PNG with a line through the tau points in their order and a mark per other method."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    groups = ev.group_runs([scored(tmp_path, f"m{tau}", "mdu", tau, rougeL_f1=tau / 2, prob=tau) for tau in (1.0, 0.0, 0.5)]
+                           + [scored(tmp_path, "ga", "ga", rougeL_f1=0.7, prob=0.8)])
+    drawn, close = [], pyplot.close
+    pyplot.close = drawn.append
+    ev.draw(groups, tmp_path / "a.png")
+    pyplot.close = close
+    left, right = drawn[0].axes
+    assert left.lines[0].get_xydata().tolist() == [[0, 0.5], [0.25, 0.5], [0.5, 0.5]]
+    assert right.lines[0].get_xydata().tolist() == [[0, 0.5], [0.5, 0.5], [1, 0.5]]
+    assert right.collections[0].get_offsets().tolist() == [[0.8, 0.5]] and len(right.collections) == 1
+    assert (left.get_title(), right.get_title()) == ("ROUGE-L F1", "answer probability") and left.get_xlabel().startswith("forget")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    close(drawn[0])
