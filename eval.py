@@ -1010,8 +1010,8 @@ def analysis_relearn(runs, rows, a):
 
 def as_markdown(result):
     """Texts as a table; bars as one per panel, with the change against the first series, if groups have several."""
-    tables = [[[label, "".join(re.sub(r"(?s)(\S.*\S|\S)", r"<u>\1</u>", text) if flag else text
-                               for text, flag in parts)] for label, parts in itertools.chain(*result.get("blocks", []))]]
+    tables = [[[label, "".join(re.sub(r"(?s)(\S.*\S|\S)", r"<u>\1</u>", text) if flag else text for text, flag in parts)]
+               for label, parts in itertools.chain(*result.get("blocks", []))]]
     for panel in result.get("panels", []):
         rows = list(zip(*panel["series"].values()))
         if "groups" in panel and None not in itertools.chain(*rows):
@@ -1158,15 +1158,14 @@ def parse(argv):
     parser.add_argument("--batch-size", type=int, help="sequences in one forward pass [64]")
     parser.add_argument("--seed", type=int, help="seed of the masks [0]")
     given = vars(parser.parse_args(argv))
+    mode, used = "without --report or --analysis", set(given) - {"questions", "redraw"}
     if "report" in given:
-        mode, used = "--report", {"report", "questions", "retain_run"}
+        mode, used = "with --report", {"report", "questions", "retain_run"}
     elif "analysis" in given:
-        mode, used = f"--analysis {given['analysis']}", {"analysis", "redraw", *ANALYSES[given["analysis"]][1]}
-        mode, used = (mode + " --redraw", {"analysis", "redraw"}) if "redraw" in given else (mode, used)
-    else:
-        mode, used = "scoring", set(given) - {"questions", "redraw"}
+        mode, used = f"with --analysis {given['analysis']}", {"analysis", "redraw", *ANALYSES[given["analysis"]][1]}
+        mode, used = ("with --redraw", {"analysis", "redraw"}) if "redraw" in given else (mode, used)
     for name in set(given) - used - {"runs"}:
-        raise ValueError(f"--{name.replace('_', '-')}: not used by {mode}")
+        raise ValueError(f"--{name.replace('_', '-')}: not used {mode}")
     if "brief" in given and "retain_run" in given:
         raise ValueError("--brief: measures no truth ratios, which --retain-run compares; leave one out")
     if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", given.get("questions", "0")):
