@@ -944,6 +944,12 @@ def world_size():
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+@functools.cache
+def parent():
+    """The process that started this one: asked when it joins the others, before it can have become an orphan."""
+    return os.getppid()
+
+
 @contextlib.contextmanager
 def processes():
     """Join the other processes that torchrun started; a program by itself is one process of one."""
@@ -954,6 +960,7 @@ def processes():
                              "one of its own; lower --nproc_per_node")
         torch.cuda.set_device(this_device())
     if "WORLD_SIZE" in os.environ:  # left as they are at the end: to tear them down can hang or crash
+        parent()
         dist.init_process_group(backend)
         yield
     else:

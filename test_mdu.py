@@ -1587,7 +1587,7 @@ def test_processes_and_interruptions_change_no_evaluation(base, tmp_path, monkey
         ev.main([str(stopped), *flags])
     assert older.items() <= snapshot(stopped).items()
     chunks = sum(math.ceil(n / ev.CHUNK) for n in (24, 40, 24, 24))
-    (stopped / "eval/partial/retain-000000.jsonl.partial").write_text('{"question": ')  # a chunk cut off in writing
+    (stopped / "eval/partial/retain-000000.jsonl.7.partial").write_text('{"question": ')  # a chunk cut off in writing
     ev.main([str(stopped), *flags])
     assert len(calls) == 3 + chunks - 2 and {f.name: f.read_bytes() for f in (stopped / "eval").iterdir()} == expected
     for seed, scored in (("2", 3), ("3", chunks)):  # stopped with seed 2, then seed 3: from the beginning
