@@ -735,7 +735,7 @@ def token_starts(tokenizer, ids):
     text, starts = "", []
     for k in range(len(ids)):
         longer = tokenizer.decode(ids[:k + 1], skip_special_tokens=True)
-        starts.append(len(os.path.commonprefix([text, longer])))  # a letter of several tokens shows when it is whole
+        starts.append(len(os.path.commonprefix([text, longer])))  # the tokens of one letter start where it does
         text = longer
     return text, starts
 
@@ -744,7 +744,7 @@ def token_words(tokenizer, ids):
     """The first word, as `words` finds them, that each token is part of; None for punctuation and special tokens."""
     text, starts = token_starts(tokenizer, ids)
     found = [(m.start(), m.end(), m.group().lower()) for m in re.finditer(r"[^\W_]+", text)]
-    return [next((word for a, b, word in found if a < end and b > start), None)
+    return [next((word for a, b, word in found if a < max(end, start + 1) and b > start), None)
             for start, end in itertools.pairwise([*starts, len(text)])]
 
 
