@@ -1,6 +1,6 @@
 # make demo: the paper's story on a toy world, on a CPU.  make table: the same, 3 seeds, every figure.  make test: the
 # tests.  Each installs what it needs into .venv.
-.PHONY: help install demo table figures toy-base toy-retain toy-baselines toy-mdu test clean
+.PHONY: help install demo table figures toy-base toy-retain toy-baselines toy-mdu test soak clean
 
 PYTHON    := .venv/bin/python
 SEED      := 1
@@ -66,6 +66,9 @@ toy-mdu:
 test: install  ## the tests, offline
 	.venv/bin/pip install --quiet --disable-pip-version-check pytest
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q test_mdu.py
+
+soak: test  ## minutes of kills and resumes on 2 and 4 processes
+	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q -s -m soak test_mdu.py
 
 clean:  ## remove what make made
 	rm -rf .venv out

@@ -383,7 +383,7 @@ def plan(run, a):
 
 
 def evaluate(job, a):
-    """Score one planned run; on process 0 returns what RUN/eval/summary.json then holds.
+    """Score one planned run, into RUN/eval/summary.json and RUN/eval/SPLIT.jsonl.
 
     Every chunk of rows ends as a file in RUN/eval/partial, which belongs to one protocol, data and weights; chunks that
     are there already are kept.  Records and summary replace older ones together, when all chunks are done.
@@ -397,28 +397,35 @@ def evaluate(job, a):
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]["question"]) + len(rows[i]["answer"]))
         for at in range(0, len(order), CHUNK):
             chunks.append((out / "partial" / f"{split}-{at:06d}.jsonl", split, order[at:at + CHUNK]))
-    if mdu.rank() == 0:
-        weights = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in out.parent.glob("*.safetensors"))
-        identity = json.dumps({**job.summary, "weights": weights}, sort_keys=True)
-        owner = out / "partial" / "owner.json"
-        if not owner.is_file() or owner.read_text(encoding="utf-8") != identity:
-            shutil.rmtree(out / "partial", ignore_errors=True)
-            owner.parent.mkdir(parents=True)
-            write_aside(owner, identity)
-    mdu.barrier()
-    todo = [chunk for chunk in chunks if not chunk[0].is_file()]
-    mdu.barrier()  # every process has seen the same files
-    for file, split, order in tqdm(todo[mdu.rank()::mdu.world_size()], desc=str(job.run), leave=False,
-                                   disable=None if mdu.rank() == 0 else True):
-        if "WORLD_SIZE" in os.environ and os.getppid() != mdu.parent():
-            raise SystemExit(143)  # torchrun is gone: leave the rest to whoever starts again
-        seeds = [[a.seed, list(SPLITS).index(split), i] for i in order]  # the same for every run
-        records = SPLITS[split]["score"](predictor, tokenizer, [job.splits[split][i] for i in order], seeds, a)
-        write_aside(file, json_lines(job.run, records))
-    mdu.barrier()
-    if mdu.rank() > 0:
-        return None
-    records = {split: [None] * len(rows) for split, rows in job.splits.items()}
+    with mdu.together():
+        if mdu.rank() == 0:
+            weights = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in out.parent.glob("*.safetensors"))
+            identity = json.dumps({**job.summary, "weights": weights}, sort_keys=True)
+            owner = out / "partial" / "owner.json"
+            if not owner.is_file() or owner.read_text(encoding="utf-8") != identity:
+                shutil.rmtree(out / "partial", ignore_errors=True)
+                owner.parent.mkdir(parents=True)
+                write_aside(owner, identity)
+    with mdu.together():  # every process sees the same files
+        todo = [chunk for chunk in chunks if not chunk[0].is_file()]
+    with mdu.together():
+        for file, split, order in tqdm(todo[mdu.rank()::mdu.world_size()], desc=str(job.run), leave=False,
+                                       disable=None if mdu.rank() == 0 else True):
+            if mdu.orphaned():
+                raise SystemExit(143)  # torchrun is gone: leave the rest to whoever starts again
+            seeds = [[a.seed, list(SPLITS).index(split), i] for i in order]  # the same for every run
+            records = SPLITS[split]["score"](predictor, tokenizer, [job.splits[split][i] for i in order], seeds, a)
+            write_aside(file, json_lines(job.run, records))
+    with mdu.together():
+        if mdu.rank() == 0:
+            summary = collect(job, a, chunks)
+            note(f"{job.run}: {len(todo)} of {len(chunks)} chunks scored now, {time.time() - start:.0f}s")
+            mdu.say(screen_row(job.run, summary))
+
+
+def collect(job, a, chunks):
+    """Chunks -> RUN/eval/SPLIT.jsonl and summary.json, which is returned."""
+    out, records = Path(job.run) / "eval", {split: [None] * len(rows) for split, rows in job.splits.items()}
     for file, split, order in chunks:
         for i, record in zip(order, read_records(file), strict=True):
             records[split][i] = record
@@ -434,8 +441,6 @@ def evaluate(job, a):
             write_aside(out / f"{split}.jsonl", json_lines(job.run, records[split]))
     mdu.write_json(out / "summary.json", summary)
     shutil.rmtree(out / "partial")
-    note(f"{job.run}: {sum(map(len, records.values()))} rows, {len(todo)} of {len(chunks)} chunks scored now, "
-         f"{time.time() - start:.0f}s")
     return summary
 
 
@@ -515,7 +520,7 @@ def group_runs(runs, retain_run=None):
             complete = all("nll_perturbed" in r for r in records)
             retain_records = read_retain_run(retain_run, run, summary)
             summary["forget_quality"] = forget_quality(records, retain_records) if complete else None
-        own = {k: v for k, v in options.items() if k not in ("seed", "out", "model", "revision", "overwrite")}
+        own = {k: v for k, v in options.items() if k not in ("seed", "model", "revision", "diagnose", *mdu.MAY_DIFFER)}
         title = TITLES.get(summary["method"]) or f"MDU τ={summary['tau']:g}"
         group = groups.setdefault(json.dumps(own, sort_keys=True), SimpleNamespace(
             title="Retain model" if own.get("retain_only") else title, method=summary["method"], tau=summary["tau"],
@@ -1187,9 +1192,7 @@ def main(argv=None):
         with mdu.together():
             jobs = [plan(run, a) for run in a.runs]
         for job in jobs:
-            summary = evaluate(job, a)
-            if summary:
-                mdu.say(screen_row(job.run, summary))
+            evaluate(job, a)
 
 
 if __name__ == "__main__":

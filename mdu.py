@@ -27,6 +27,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -849,6 +850,20 @@ def draw_examples(o, pools, indices):
     return forget + preferred, retain
 
 
+def micro_batches(o, pools, step):
+    """This process's share of a step's examples, in batches of like length -> [(forget examples, retain examples)]."""
+    def length(*examples):
+        return sum(len(e.prompt) + len(e.response) for e in examples)
+    rows = o.batch_size * o.grad_accum
+    forget, retain = draw_examples(o, pools, range(step * rows, (step + 1) * rows))
+    groups = zip(*(forget[i:i + rows] for i in range(0, len(forget), rows)))  # dpo: forget row and its preferred answer
+    groups, retain = sorted(groups, key=lambda group: length(*group)), sorted(retain, key=length)
+    size = math.gcd(rows // world_size(), o.batch_size)  # batches are then the same for any number of processes
+    batches = [([e for column in zip(*groups[i:i + size]) for e in column], retain[i:i + size])
+               for i in range(0, rows, size)]
+    return batches[rank()::world_size()]
+
+
 class Batch(NamedTuple):
     """Clean and noised sequences of some examples."""
     ids: torch.Tensor  # (B, T)
@@ -950,6 +965,11 @@ def parent():
     return os.getppid()
 
 
+def orphaned():
+    """Is the torchrun that started this process gone?"""
+    return "WORLD_SIZE" in os.environ and os.getppid() != parent()
+
+
 @contextlib.contextmanager
 def processes():
     """Join the other processes that torchrun started; a program by itself is one process of one."""
@@ -961,6 +981,11 @@ def processes():
         torch.cuda.set_device(this_device())
     if "WORLD_SIZE" in os.environ:  # left as they are at the end: to tear them down can hang or crash
         parent()
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # else joining would try for half an hour
+            try:
+                socket.create_connection((os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]), timeout=60).close()
+            except OSError as error:
+                raise Interrupted(f"torchrun is gone ({error})", 128 + signal.SIGTERM) from None
         dist.init_process_group(backend)
         yield
     else:
@@ -969,11 +994,6 @@ def processes():
             yield
         finally:
             dist.destroy_process_group()
-
-
-def barrier():
-    if world_size() > 1:
-        dist.barrier()
 
 
 @contextlib.contextmanager
@@ -1114,6 +1134,7 @@ def save_checkpoint(out, step, state):
     with together():
         if rank() == 0:
             write_json(aside / "checkpoint.json", {"step": step, "processes": world_size(), "files": files})
+            sync(aside)
             os.replace(aside, folder)
             sync(folder.parent)
             for other in folder.parent.iterdir():
@@ -1127,7 +1148,7 @@ def load_checkpoint(out, state):
     if not folders:
         return 0
     file = folders[-1] / "checkpoint.json"
-    info = parse_json(file.read_text(encoding="utf-8"), file) if file.is_file() else None
+    info = parse_json(file.read_bytes(), file) if file.is_file() else None
     if not isinstance(info, dict) or not {"step", "files"} <= set(info) or not isinstance(info["files"], dict):
         raise ValueError(f"{file}: damaged; remove {folders[-1]} to start the run anew")
     found = digests(folders[-1])
@@ -1138,7 +1159,7 @@ def load_checkpoint(out, state):
             raise ValueError(f"{folders[-1] / name}: {what}; remove {folders[-1]} to start the run anew")
     dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folders[-1])))
     steps = {int(value) for name, value in state.items() if name.startswith("step.")}
-    if steps != {info["step"]}:
+    if [*steps] != [info["step"]]:
         raise ValueError(f"{file}: step {info['step']}, but its tensors are of step {min(steps)}; remove {folders[-1]} "
                          "to start the run anew")
     return info["step"]
@@ -1153,12 +1174,22 @@ def sync(path):
         os.close(handle)
 
 
+@contextlib.contextmanager
+def writing(path, kinds=OSError):
+    """A disk that is full does not say for which file."""
+    try:
+        yield
+    except kinds as error:
+        raise OSError(f"{path}: cannot be written ({error}); is the disk full?") from None
+
+
 def write_json(path, value):
     """Complete or absent: written aside, then renamed."""
     aside = Path(f"{path}.partial")
-    aside.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    sync(aside)
-    os.replace(aside, path)
+    with writing(path):
+        aside.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        sync(aside)
+        os.replace(aside, path)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1189,7 +1220,7 @@ def check_run(o, splits):
             raise ValueError(f"--out {out}: would replace --{name} {value}, which lies in it; name another folder")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out}: is a file; name a folder")
-    if out.is_dir() and any(out.iterdir()):
+    if out.is_dir() and any(f.name != "run.json.partial" for f in out.iterdir()):
         if not (out / "run.json").is_file():
             raise ValueError(f"--out {out}: holds other files; name an empty or a new folder")
         others = [f.name for f in out.iterdir() if f.is_dir() and f.name not in RUN_FOLDERS]
@@ -1266,47 +1297,60 @@ def prepare(o, splits):
     return predictor, tokenizer, reference
 
 
+@contextlib.contextmanager
 def open_folder(o, splits, steps):
-    """Make the run's folder, empty unless it is continued, with run.json -> a handle that keeps other programs out."""
+    """The run's folder, empty unless it is continued, with run.json; other programs are kept out of it until the end."""
     out = Path(o.out)
     out.mkdir(parents=True, exist_ok=True)
     handle = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--out {out}: another program is at work there; wait for it, or name another "
+                             "folder") from None
+        check_run(o, splits)  # again: another program may have been at work there since
+        if not (o.resume and (out / "run.json").is_file()):
+            # Half emptied, the folder is no model any more, but still a run's.
+            for old in sorted(out.iterdir(), key=lambda f: (f.name == "run.json") - (f.name == "config.json")):
+                shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+            write_json(out / "run.json", {
+                "options": dataclasses.asdict(o), "steps": steps, "rows_per_step": o.batch_size * o.grad_accum,
+                "processes": world_size(),
+                "data": {split: {"rows": len(r), "sha256": fingerprint(r)} for split, r in splits.items()},
+                "versions": {"python": sys.version.split()[0], "torch": torch.__version__}})
+        yield
+    finally:
         os.close(handle)
-        raise ValueError(f"--out {out}: another program is at work there; wait for it, or name another folder") from None
-    if not (o.resume and (out / "run.json").is_file()):
-        for old in out.iterdir():
-            shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
-        write_json(out / "run.json", {
-            "options": dataclasses.asdict(o), "steps": steps, "rows_per_step": o.batch_size * o.grad_accum,
-            "processes": world_size(),
-            "data": {split: {"rows": len(r), "sha256": fingerprint(r)} for split, r in splits.items()},
-            "versions": {"python": sys.version.split()[0], "torch": torch.__version__}})
-    return handle
 
 
-def open_metrics(out, step):
-    """metrics.jsonl, to append to, without lines of steps that come again after `step`."""
-    file, lines = out / "metrics.jsonl", []
-    if step:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines(keepends=True)
-                 if line.endswith("\n") and json.loads(line)["step"] <= step]
-    aside = out / "metrics.jsonl.partial"
-    aside.write_text("".join(lines), encoding="utf-8")
-    os.replace(aside, file)
-    return open(file, "a", buffering=1)
+def cut_metrics(file, step):
+    """Leave no lines of steps that come again after `step`."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if step else []
+    lines = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    aside = Path(f"{file}.partial")
+    with writing(file):
+        aside.write_text("".join(lines), encoding="utf-8")
+        os.replace(aside, file)
+
+
+def log_line(file, values):
+    if rank() == 0:
+        with writing(file), open(file, "a") as lines:
+            lines.write(json.dumps(values) + "\n")
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, and has saved; args: what to tell, exit code."""
+    """The run was asked to stop, and has saved what it did; args: what to tell, exit code."""
 
 
 @contextlib.contextmanager
 def signals():
     """SIGTERM, Ctrl-C and a torchrun that is gone -> a function that says so: 0, or the exit code to stop with."""
-    caught, parent, before = [], os.getppid(), {}
+    caught, before = [], {}
+
+    def stop_code():
+        return caught[0] if caught else 128 + signal.SIGTERM if orphaned() else 0
 
     def note(number, frame):
         caught.append(128 + number)
@@ -1315,7 +1359,7 @@ def signals():
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             before[number] = signal.signal(number, note)
-        yield lambda: caught[0] if caught else 128 + signal.SIGTERM if os.getppid() != parent else 0
+        yield stop_code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -1324,6 +1368,7 @@ def signals():
 def train(o, splits):
     """Run one method and leave a run folder: the model, its tokenizer, run.json (what was run) and metrics.jsonl."""
     if o.resume and (Path(o.out) / "config.json").is_file():
+        clear(Path(o.out))  # in case it was killed before it had
         say(f"{o.out}: is finished already")
         return
     with together():
@@ -1347,34 +1392,31 @@ def train(o, splits):
         f"{len(pools['retain']) if o.retain_weight else 0} retain rows ({overlap} of the {len(splits['retain'])} "
         f"evaluated retain rows are among the training rows) | {steps} steps of {rows} rows")
 
-    out, lock, metrics = Path(o.out), None, None
-    with together():
-        if rank() == 0:
-            lock = open_folder(o, splits, steps)
-    state = run_state(predictor, optimizer)
-    first = load_checkpoint(out, state) if o.resume else 0
-    with together():
-        if rank() == 0:
-            metrics = open_metrics(out, first)
-    if first:
-        say(f"continued after step {first}")
+    out, metrics = Path(o.out), Path(o.out) / "metrics.jsonl"
+    with contextlib.ExitStack() as stack:  # the folder is this program's own until its end
+        with together():
+            if rank() == 0:
+                stack.enter_context(open_folder(o, splits, steps))
+        state = run_state(predictor, optimizer)
+        first = load_checkpoint(out, state) if o.resume else 0
+        with together():
+            if rank() == 0:
+                cut_metrics(metrics, first)
+        if first:
+            say(f"continued after step {first}")
 
-    if o.diagnose and not first:
-        kl = diagnose(o, predictor, reference, pools)
-        if rank() == 0:
-            metrics.write(json.dumps({"step": 0, "epoch": 0, "kl": kl}) + "\n")
-    start = printed = time.time()
-    with signals() as stop_code:
+        if o.diagnose and not first:
+            log_line(metrics, {"step": 0, "epoch": 0, "kl": diagnose(o, predictor, reference, pools)})
+        start = printed = time.time()
+        stop_code = stack.enter_context(signals())
         for step in range(first, steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(o, step, steps)
-            # This process's share of the step's examples, in micro-batches.
-            share = rows // world_size()
-            mine = range(step * rows + rank() * share, step * rows + (rank() + 1) * share)
             totals = torch.zeros(3, device=this_device())  # means of forget and retain loss over the step's rows; stop?
-            for i in range(0, share, o.batch_size):
-                predictor.set_requires_gradient_sync(not once or i + o.batch_size >= share)
-                forget, retain = step_losses(o, predictor, reference, *draw_examples(o, pools, mine[i:i + o.batch_size]))
+            batches = micro_batches(o, pools, step)
+            for i, examples in enumerate(batches, 1):
+                predictor.set_requires_gradient_sync(not once or i == len(batches))
+                forget, retain = step_losses(o, predictor, reference, *examples)
                 loss = (forget.sum() + (o.retain_weight or 0) * retain.sum()) / rows  # Algorithm 1, line 12
                 (loss * world_size()).backward()  # FSDP takes the mean over the processes
                 totals[:2] += torch.stack([forget.detach().sum(), retain.detach().sum()]) / rows
@@ -1394,11 +1436,11 @@ def train(o, splits):
                 kl = {"kl": diagnose(o, predictor, reference, pools)}
             if rank() == 0:
                 rate = (done - first) / (now - start)
-                metrics.write(json.dumps({
+                log_line(metrics, {
                     "step": done, "epoch": done * rows / n_forget, "forget": totals[0].item(),
                     "retain": totals[1].item(), "lr": learning_rate(o, step, steps), "grad_norm": norm.item(),
-                    "examples_per_second": rate * rows, "seconds": now - start, **kl}) + "\n")
-                if done in (first + 1, steps) or now - printed > 5:
+                    "examples_per_second": rate * rows, "seconds": now - start, **kl})
+                if done in (first + 1, first + 10, steps) or now - printed > 5:
                     printed = now
                     say(f"step {done:0{len(str(steps))}}/{steps} | forget {totals[0]:8.4f} | retain {totals[1]:8.4f} | "
                         f"lr {learning_rate(o, step, steps):.1e} | gn {norm:7.2f} | {rate * rows:6.1f} ex/s | "
@@ -1408,9 +1450,6 @@ def train(o, splits):
                 if totals[2] > 0:
                     raise Interrupted(f"{o.out}: stopped after step {done}; --resume continues", int(stop_code() or 143))
         save_model(out, predictor, tokenizer, o.model and model_folder(o.model, o.revision))
-    if rank() == 0:
-        metrics.close()
-        os.close(lock)
     peak = f", peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if torch.cuda.is_available() else ""
     say(f"{o.out}: done in {time.time() - start:.1f}s{peak}")
 
@@ -1420,7 +1459,7 @@ def save_model(out, predictor, tokenizer, source):
 
     config.json moves in last, so a folder that has one holds a whole model.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
     from transformers.utils import logging
     logging.disable_progress_bar()
     aside, state, dtype = out / "export.partial", {}, None
@@ -1434,22 +1473,26 @@ def save_model(out, predictor, tokenizer, source):
     with together():
         if rank() == 0:
             shutil.rmtree(aside, ignore_errors=True)
-            try:
+            with writing(aside, Exception):  # the libraries' own, whatever the disk's was
                 predictor.lm.save_pretrained(aside, state_dict=state, max_shard_size="5GB")
-            except SafetensorError as error:
-                raise OSError(f"{aside}: the model cannot be written ({error}); is the disk full?") from None
+                if not source:
+                    tokenizer.save_pretrained(aside)
             if source:
                 ours = ("run.json", "model.safetensors.index.json")
                 for file in source.iterdir():
                     if file.suffix in (".json", ".jinja", ".txt", ".model", ".py") and file.name not in ours:
                         shutil.copyfile(file, aside / file.name)
-            else:
-                tokenizer.save_pretrained(aside)
             for file in sorted(aside.iterdir(), key=lambda f: f.name == "config.json"):
                 sync(file)
                 os.replace(file, out / file.name)
-            aside.rmdir()
-            shutil.rmtree(out / "checkpoint", ignore_errors=True)
+            sync(out)
+            clear(out)
+
+
+def clear(out):
+    """Remove what a run needs only until its model is there."""
+    for folder in ("export.partial", "checkpoint"):
+        shutil.rmtree(out / folder, ignore_errors=True)
 
 
 def base_beside(o, given, splits):

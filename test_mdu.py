@@ -7,17 +7,28 @@ brute force; the sampler against what a recording predictor saw; the training st
 runs against each other on small data that the tests write.
 """
 import contextlib
+import hashlib
 import inspect
 import itertools
 import json
 import math
+import os
+import pkgutil
+import random
 import re
+import resource
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import time
+import traceback
 from math import log
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -1445,18 +1456,27 @@ def test_accumulation_and_processes_change_nothing(base, tmp_path):
 
 
 def test_training_equals_a_plain_loop(base, tmp_path):
-    """Three steps of NPO at lambda 0.5 against AdamW, clipping and the schedule written out, on means over the whole batch."""
+    """Three steps of NPO at lambda 0.5 against AdamW, clipping and the schedule written out, on means over the whole batch; and
+    bit for bit against an unsharded model and torch's own."""
     argv = ["--method", "npo", "--model", str(base), "--epochs", "1", "--lr", "1e-4", "--retain-weight", "0.5"]
     mdu.main([*argv, "--out", str(tmp_path)])
     o, splits = options(*argv), mdu.toy_world()
     splits["train_retain"] = splits["retain"]
-    (model, tokenizer), (frozen, _) = mdu.load_backbone(str(base)), mdu.load_backbone(str(base))
+    (model, tokenizer), (frozen, _), (plain, _) = (mdu.load_backbone(str(base)) for _ in range(3))
     drawn = mdu.encode_pools(o, splits, model, tokenizer)
+    adamw = torch.optim.AdamW(plain.parameters(), weight_decay=0.0, fused=True)
     parameters = dict(model.lm.named_parameters())
     first, second = ({k: torch.zeros_like(p) for k, p in parameters.items()} for _ in range(2))
     logs = [json.loads(line) for line in open(tmp_path / "metrics.jsonl")]
     for step, lr in enumerate([1e-4, 1e-4, 0.5e-4]):  # one step of warm-up, then half a cosine over the two others
-        forget, retain = mdu.step_losses(o, model, frozen, *mdu.draw_examples(o, drawn, range(8 * step, 8 * step + 8)))
+        examples = mdu.draw_examples(o, drawn, range(8 * step, 8 * step + 8))
+        forget, retain = mdu.step_losses(o, plain, frozen, *examples)
+        ((forget.sum() + 0.5 * retain.sum()) / 8).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        adamw.param_groups[0]["lr"] = logs[step]["lr"]
+        adamw.step()
+        adamw.zero_grad()
+        forget, retain = mdu.step_losses(o, model, frozen, *examples)
         grads = torch.autograd.grad(forget.mean() + 0.5 * retain.mean(), list(parameters.values()))
         norm = math.sqrt(sum(g.pow(2).sum().item() for g in grads))
         assert logs[step]["grad_norm"] == pytest.approx(norm, rel=1e-4) and logs[step]["lr"] == pytest.approx(lr)
@@ -1470,6 +1490,7 @@ def test_training_equals_a_plain_loop(base, tmp_path):
     assert len(logs) == 3
     for key, value in weights(tmp_path).items():
         torch.testing.assert_close(value, parameters[key].detach(), rtol=0, atol=2e-6)
+        assert torch.equal(value, plain.lm.state_dict()[key])
 
 
 def test_python_mdu_trains_the_base_it_lacks(tmp_path, tofu, monkeypatch):
@@ -1504,6 +1525,617 @@ def test_unlearning_forgets_and_keeps_the_rest(tmp_path):
     assert before["forget"]["prob"] > 0.8 and after["forget"]["prob"] < 0.6 * before["forget"]["prob"], shown
     assert after["retain"]["prob"] > before["retain"]["prob"] - 0.1, shown
     assert set(before) == {"forget", "retain"} and before["forget"]["n"] == 8
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes and checkpoints
+# ---------------------------------------------------------------------------------------------------------------------
+
+STEPS_OF_12 = ("--epochs 3 --tau 0.5 --lr 1e-4 --batch-size 3 --grad-accum 4 --checkpoint-every 1 --mask-sampling bernoulli").split()
+
+
+def pull_the_plug(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Broken(Exception):
+    """What a broken machine would be, in a test that goes on."""
+
+
+def break_off(*_):
+    raise Broken
+
+
+def watch(argv, out, at=None, act=break_off, **patches):
+    """mdu.main(argv) into `out`; act() when its micro-batch `at` comes up.  Beside `out` it leaves what rank r of n was given to
+    learn from, as out.shown-n-r, and at the end all weights and optimizer states, whole, as out.state."""
+    step_losses, save_model, run_state, calls, state = mdu.step_losses, mdu.save_model, mdu.run_state, itertools.count(1), {}
+
+    def losses(o, predictor, reference, forget, retain):
+        shown = [[[e.prompt, e.response, e.u, bool(e.null), list(e.coins)] for e in part] for part in (forget, retain)]
+        with open(f"{out}.shown-{mdu.world_size()}-{mdu.rank()}", "a") as file:
+            print(json.dumps(shown), file=file)
+        if next(calls) == at:
+            act()
+        return step_losses(o, predictor, reference, forget, retain)
+
+    def keep(*args):
+        state.update(run_state(*args))
+        return state
+
+    def save(folder, *args):
+        whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for name, x in state.items()}
+        if mdu.rank() == 0:
+            safetensors.torch.save_file(whole, f"{folder}.state")
+        return save_model(folder, *args)
+    with mock.patch.multiple(mdu, **{"step_losses": losses, "run_state": keep, "save_model": save, **patches}):
+        mdu.main([*argv, "--out", str(out)])
+
+
+def rows_shown(out, n, steps):
+    """What n processes were shown in their first steps of 12 rows: [forget, retain], step after step, each step's in order."""
+    ranks = [[sum((json.loads(line)[part] for line in open(f"{out}.shown-{n}-{r}")), []) for part in (0, 1)] for r in range(n)]
+    return [[row for s in range(steps)
+             for row in sorted(row for r in range(n) for row in ranks[r][part][s * 12 // n:(s + 1) * 12 // n])]
+            for part in (0, 1)]
+
+
+def forked(n, name, function, *args):
+    """function(rank, *args) in n processes, set up as torchrun does -> (their exit codes, lines on stderr).  They are copies of
+    one process that has loaded everything: torchrun's own start takes longer than all that they do."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    children, errors = [], tempfile.TemporaryFile()
+    for rank in range(n):
+        children.append(os.fork())
+        if not children[-1]:
+            os.dup2(errors.fileno(), 2)
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+            try:
+                mdu.run_program("mdu.py", lambda: function(rank, *args))
+            finally:
+                traceback.print_exc()
+                os._exit(70)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    errors.seek(0)
+    return codes, errors.read().decode().splitlines()
+
+
+def many_processes(base, good, root):
+    """All runs on several processes that the tests below look at, and results.json with their exit codes and last words."""
+    common, results = ["--model", base, *STEPS_OF_12], {}
+    mdu.load_backbone(base)  # what it imports, all copies have then
+
+    def run(n, name, *args, at=None, act=pull_the_plug, only=None, out=None, **patches):
+        out = root / (out or name)
+        results[name] = forked(n, name, lambda rank: watch([*common, *args], out, at if only in (None, rank) else None, act, **patches))
+    run(4, "four")
+    run(2, "two")
+    plan = mdu.memory_plan
+    run(2, "two each", memory_plan=lambda *args: (plan(*args)[0], False))
+    # Killed as the third step begins on 4 processes, then the fourth on 3 and the fifth on 2; the test ends it on one.
+    run(4, "down", at=3)
+    run(3, "down to 3", "--resume", at=3, out="down")
+    run(2, "down to 2", "--resume", at=3, out="down")
+    # SIGTERM to one process in step 2; one killed in step 4 (the other's last step counts or not); then to the end.
+    run(2, "cut", at=3, only=1, act=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    run(2, "cut again", "--resume", at=4, only=1, out="cut")
+    run(2, "cut to the end", "--resume", out="cut")
+    results["finished"] = forked(2, "x", lambda rank: mdu.main([*common, "--resume", "--out", str(root / "cut")]))
+    for one in (0, 1):
+        results[f"error in {one}"] = forked(2, "x", lambda rank: mdu.main([
+            "--model", base, "--forget", good + ("x" if rank == one else ""), "--retain-weight", "0", "--out", str(root / "error")]))
+    (root / "results.json").write_text(json.dumps(results))
+
+
+@pytest.fixture(scope="session")
+def many(base, files, tmp_path_factory):
+    """The folder of many_processes, made in a process of its own: one that has trained already cannot be copied."""
+    root = tmp_path_factory.mktemp("many")
+    code = f"import pathlib, test_mdu as t; t.many_processes({str(base)!r}, {str(files / 'good.jsonl')!r}, pathlib.Path({str(root)!r}))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(mdu.__file__).parent)
+    watch(["--model", str(base), *STEPS_OF_12], root / "one")
+    return root
+
+
+def ends(out):
+    """All that a finished run leaves: weights and optimizer states, whole, and the lines of metrics.jsonl without its clock."""
+    lines = [json.loads(line) for line in open(Path(out) / "metrics.jsonl")]
+    return safetensors.torch.load_file(f"{out}.state"), [{k: v for k, v in line.items() if "second" not in k} for line in lines]
+
+
+def assert_equal_ends(a, b, tol=0):
+    """Two finished runs: bit for bit, or (tol) weights and averages within tol and the reported numbers within 1e-4 of themselves."""
+    (state, lines), (other, other_lines) = ends(a), ends(b)
+    assert state.keys() == other.keys() and len(lines) == len(other_lines) >= 6
+    assert any(name.startswith("exp_avg_sq.") and x.any() for name, x in state.items())
+    for name, x in state.items():
+        assert x.dtype == other[name].dtype
+        torch.testing.assert_close(x, other[name], rtol=tol and 1e-3, atol=tol, msg=lambda m: f"{name}: {m}")
+    for line, other_line in zip(lines, other_lines):
+        assert line == (pytest.approx(other_line, rel=1e-4, abs=1e-5) if tol else other_line)
+    exported, other = weights(a), weights(b)
+    assert all(torch.allclose(x, other[name], rtol=0, atol=tol) for name, x in exported.items())
+
+
+def test_processes_share_the_batches_and_change_nothing(many):
+    """12 rows as 4 micro-batches of one process, or on 2 or 4 processes: the same examples, masks and noise levels bit for bit, the
+    same weights and optimizer states within 1e-6; gradients summed over the processes once a step or after every micro-batch."""
+    one = rows_shown(many / "one", 1, 6)
+    assert all(len(part) == 72 for part in one) and one == rows_shown(many / "two", 2, 6) == rows_shown(many / "four", 4, 6)
+    for other in ("two", "four", "two each"):
+        assert_equal_ends(many / "one", many / other, 1e-6)
+    start = weights(json.loads((many / "one/run.json").read_text())["options"]["model"])
+    assert max((x - start[name]).abs().max() for name, x in weights(many / "one").items()) > 1e-4
+
+
+def test_killed_on_several_processes_and_resumed(many):
+    """Killed on 4, 3 and 2 processes, ended on 1: the uninterrupted run's batches, its end within 1e-6; stopped and killed on 2
+    and ended on 2: its end bit for bit.  Exit codes: 143 for a stop, -9 for a kill and 1 for what it leaves, 0 at the end."""
+    results = json.loads((many / "results.json").read_text())
+    assert [results[name][0] for name in ("four", "two", "two each")] == [[0] * 4, [0] * 2, [0] * 2]
+    assert [results[name] for name in ("down", "down to 3", "down to 2")] == [[[-9] * n, []] for n in (4, 3, 2)]
+    base = json.loads((many / "one/run.json").read_text())["options"]["model"]
+    watch(["--model", base, *STEPS_OF_12, "--resume"], many / "down")
+    one = rows_shown(many / "one", 1, 6)
+    for n, first, steps in ((4, 0, 2), (3, 2, 1), (2, 3, 1), (1, 4, 2)):
+        assert rows_shown(many / "down", n, steps) == [part[12 * first:12 * (first + steps)] for part in one]
+    assert_equal_ends(many / "one", many / "down", 1e-6)
+    assert results["cut"] == [[143, 143], [f"mdu.py: {many}/cut: stopped after step 2; --resume continues"]]
+    (codes, lines), last = results["cut again"], results["cut to the end"]
+    assert codes == [1, -9] and len(lines) == 1 and lines[0].startswith("mdu.py: another process of the run is gone"), lines
+    assert last == [[0, 0], []] == results["finished"]
+    assert_equal_ends(many / "two", many / "cut")
+
+
+@pytest.mark.parametrize("one", [0, 1])
+def test_an_error_in_one_process_ends_all_in_one_line(many, one):
+    """A data file that only one of two processes lacks: both end with exit code 2, and the one that knows tells."""
+    codes, lines = json.loads((many / "results.json").read_text())[f"error in {one}"]
+    assert codes == [2, 2] and len(lines) == 1 and "good.jsonlx" in lines[0], lines
+    assert not (many / "error").exists()
+
+
+def program(argv, capsys, main=mdu.main):
+    """mdu.py run to its end -> (exit code, its one line on stderr or "")."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        mdu.run_program("mdu.py", lambda: main(argv))
+    err = capsys.readouterr().err
+    assert err.count("\n") <= 1 and err.startswith("mdu.py: " if err else ""), err
+    return stop.value.code, err
+
+
+@pytest.fixture(scope="session")
+def six_steps(tmp_path_factory):
+    """argv of a run of six steps, a finished run of it, and one broken off in its fourth step, checkpointed after the second."""
+    root, argv = tmp_path_factory.mktemp("six"), ["--method", "sft", "--epochs", "0.45"]
+    watch(argv, root / "whole")
+    with pytest.raises(Broken):
+        watch([*argv, "--checkpoint-every", "2"], root / "cut", at=4)
+    return argv, root / "whole", root / "cut"
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_resumed_equals_uninterrupted(weights, tmp_path, monkeypatch, capsys):
+    """A base broken off, resumed by the run that needs it, and that run broken off and resumed twice: bit for bit the run that
+    nothing broke, in weights, optimizer states and metrics; a finished run says so; --resume of nothing starts afresh."""
+    monkeypatch.setitem(mdu.PRESETS["toy"]["sft"], "epochs", 1)
+    argv = ["--weights", weights, "--epochs", "2", "--checkpoint-every", "2"]
+    watch(argv, tmp_path / "a/run")
+    for at in (6, 13, 2, 4):  # the base has 13 steps, the run 6, saved every second; the third part saves nothing
+        with pytest.raises(Broken):
+            watch([*argv, "--resume"], tmp_path / "b/run", at)
+    watch([*argv, "--resume"], tmp_path / "b/run")
+    assert_equal_ends(tmp_path / "a/run", tmp_path / "b/run")
+    for file in ("a/run", "b/run"):
+        assert not list((tmp_path / file).glob("checkpoint")) and not list((tmp_path / file).glob("*partial*"))
+    state = safetensors.torch.load_file(tmp_path / "b/run.state")
+    assert all((state[name].dtype == torch.bfloat16) == (weights == "bfloat16") for name in state if name.startswith("weights."))
+    assert any(x.any() for name, x in state.items() if name.startswith("compensation.")) == (weights == "bfloat16")
+    before = snapshot(tmp_path / "b")
+    capsys.readouterr()
+    mdu.main([*argv, "--resume", "--out", str(tmp_path / "b/run")])
+    assert "finished already" in capsys.readouterr().out and snapshot(tmp_path / "b") == before
+
+
+def edit(file, change):
+    file.write_bytes(change(file.read_bytes()))
+
+
+def change_json(**values):
+    return lambda text: json.dumps({**json.loads(text), **values}).encode()
+
+
+SHARD, INFO = "shard-00001-model-00001-of-00001.safetensors", "checkpoint.json"
+DAMAGED = {  # what happens to the newest checkpoint: (the file that the error names, how it comes about)
+    "cut short": (SHARD, lambda f: edit(f / SHARD, lambda x: x[:-1])),
+    "one byte of a tensor": (SHARD, lambda f: edit(f / SHARD, lambda x: x[:-99] + bytes([x[-99] ^ 1]) + x[-98:])),
+    "one byte of the header": (SHARD, lambda f: edit(f / SHARD, lambda x: x[:20] + bytes([x[20] ^ 1]) + x[21:])),
+    "missing": (SHARD, lambda f: (f / SHARD).unlink()),
+    "one too many": ("more.safetensors", lambda f: shutil.copy(f / SHARD, f / "more.safetensors")),
+    "checkpoint.json missing": (INFO, lambda f: (f / INFO).unlink()),
+    "checkpoint.json cut short": (INFO, lambda f: edit(f / INFO, lambda x: x[:-3])),
+    "checkpoint.json not UTF-8": (INFO, lambda f: edit(f / INFO, lambda x: b"\xff" + x)),
+    "checkpoint.json a list": (INFO, lambda f: edit(f / INFO, lambda x: b"[1]")),
+    "another step": (INFO, lambda f: edit(f / INFO, change_json(step=3))),
+    "no step at all": (INFO, lambda f: edit(f / INFO, change_json(step=[]))),
+    "another digest": (SHARD, lambda f: edit(f / INFO, lambda x: x.replace(b'safetensors": "', b'safetensors": "0'))),
+    "no digests": (SHARD, lambda f: edit(f / INFO, change_json(files={}))),
+    "metrics missing": ("metrics.jsonl", lambda f: (f.parents[1] / "metrics.jsonl").unlink()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_checkpoint_is_refused(damage, six_steps, tmp_path, capsys):
+    """One line that names the file, exit code 2, and nothing changed; an unfinished save beside it is no checkpoint."""
+    (argv, _, cut), (name, harm) = six_steps, DAMAGED[damage]
+    shutil.copytree(cut, tmp_path / "run")
+    folder, = (tmp_path / "run/checkpoint").iterdir()
+    (tmp_path / "run/checkpoint/00000004.partial").mkdir()
+    harm(folder)
+    before = snapshot(tmp_path)
+    code, err = program([*argv, "--resume", "--out", str(tmp_path / "run")], capsys)
+    assert code == 2 and (f"{name}: " in err or f"{name}'" in err), err
+    assert snapshot(tmp_path) == before
+
+
+def test_resume_wants_the_same_run(six_steps, tofu, base, tmp_path, capsys):
+    """Other options or data, or no --resume: one line that names the option and both values, and nothing changed."""
+    argv, _, cut = six_steps
+    before = snapshot(cut)
+    for more, words in (("--lr 0.1", ["--lr 0.1", "with 0.005"]), ("--seed 2", ["--seed 2", "with 1"]),
+                        ("--weights bfloat16", ["--weights bfloat16", "with float32"]),
+                        (f"--data {tofu}", [f"--data {tofu}", "with toy"]), (f"--model {base}", [f"--model {base}", "with None"]),
+                        ("--overwrite", ["--resume", "--overwrite"])):
+        code, err = program([*argv, *more.split(), "--resume", "--out", str(cut)], capsys)
+        assert code == 2 and all(word in err for word in words), err
+    code, err = program([*argv, "--out", str(cut)], capsys)
+    assert code == 2 and "unfinished run" in err and "--resume" in err, err
+    data, rows = tmp_path / "rows.jsonl", [json.dumps({"question": f"Where is {i}?", "answer": f"In {i}."}) for i in range(16)]
+    data.write_text("\n".join(rows))
+    own = ["--method", "ga", "--model", str(base), "--forget", str(data), "--epochs", "1", "--checkpoint-every", "1"]
+    with pytest.raises(Broken):
+        watch(own, tmp_path / "own", at=2)
+    data.write_text("\n".join(rows[1:] + rows[:1]))
+    code, err = program([*own, "--resume", "--out", str(tmp_path / "own")], capsys)
+    assert code == 2 and "other forget rows" in err and snapshot(cut) == before, err
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """No file grows beyond `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("full, size, named", [
+    ("mdu.save_checkpoint", 100_000, "00000004.partial"), ("mdu.save_checkpoint", 100, "00000004.partial"),
+    ("mdu.write_json", 10, "checkpoint.json"), ("mdu.train", 600, "metrics.jsonl"), ("mdu.save_model", 100_000, "export.partial"),
+    ("mdu.save_model", 10, "export.partial"), ("transformers.PreTrainedTokenizerFast.save_pretrained", 5000, "export.partial")])
+def test_a_full_disk_leaves_the_last_checkpoint(full, size, named, six_steps, tmp_path, monkeypatch, capsys):
+    """Full while a checkpoint, a line of metrics.jsonl or the model's weights, config or tokenizer are written: one line, exit code
+    2, the last checkpoint whole and no model there; resumed with room, the run ends as if nothing had been."""
+    argv, whole, cut = six_steps
+    shutil.copytree(cut, tmp_path / "run")
+    resume = [*argv, "--checkpoint-every", "2", "--resume", "--out", str(tmp_path / "run")]
+    writes = pkgutil.resolve_name(full)
+
+    def write(*args, **kwargs):
+        with full_disk(size):
+            return writes(*args, **kwargs)
+    with monkeypatch.context() as patch:
+        patch.setattr(full, write)
+        code, err = program(resume, capsys)
+    assert code == 2 and "oo large" in err and f"{named}: " in err, err
+    saved = 4 if named == "export.partial" else 2
+    folder, = [f for f in (tmp_path / "run/checkpoint").iterdir() if f.suffix != ".partial"]
+    assert folder.name == f"{saved:08}" and not (tmp_path / "run/config.json").exists()
+    if saved == 2:
+        assert all((folder / f.name).read_bytes() == text for f, text in snapshot(cut / "checkpoint").items())
+    watch(resume[:-2], tmp_path / "run")
+    assert_equal_ends(whole, tmp_path / "run")
+    assert {f.name for f in (tmp_path / "run").iterdir()} == {f.name for f in whole.iterdir()}
+
+
+def test_a_place_that_takes_no_files(six_steps, files, tmp_path, capsys):
+    """--out under a file, under a system's folder, or in a folder that is no run's: one line, exit code 2."""
+    argv, _, _ = six_steps
+    for out in (files / "good.jsonl/run", "/proc/run"):
+        code, err = program([*argv, "--out", str(out)], capsys)
+        assert code == 2 and str(out) in err, err
+
+
+def test_no_pickle_anywhere(six_steps, many):
+    """What runs leave, finished or not, on one process or several, are safetensors and text; the sources read nothing else."""
+    for run in (*six_steps[1:], *(many / name for name in ("one", "four", "cut"))):
+        assert {f.suffix for f in run.rglob("*") if f.is_file()} <= {".json", ".jsonl", ".safetensors", ".jinja", ".txt"}
+        for file in run.rglob("*.safetensors"):
+            assert safetensors.torch.load_file(file)
+    for module in (mdu, ev):
+        assert not re.search(r"torch\.load\b|pickle|gather_object|broadcast_object|scatter_object|weights_only",
+                             inspect.getsource(module))
+
+
+@pytest.mark.parametrize("sent, code, words", [
+    ([signal.SIGTERM], 143, "stopped after step 4; --resume"), ([signal.SIGINT], 130, "stopped after step 4; --resume"),
+    ([signal.SIGINT] * 2, 130, "interrupted")])
+def test_signals_stop_with_the_work_saved(sent, code, words, six_steps, tmp_path, capsys):
+    """SIGTERM and Ctrl-C in step 4: that step is saved, one line, exit codes 143 and 130; a second Ctrl-C stops at once.  Resumed,
+    the run ends as if nothing had been; the handlers are those of before."""
+    argv, whole, _ = six_steps
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    stopped, err = program([*argv, "--checkpoint-every", "3"], capsys, lambda argv: watch(
+        argv, tmp_path / "run", at=4, act=lambda: [os.kill(os.getpid(), number) for number in sent]))
+    assert stopped == code and words in err, err
+    assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    folder, = (tmp_path / "run/checkpoint").iterdir()
+    assert folder.name == f"{5 - len(sent):08}"
+    watch([*argv, "--resume"], tmp_path / "run")
+    assert_equal_ends(whole, tmp_path / "run")
+
+
+def test_one_program_at_a_time(six_steps, tmp_path, capsys):
+    """While `python mdu.py` is at work in a folder another is refused in one line, whatever it asks; SIGTERM then ends the first
+    with 143, one line and a checkpoint.  Its terminal may go away before."""
+    argv, _, _ = six_steps
+    out, command = tmp_path / "run", [sys.executable, mdu.__file__, *argv, "--epochs", "10000", "--out", str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as first:
+        try:
+            while not (out / "metrics.jsonl").is_file() or not (out / "metrics.jsonl").read_text():
+                assert first.poll() is None, first.communicate()
+                time.sleep(0.05)
+            for more in (["--overwrite"], ["--epochs", "10000", "--resume"]):
+                code, err = program([*argv, *more, "--out", str(out)], capsys)
+                assert code == 2 and "another program is at work there" in err, err
+            first.send_signal(signal.SIGTERM)
+            err = first.communicate(timeout=60)[1]
+        finally:
+            first.kill()
+    step, = (int(f.name) for f in (out / "checkpoint").iterdir())
+    assert first.returncode == 143 and err == f"mdu.py: {out}: stopped after step {step}; --resume continues\n", err
+    assert len((out / "metrics.jsonl").read_text().splitlines()) == step
+
+
+def test_a_program_that_lost_its_terminal_goes_on(six_steps, tmp_path, monkeypatch):
+    """A new parent process (nohup, a closed shell) stops a program by itself as little as a finished one's left-overs do."""
+    argv, _, _ = six_steps
+    parents = itertools.count(1)
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    watch(argv, tmp_path / "run")
+    (tmp_path / "run/checkpoint/00000005").mkdir(parents=True)
+    (tmp_path / "run/export.partial").mkdir()
+    mdu.main([*argv, "--resume", "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run/checkpoint").exists() and not (tmp_path / "run/export.partial").exists()
+
+
+def test_a_folder_is_a_runs_from_its_first_file_to_its_last(six_steps, tmp_path, monkeypatch):
+    """Killed while run.json is first written, or while --overwrite empties the folder: no model is left there and the same
+    command is taken again."""
+    argv, whole, _ = six_steps
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/run.json.partial").write_text("{")
+    mdu.main([*argv, "--resume", "--out", str(tmp_path / "new")])
+    files = len(list(whole.iterdir()))
+    for n in range(1, files + 1):
+        out, unlink, removed = tmp_path / f"old{n}", Path.unlink, itertools.count(1)
+        shutil.copytree(whole, out)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", lambda path: break_off() if next(removed) == n else unlink(path))
+            if n <= files:
+                with pytest.raises(Broken):
+                    mdu.main([*argv, "--overwrite", "--out", str(out)])
+        assert (n == 1) == (out / "config.json").exists()
+        with mock.patch.object(mdu, "train", break_off), pytest.raises(Broken):
+            mdu.main([*argv, "--overwrite", "--out", str(out)])
+
+
+def slow_adamw(w, grads, lr):
+    """AdamW without weight decay in float64, one scalar operation after the other."""
+    w, mean, square = w.double(), torch.zeros_like(w).double(), torch.zeros_like(w).double()
+    for k, g in enumerate(grads, 1):
+        g = g.double()
+        mean, square = 0.9 * mean + 0.1 * g, 0.999 * square + 0.001 * g * g
+        w = w - lr * (mean / (1 - 0.9 ** k)) / ((square / (1 - 0.999 ** k)) ** 0.5 + 1e-8)
+    return w
+
+
+def test_kahan_adamw_moves_what_bfloat16_cannot():
+    """400 steps at lr 1e-5 on weights of about 0.02, whose neighbours in bfloat16 are 1.2e-4 away: plain bfloat16 AdamW does not
+    move at all; torch's in float32 stays within 1e-7 of float64, and w + c within 1.2e-5, less than 1% of the way.
+
+    That is five times what m's rounding explains: 2^-9 / sqrt 3 of a step of 1e-5, felt for 10 steps, 400 times at random: 2.3e-6.
+    """
+    g = torch.Generator().manual_seed(0)
+    start = (0.016 + 0.01 * torch.rand(1000, generator=g)).bfloat16()
+    drift = torch.randn(1000, generator=g)
+    grads = [(drift + 0.5 * torch.randn(1000, generator=g)).bfloat16() for _ in range(400)]
+    exact = slow_adamw(start, grads, 1e-5)
+    results = {}
+    for name, dtype, make in (("kahan", torch.bfloat16, lambda p: mdu.new_optimizer(options("--weights", "bfloat16"), p)),
+                              ("float32", torch.float32, lambda p: mdu.new_optimizer(options(), p)),
+                              ("bfloat16", torch.bfloat16, lambda p: torch.optim.AdamW(p, weight_decay=0.0))):
+        w = torch.nn.Parameter(start.to(dtype, copy=True))
+        optimizer = make([w])
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-5
+        for grad in grads:
+            w.grad = grad.to(dtype)
+            optimizer.step()
+        results[name] = w.detach().double()
+        if name == "kahan":
+            results[name] += optimizer.state[w]["compensation"].double()
+            assert torch.equal(results[name].bfloat16(), w)  # w is w + c, rounded
+    assert (exact - start.double()).abs().median() > 3e-3 and torch.equal(results["bfloat16"], start.double())
+    assert (results["float32"] - exact).abs().max() < 1e-7
+    error = (results["kahan"] - exact).abs().max()
+    assert error < 1.2e-5, error
+
+
+N = 8_015_581_184  # parameters of LLaDA-8B
+
+
+@pytest.mark.parametrize("world, weights, card, expected, once", [
+    # 4 N weights + 4 N gradients + 8 N averages, shared, and 2 N for the reference, whole
+    (4, "float32", 140, {"weights": N, "gradients": N, "AdamW": 2 * N, "compensation": 0, "frozen reference": 2 * N}, False),
+    (2, "float32", 140, {"weights": 2 * N, "gradients": 2 * N, "AdamW": 4 * N, "compensation": 0, "frozen reference": 2 * N}, False),
+    # 14 N = 104.5 GiB, with the gradients whole, are 65% of 160 GiB and 75% of 140 GiB
+    (2, "float32", 160, {"weights": 2 * N, "gradients": 2 * N, "AdamW": 4 * N, "compensation": 0, "frozen reference": 2 * N,
+                         "gradients being summed": 4 * N}, True),
+    (1, "float32", 140, {"weights": 4 * N, "gradients": 4 * N, "AdamW": 8 * N, "compensation": 0, "frozen reference": 2 * N}, False),
+    # 2 N weights + 2 N gradients + (2 + 4) N averages + 2 N compensation
+    (1, "bfloat16", 140, {"weights": 2 * N, "gradients": 2 * N, "AdamW": 6 * N, "compensation": 2 * N, "frozen reference": 2 * N},
+     False)])
+def test_memory_plan_by_hand(world, weights, card, expected, once, monkeypatch):
+    """LLaDA-8B under the TOFU preset on 4, 2 and 1 cards, with a bfloat16 reference: bytes by hand, and 134 against 104.5 GiB."""
+    monkeypatch.setattr(mdu, "world_size", lambda: world)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mock.Mock(total_memory=card * 2 ** 30))
+    o = options("--preset", "tofu-llada", "--dtype", "bfloat16", "--weights", weights)
+    assert mdu.memory_plan(o, N, True) == (expected, once)
+    assert mdu.memory_plan(o, N, False)[0]["frozen reference"] == 0
+    if world == 1:
+        total = sum(mdu.memory_plan(o, N, True)[0].values()) / 2 ** 30
+        assert total == pytest.approx({"float32": 134.4, "bfloat16": 104.5}[weights], abs=0.05)
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_memory_plan_counts_what_is_held(weights, base):
+    """The plan of one process against the bytes of the tensors that a run continues from, and of its gradients."""
+    o = options("--weights", weights)
+    model, _ = mdu.load_backbone(str(base), dtype=getattr(torch, weights))
+    optimizer = mdu.new_optimizer(o, list(model.parameters()))
+    held = mdu.memory_plan(o, sum(p.numel() for p in model.parameters()), False)[0]
+    size = dict.fromkeys(("weights", "exp_avg", "exp_avg_sq", "compensation", "step"), 0)
+    for name, x in mdu.run_state(model, optimizer).items():
+        size[name.split(".")[0]] += x.nbytes
+    assert held["weights"] == held["gradients"] == size["weights"] and held["compensation"] == size["compensation"]
+    assert held["AdamW"] == size["exp_avg"] + size["exp_avg_sq"]
+
+
+class Torchrun:
+    """`torchrun` on n processes that run this file's last lines; its children are told from others' by a mark in their environment."""
+
+    def __init__(self, n, argv, out):
+        self.mark, self.errors = f"{out}-{time.monotonic_ns()}", open(f"{out}.err", "w+")
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", __file__, *argv, "--resume", "--out", str(out)]
+        self.program = subprocess.Popen(command, env={**os.environ, "MDU_SOAK": self.mark}, start_new_session=True,
+                                        stdout=subprocess.DEVNULL, stderr=self.errors)
+
+    def alive(self):
+        """{process id: its rank, None for torchrun} of all that run still."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                environment = dict(line.split("=", 1) for line in (folder / "environ").read_text().split("\0") if "=" in line)
+                if environment.get("MDU_SOAK") == self.mark:
+                    found[int(folder.name)] = environment.get("RANK")
+        return found
+
+    def send(self, number, whom, choice):
+        """A signal to all, to torchrun's group (a terminal's Ctrl-C), to torchrun alone or to the choice-th of its workers."""
+        alive = self.alive()
+        workers = sorted(pid for pid, rank in alive.items() if rank is not None)
+        pids = {"all": list(alive), "torchrun": [self.program.pid], "its terminal": [-self.program.pid],
+                "one worker": workers and [workers[choice % len(workers)]]}[whom]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return bool(pids) and self.program.pid in alive
+
+    def end(self, seconds):
+        """Wait until nothing is left -> (exit code, seconds that took, lines on stderr)."""
+        start = time.monotonic()
+        try:
+            while self.program.poll() is None or self.alive():
+                assert time.monotonic() - start < seconds, f"still there after {seconds} s: {self.alive()}"
+                time.sleep(0.02)
+        finally:
+            for pid in self.alive():
+                os.kill(pid, signal.SIGKILL)
+        self.errors.seek(0)
+        return self.program.returncode, time.monotonic() - start, self.errors.read().splitlines()
+
+
+def newest_checkpoint(out):
+    """The step of a run's newest checkpoint, 0 for none; it must hold the files and sums that it names, and nothing else."""
+    folders = sorted(f for f in (out / "checkpoint").glob("*") if f.suffix != ".partial")
+    if not folders:
+        return 0
+    info = json.loads((folders[-1] / "checkpoint.json").read_text())
+    assert info["files"] == {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folders[-1].glob("*.safetensors")}
+    assert {f.name for f in folders[-1].iterdir()} == {*info["files"], "checkpoint.json"} and len(info["files"]) == info["processes"]
+    assert all(len(safetensors.torch.load_file(folders[-1] / name)) for name in info["files"])
+    return info["step"]
+
+
+def lines_in(file):
+    return len(file.read_text().splitlines()) if file.is_file() else 0
+
+
+def wait_for(aim, run, out, rng):
+    """Sleep until the moment aimed at, and a little; False: the run was over before."""
+    first, metrics, checkpoint = newest_checkpoint(out), out / "metrics.jsonl", out / "checkpoint"
+    ahead = first + 2 * rng.randint(1, 2)
+    reached, late = {
+        "the start": (lambda: True, rng.uniform(0, 8)),
+        "a step": (lambda: lines_in(metrics) >= ahead, rng.uniform(0, 0.1)),
+        "a save": (lambda: (checkpoint / f"{ahead:08}.partial").exists(), rng.uniform(0, 0.06)),
+        "the export": (lambda: (out / "export.partial").exists(), rng.uniform(0, 0.06))}[aim]
+    start = time.monotonic()
+    while run.program.poll() is None and not reached():
+        assert time.monotonic() - start < 120
+        time.sleep(0.001)
+    time.sleep(late)
+    return run.program.poll() is None, f"{1000 * late:.0f} ms into {aim}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("n", [2, 4])
+def test_soak(n, base, tmp_path):
+    """14 SIGKILLs and three stops under torchrun: nothing is left over, the newest checkpoint is whole, and whatever is resumed ends
+    with the weights, optimizer states and metrics of the run that nothing broke, bit for bit."""
+    argv = ["--model", str(base), "--epochs", "8", "--tau", "1", "--lr", "1e-4", "--checkpoint-every", "2"]
+    began, rng, whole, runs = time.monotonic(), random.Random(n), tmp_path / "whole", (tmp_path / f"run{i}" for i in itertools.count())
+    assert Torchrun(n, argv, whole).end(120)[0] == 0
+    kills, kill = [], signal.SIGKILL
+    for aim, whom in zip(["a step", "a save", "the start", "a save", "a step", "a save", "the export"] * 2,
+                         ["all", "one worker", "torchrun"] * 5):
+        kills.append((kill, whom, aim))
+    stops = [(signal.SIGTERM, "torchrun", "a step"), (signal.SIGTERM, "one worker", "a step"), (signal.SIGINT, "its terminal", "a step")]
+    out, longest, done = next(runs), 0, 0
+    for number, whom, aim in kills[:7] + stops + kills[7:]:
+        name, hit = f"{signal.Signals(number).name} to {whom}", False
+        while not hit:  # a run that was over before it could be hit makes room for the next
+            run = Torchrun(n, argv, out)
+            hit, when = wait_for(aim, run, out, rng)
+            hit = hit and run.send(number, whom, rng.randrange(n))
+            code, seconds, errors = run.end(40)
+            step, lines = newest_checkpoint(out), lines_in(out / "metrics.jsonl")
+            finished = (out / "config.json").is_file()
+            print(f"{n} processes | {name if hit else 'not hit'} {when} | exit code {code}, gone after {seconds:4.1f} s | "
+                  f"{lines:2} steps, {'finished' if finished else f'checkpoint {step}'}", flush=True)
+            if not hit:
+                assert code == 0 and finished, errors
+            elif number == kill:
+                assert code == (1 if whom == "one worker" else -kill), errors
+            elif not finished:
+                assert code != 0 and step == lines and any(f"stopped after step {step}; --resume" in line for line in errors), errors
+            longest, done = max(longest, seconds), done + (hit and number == kill)
+            if finished:
+                assert Torchrun(n, argv, out).end(60)[0] == 0  # says so, and clears what a kill may have left
+                assert not any((out / name).exists() for name in ("checkpoint", "export.partial"))
+                assert_equal_ends(whole, out)
+                out = next(runs)
+    code, _, errors = Torchrun(n, argv, out).end(120)
+    assert code == 0, errors
+    assert_equal_ends(whole, out)
+    print(f"{n} processes | {done} kills and 3 stops in {time.monotonic() - began:.0f} s, all gone after {longest:.1f} s at most | weights "
+          f"{hashlib.sha256((out / 'model.safetensors').read_bytes()).hexdigest()[:16]} in every run", flush=True)
 
 
 def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
