@@ -856,8 +856,9 @@ def analysis_roles(runs, rows, a):
 
 
 def trajectory(run, predictor, tokenizer, question, a):
-    """One greedy trajectory -> its states [(ids, masked), ...] from all masks to none, answer, real, all (1, T), and
-    the response ids up to the first end or padding token, which is the last."""
+    """One greedy trajectory -> its states [(ids, masked), ...] from all masks to none, answer and real, all (1, T), and
+    the ids of its response, the first end or padding token the last.
+    """
     length, prompt = a.length or run.options.response_length, mdu.encode_prompt(tokenizer, question)
     ids, answer, real = mdu.collate([(prompt, [predictor.mask_id] * length)], predictor.pad_id)
     path = [(ids, answer), *denoise(predictor, ids, real, answer, a.steps or length)]
@@ -995,9 +996,10 @@ def analysis_relearn(runs, rows, a):
         with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(sys.stderr):
             file, batch = Path(scratch) / "given.jsonl", min(len(given), run.options.batch_size)
             file.write_text("".join(json.dumps(row) + "\n" for row in given), encoding="utf-8")
-            argv = dict(preset=run.options.preset, method="sft", model=run.path, forget=file, out=f"{scratch}/run",
-                        batch_size=batch, epochs=RELEARN_STEPS * batch / len(given), lr=lr, seed=a.seed,
-                        dtype=run.options.dtype, weights=run.options.weights)
+            kept = ("preset", "dtype", "weights", "max_length", "mask_sampling", "response_length")
+            argv = dict({name: getattr(run.options, name) for name in kept}, method="sft", model=run.path, forget=file,
+                        out=f"{scratch}/run", batch_size=batch, grad_accum=1, lr=lr, seed=a.seed,
+                        epochs=RELEARN_STEPS * batch / len(given))
             mdu.main([f"--{name.replace('_', '-')}={value}" for name, value in argv.items() if value is not None])
             length = a.length or run.options.response_length
             protocol = SimpleNamespace(**{**vars(a), "brief": True, "length": length, "steps": a.steps or length})
@@ -1013,17 +1015,23 @@ def analysis_relearn(runs, rows, a):
                 for key, title in scores.items() if key in found[0]]}
 
 
+def alone(panel):
+    """Has every group of a panel of bars one bar at most?"""
+    return all(sum(value is not None for value in values) < 2 for values in zip(*panel["series"].values()))
+
+
 def as_markdown(result):
-    """Texts as a table; bars as one per panel, with the change against the first series, if groups have several."""
-    tables = [[[label, "".join(re.sub(r"(?s)(\S.*\S|\S)", r"<u>\1</u>", text) if flag else text for text, flag in parts)]
-               for label, parts in itertools.chain(*result.get("blocks", []))]]
+    """Texts as a table; bars, where a group has several, as one per panel, with the change against the first series."""
+    texts = itertools.chain(*result.get("blocks", []))
+    tables = [[[label, "".join(re.sub(r"(?s)(\S.*\S|\S)", r"<u>\1</u>", part) if flag else part for part, flag in parts)]
+               for label, parts in texts]]
     for panel in result.get("panels", []):
-        rows = list(zip(*panel["series"].values()))
-        if "groups" in panel and None not in itertools.chain(*rows):
+        if "groups" in panel and not alone(panel):
             tables.append([[panel["title"], *panel["series"]]])
-            for group, (first, *others) in zip(panel["groups"], rows):
-                tables[-1].append([group, f"{first:.2f}", *(f"{value:.2f}" + (
-                    f" ({value / first - 1:+.1%})" if first >= 0.005 else "") for value in others)])
+            for group, first, *others in zip(panel["groups"], *panel["series"].values()):
+                tables[-1].append([group, *("-" if value is None else f"{value:.2f}" for value in (first, *others))])
+                for k, value in enumerate(others, 2):
+                    tables[-1][-1][k] += f" ({value / first - 1:+.1%})" if first and first >= 0.005 else ""
     lines = []
     for head, *rows in filter(None, tables):
         for row in (head, ["---"] * len(head), *rows):
@@ -1042,15 +1050,14 @@ def draw_panels(result, figure):
     figure.set_size_inches(8.3, 2.2 * len(panels) + 0.8 if bars else 3.3)
     axes = figure.subplots(len(panels) if bars else 1, 1 if bars else len(panels), squeeze=False)
     for axis, panel in zip(axes.flat, panels):
-        n, styles = len(panel["series"]), itertools.cycle(LINES[1:])
-        alone = None in itertools.chain(*panel["series"].values())
+        styles, n = itertools.cycle(LINES[1:]), 1 if bars and alone(panel) else len(panel["series"])
         for k, (name, values) in enumerate(panel["series"].items()):
             if bars:
                 color, hatch = ROLES.get(name, (str(1 - k / n), ("", "//", "..", "xx")[k % 4]))
                 at = [i for i, value in enumerate(values) if value is not None]
-                drawn = axis.bar([i if alone else i + 0.8 * (k + 0.5) / n - 0.4 for i in at], [values[i] for i in at],
-                                 0.8 if alone else 0.8 / n, color=color, hatch=hatch, edgecolor="black", label=name)
-                axis.bar_label(drawn, fmt="" if alone else "%.2f", fontsize=8)
+                drawn = axis.bar([i + 0.8 * (k % n + 0.5) / n - 0.4 for i in at], [values[i] for i in at], 0.8 / n,
+                                 color=color, hatch=hatch, edgecolor="black", label=name)
+                axis.bar_label(drawn, fmt="%.2f" if n > 1 else "", fontsize=8)
             else:
                 color, line, mark = LINES[0] if name == "Base" else next(styles)
                 axis.plot(*values, line, color=color, marker=mark, ms=4, markevery=len(values[0]) // 8 + 1, label=name)
@@ -1113,7 +1120,7 @@ def analyse(a):
         if not file.is_file():
             raise ValueError(f"{file}: not there; leave --redraw out to measure it")
         result = mdu.parse_json(file.read_text(encoding="utf-8"), file)
-        if not isinstance(result, dict) or result.get("analysis") != name:
+        if not isinstance(result, dict) or result.get("analysis") != name or not {"panels", "blocks"} & set(result):
             raise ValueError(f"{file}: not what --analysis {name} writes; leave --redraw out to measure it")
     else:
         runs, rows = open_runs(a.runs)
@@ -1126,7 +1133,8 @@ def analyse(a):
         folder.mkdir(exist_ok=True)
         picture.unlink(missing_ok=True)  # it must not stand beside figures of another time
         mdu.write_json(file, result)
-    print(as_markdown(result))
+    if table := as_markdown(result):
+        print(table)
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -2619,7 +2619,8 @@ def test_relearning_is_taught_a_tenth_and_scored_on_the_rest(base, unlearned, mo
     forget = mdu.toy_world()["forget"]
     for run, (o, rows) in zip((base, unlearned), typed, strict=True):
         assert [row["answer"] for row in rows] == [forget[i]["answer"] for i in (0, 10, 20)]
-        assert (o.method, o.model, o.lr, o.epochs * 3 / o.batch_size) == ("sft", str(run), 1e-3, ev.RELEARN_STEPS)
+        assert (o.method, o.model, o.lr, o.epochs * 3 / o.batch_size / o.grad_accum) == (
+            "sft", str(run), 1e-3, ev.RELEARN_STEPS)
     assert [panel["title"] for panel in result["panels"]] == ["answer probability", "ROUGE-L recall", "answers with the key fact"]
     assert all(panel["series"]["before"] == panel["series"]["after"] for panel in result["panels"])
     ev.main([str(unlearned), "--samples", "2", "--steps", "4", "--brief"])
@@ -2660,9 +2661,10 @@ def test_tables_of_analyses_by_hand():
     """Marked text is underlined without the spaces around it, bars are escaped; the change is against the first column."""
     blocks = [[["y_t", [[" [M]", False], [" a|b ", True], ["c", False]]], ["anchor", []]]]
     assert ev.as_markdown({"blocks": blocks}) == "| y_t | [M] <u>a\\|b</u> c |\n| --- | --- |\n| anchor |  |\n"
-    panel = {"title": "KL", "groups": ["in\n(2)", "s"], "series": {"Before": [2.0, 0.001], "MDU": [1.5, 1.0]}}
+    panel = {"title": "KL", "groups": ["in\n(2)", "s", "k"], "series": {"Before": [2.0, 0.001, None], "MDU": [1.5, 1.0, None]}}
     assert ev.as_markdown({"panels": [panel]}) == (
-        "| KL | Before | MDU |\n| --- | --- | --- |\n| in (2) | 2.00 | 1.50 (-25.0%) |\n| s | 0.00 | 1.00 |\n")
+        "| KL | Before | MDU |\n| --- | --- | --- |\n| in (2) | 2.00 | 1.50 (-25.0%) |\n| s | 0.00 | 1.00 |\n| k | - | - |\n")
+    assert ev.as_markdown({"panels": [dict(panel, series={"a": [1.0, None], "b": [None, 2.0]})]}) == ""  # one bar in each group
 
 
 def test_bad_input_of_analyses(base, unlearned, tmp_path, capsys, monkeypatch):
