@@ -1023,8 +1023,8 @@ def alone(panel):
 def as_markdown(result):
     """Texts as a table; bars, where a group has several, as one per panel, with the change against the first series."""
     texts = itertools.chain(*result.get("blocks", []))
-    tables = [[[label, "".join(re.sub(r"(?s)(\S.*\S|\S)", r"<u>\1</u>", part) if flag else part for part, flag in parts)]
-               for label, parts in texts]]
+    tables = [[[label, "".join(re.sub(r"(?s)(\S.*\S|\S)", r"<u>\1</u>", part) if flag else part
+                               for part, flag in parts)] for label, parts in texts]]
     for panel in result.get("panels", []):
         if "groups" in panel and not alone(panel):
             tables.append([[panel["title"], *panel["series"]]])

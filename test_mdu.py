@@ -2637,8 +2637,10 @@ def test_pictures_come_from_the_json_alone(name, unlearned, tmp_path, monkeypatc
     """Without matplotlib the numbers are written and one line says what to install; the models gone, --redraw draws them."""
     assert list(EVERY) == list(ev.ANALYSES)
     monkeypatch.setattr(ev, "RELEARN_STEPS", 2)
-    run = tmp_path / "mdu"
+    run, file, picture = tmp_path / "mdu", tmp_path / f"analysis/{name}.json", tmp_path / f"analysis/{name}.png"
     shutil.copytree(unlearned, run)
+    picture.parent.mkdir()
+    picture.write_text("of other numbers")
     with monkeypatch.context() as without:
         for module in ("matplotlib", "matplotlib.figure"):
             without.setitem(sys.modules, module, None)
@@ -2646,7 +2648,6 @@ def test_pictures_come_from_the_json_alone(name, unlearned, tmp_path, monkeypatc
             mdu.run_program("eval.py", lambda: ev.main(["--analysis", name, *EVERY[name].split(), str(run)]))
     said = [line for line in capsys.readouterr().err.splitlines() if "matplotlib" in line]
     assert not stop.value.code and len(said) == 1 and "pip install matplotlib" in said[0]
-    file, picture = tmp_path / f"analysis/{name}.json", tmp_path / f"analysis/{name}.png"
     before = file.read_text()
     assert json.loads(before)["analysis"] == name and not picture.exists() and "NaN" not in before
     shutil.rmtree(run)
