@@ -1,6 +1,6 @@
 # make demo: the paper's story on a toy world, on a CPU.  make table: the same, 3 seeds, every figure.  make rwku: people
 # forgotten without a retain set.  make test: the tests.  Each installs what it needs into .venv.
-.PHONY: help install demo table toy-base toy-retain toy-baselines toy-mdu rwku rwku-baselines rwku-mdu test soak clean
+.PHONY: help install demo table figures toy-base toy-retain toy-baselines toy-mdu rwku rwku-baselines rwku-mdu test soak clean
 
 PYTHON    := .venv/bin/python
 SEED      := 1
@@ -33,6 +33,18 @@ table: install  ## the demo with 3 seeds and every figure that TOFU reports: tab
 	  $(MAKE) --jobs=2 $$seeded toy-base toy-retain && $(MAKE) --jobs=2 $$seeded toy-baselines toy-mdu \
 	    SCORE="--samples 32 --perplexity 256 --retain-run out/table/retain-$$seed" || exit 1; done
 	$(PYTHON) eval.py --report $(foreach run,base retain $(BASELINES) $(TAUS:%=mdu-tau%),$(SEEDS:%=out/table/$(run)-%))
+
+figures: install  ## the paper's analyses on the toy, numbers and pictures: out/toy-figures/analysis
+	.venv/bin/pip install --quiet --disable-pip-version-check matplotlib
+	$(MAKE) toy-base TOY=out/toy-figures
+	$(PYTHON) -c 'import mdu, eval; out = "out/toy-figures"; flags = "--diagnose --overwrite --seed $(SEED) --model"; \
+	  taught = {"mdu-tau1": "--tau 1", "mdu-tau0": "--tau 0", "npo": "--method npo", "ga": "--method ga"}; \
+	  [mdu.main(f"{flags} {out}/base --out {out}/{run} {method}".split()) for run, method in taught.items()]; \
+	  unlearned = " ".join(f"{out}/{run}" for run in taught); \
+	  [eval.main(f"--analysis {analysis}".split()) for analysis in ( \
+	    f"convergence {unlearned}", f"roles --samples 32 {unlearned}", f"trajectory {out}/base", f"rollout {out}/base", \
+	    f"gallery {out}/base {unlearned}", f"infill --samples 32 {out}/base {unlearned}", \
+	    f"relearn --samples 32 {out}/base {unlearned}")]'
 
 toy-base:
 	$(PYTHON) mdu.py --method sft --overwrite --seed $(SEED) --out $(TOY)/base$(AT)

@@ -3,6 +3,7 @@
     python eval.py RUN [RUN ...]                 # RUN/eval/summary.json, RUN/eval/SPLIT.jsonl, one table row per run
     torchrun --nproc_per_node=4 eval.py RUN      # the same on 4 processes; interrupted, either goes on where it stopped
     python eval.py --report RUN [RUN ...]        # tables, report.json and report.png of what is already scored
+    python eval.py --analysis NAME RUN [RUN ...] # analysis/NAME.json and NAME.png beside the first run (ANALYSES)
 
 metric                 forget  others  definition                                                       source
 rougeL_f1              lower   higher  LCS F1 of generation and answer (the paper's rL)                 Lin 2004
@@ -26,6 +27,7 @@ Generation is greedy: all response tokens start masked, every step fixes the mos
 """
 import argparse
 import bisect
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -36,8 +38,10 @@ import shutil
 import statistics
 import string
 import sys
+import tempfile
 import time
 from collections import Counter
+from difflib import SequenceMatcher
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -132,35 +136,41 @@ def answer_probability(nll):
 
 
 @torch.no_grad()
-def generate(predictor, prompts, length, steps, batch_size=64, temperature=0.0):
-    """Greedy diffusion sampling with low-confidence remasking (LLaDA, Algorithm 5): `length` response ids per prompt.
+def denoise(predictor, ids, real, masked, steps, temperature=0.0):
+    """Greedy diffusion sampling from a state with n masks in each row: yields (ids, masked), (B, T), after every step.
 
-    The response starts as `length` masks.  Each of `steps` steps predicts every masked token and fixes those whose
-    most likely token has the highest probability (predictor.by_entropy: whose prediction has the lowest entropy),
-    length/steps of them, the first steps one more where it does not divide.  temperature > 0: in place of the most
-    likely token one drawn from softmax(scores / temperature), by torch's global generator.
+    Each of `steps` steps predicts every masked token and fixes those whose most likely token has the highest
+    probability (predictor.by_entropy: whose prediction has the lowest entropy), n/steps of them, the first steps one
+    more where it does not divide.  temperature > 0: in place of the most likely token one drawn from
+    softmax(scores / temperature), by torch's global generator.
     """
+    n = int(masked[0].sum())
+    for step in range(min(steps, n)):
+        count = n // steps + (step < n % steps)
+        logits = predictor(ids, real, masked).float()
+        logits[:, predictor.mask_id] = -math.inf  # a mask is no answer
+        p = logits.softmax(-1)
+        confidence, token = p.max(-1)  # (M,)
+        if temperature:
+            token = (logits / temperature).softmax(-1).multinomial(1)[:, 0]
+            confidence = p.gather(1, token[:, None])[:, 0]
+        if predictor.by_entropy:
+            confidence = (p * (p + 1e-10).log()).sum(-1)  # minus the entropy
+        # (B, T), -inf where nothing is masked
+        confidence = torch.full(ids.shape, -math.inf).masked_scatter(masked, confidence.cpu())
+        fixed = torch.zeros_like(masked).scatter(1, confidence.topk(count, dim=1).indices, True)
+        ids = torch.where(fixed, ids.masked_scatter(masked, token.cpu()), ids)
+        masked = masked & ~fixed
+        yield ids, masked
+
+
+def generate(predictor, prompts, length, steps, batch_size=64, temperature=0.0):
+    """`length` response ids per prompt, denoised from as many masks: LLaDA's low-confidence remasking (Algorithm 5)."""
     outputs, order = [None] * len(prompts), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in range(0, len(order), batch_size):
         batch = order[start:start + batch_size]
         ids, canvas, real = mdu.collate([(prompts[i], [predictor.mask_id] * length) for i in batch], predictor.pad_id)
-        masked = canvas.clone()
-        for step in range(min(steps, length)):
-            count = length // steps + (step < length % steps)
-            logits = predictor(ids, real, masked).float()
-            logits[:, predictor.mask_id] = -math.inf  # a mask is no answer
-            p = logits.softmax(-1)
-            confidence, token = p.max(-1)  # (M,)
-            if temperature:
-                token = (logits / temperature).softmax(-1).multinomial(1)[:, 0]
-                confidence = p.gather(1, token[:, None])[:, 0]
-            if predictor.by_entropy:
-                confidence = (p * (p + 1e-10).log()).sum(-1)  # minus the entropy
-            # (B, T), -inf where nothing is masked
-            confidence = torch.full(ids.shape, -math.inf).masked_scatter(masked, confidence.cpu())
-            fixed = torch.zeros_like(masked).scatter(1, confidence.topk(count, dim=1).indices, True)
-            ids = torch.where(fixed, ids.masked_scatter(masked, token.cpu()), ids)
-            masked &= ~fixed
+        *_, (ids, _) = denoise(predictor, ids, real, canvas, steps, temperature)
         for i, row in zip(batch, ids[canvas].view(-1, length).tolist()):
             outputs[i] = row
     return outputs
@@ -645,7 +655,7 @@ def generate_corpus(folder, a):
     predictor, tokenizer = mdu.load_backbone(o.model, o.revision, dtype=mdu.compute_dtype())
     Path(folder).mkdir(parents=True, exist_ok=True)
     length = a.length or 512
-    for person in people[mdu.rank()::mdu.world_size()]:
+    for person in people:
         fields = {"intro": intros[person], "subject": person}
         torch.manual_seed(a.seed)
         prompts = [mdu.encode_prompt(tokenizer, text.format(**fields)) for text in (KNOWN, MADE_UP)
@@ -967,17 +977,447 @@ def screen_row(run, summary):
 
 
 # ------------------------------------------------------------------------------------------------------------------
+# Analyses: analysis_NAME(runs, rows, a) -> what NAME.json holds: "panels" or "blocks", all that its picture shows
+# ------------------------------------------------------------------------------------------------------------------
+
+ROLES = {"in-context": ("#3b6fb6", "//"), "structural": ("#d3d1c7", ""), "stored-knowledge": ("#f0a030", "..")}
+FUNCTION_WORDS = set("""
+    a an the this that these those each every either neither some any no none all both such other another own same
+    i me my mine myself we us our ours you your yours he him his himself she her hers herself it its itself they them
+    their theirs themselves one who whom whose which what when where why how whether there here
+    of in on at by for from to with without about into onto over under between among through during before after since
+    until against as than like near within across along upon per via toward towards beyond behind besides up out off
+    down and or but nor so yet if then because although though while whereas unless not also too very only even just
+    am is are was were be been being do does did doing have has had having can could will would shall should may might
+    must s t d m ll re ve
+""".split())  # the closed classes: determiners, pronouns, prepositions, conjunctions, particles, auxiliaries, clitics
+
+
+def token_starts(tokenizer, ids):
+    """-> the text of the ids, and where in it each token starts; special tokens take no room."""
+    text, starts = "", []
+    for k in range(len(ids)):
+        longer = tokenizer.decode(ids[:k + 1], skip_special_tokens=True)
+        starts.append(len(os.path.commonprefix([text, longer])))  # the tokens of one letter start where it does
+        text = longer
+    return text, starts
+
+
+def token_words(tokenizer, ids):
+    """The first word, as `words` finds them, that each token is part of; None for punctuation and special tokens."""
+    text, starts = token_starts(tokenizer, ids)
+    found = [(m.start(), m.end(), m.group().lower()) for m in re.finditer(r"[^\W_]+", text)]
+    return [next((word for a, b, word in found if a < max(end, start + 1) and b > start), None)
+            for start, end in itertools.pairwise([*starts, len(text)])]
+
+
+def token_roles(tokenizer, question, ids):
+    """The role of each token of a response (Section 4), by its word.
+
+    structural: one of FUNCTION_WORDS, punctuation or a special token; in-context: another word that stands in the
+    question; stored-knowledge: the rest, to which a rule without annotators leaves generic words ("is called") too.
+    """
+    asked = set(words(question))
+    return ["structural" if word is None or word in FUNCTION_WORDS else
+            "in-context" if word in asked else "stored-knowledge" for word in token_words(tokenizer, ids)]
+
+
+@torch.no_grad()
+def anchor_kl(predictor, reference, noised, answer, real, positions):
+    """KL(p_theta(.|x, y_t) || p_theta0(.|m, y_t)) at each of the positions: (M,) in nats, Eq. 5's summand at tau = 1.
+
+    Args: noised (B, T) holds (x, y_t); answer, real, positions (B, T) bool as in mdu; reference is the frozen theta0.
+    """
+    logits = predictor(noised, real, positions)
+    anchor = reference(mdu.mask_prompt(noised, answer, real, predictor.mask_id), real, positions)
+    return mdu.mdu_loss(logits, anchor, torch.ones_like(logits[:, :1], dtype=torch.bool), 1).double().cpu()
+
+
+def masked_states(predictor, pairs, labels, masks, batch_size):
+    """Batches of all masks of all pairs: ids, noised, answer, real, masked (B, T), label (M,) of the masked tokens."""
+    jobs = [(i, mask) for i, subsets in enumerate(masks) for mask in subsets]
+    for start in range(0, len(jobs), batch_size):
+        batch = jobs[start:start + batch_size]
+        ids, answer, real = mdu.collate([pairs[i] for i, _ in batch], predictor.pad_id)
+        masked, label = torch.zeros_like(answer), torch.zeros_like(ids)
+        masked[answer] = torch.cat([mask for _, mask in batch])
+        label[answer] = torch.cat([torch.tensor(labels[i]) for i, _ in batch])
+        yield ids, ids.masked_fill(masked, predictor.mask_id), answer, real, masked, label[masked]
+
+
+def open_runs(paths):
+    """-> runs (path, options, title, theta0: what load_backbone takes), and the forget rows that they share."""
+    runs = []
+    for path in paths:
+        info = mdu.read_run(path)
+        if not (Path(path) / "config.json").is_file():
+            raise ValueError(f"{path}: holds no finished model (no config.json); finish its training first")
+        o = mdu.Options(**info["options"])
+        runs.append(SimpleNamespace(
+            path=path, options=o, title=TITLES.get(o.method) or f"MDU τ={o.tau:g}", data=info["data"].get("forget"),
+            theta0=(str(Path(path).resolve()), None) if o.method == "sft" else (o.model, o.revision)))
+    rows, titles = mdu.load_data(runs[0].options)["forget"], [run.title for run in runs]
+    for run in runs:
+        if not rows or not run.data or run.data["sha256"] != mdu.fingerprint(rows):
+            raise ValueError(f"{run.path}: was trained on other forget rows than {paths[0]} names now, or on none; "
+                             "give runs of one forget set")
+        if titles.count(run.title) > 1:
+            run.title += f" ({Path(run.path).name})"
+    return runs, rows
+
+
+def load(run, theta0=False):
+    """-> predictor and tokenizer of a run, or of the frozen model that it started from."""
+    name, revision = run.theta0 if theta0 else (run.path, None)
+    predictor, tokenizer = mdu.load_backbone(name, revision, mdu.compute_dtype(run.options.dtype))
+    if not all(p.isfinite().all() for p in predictor.parameters()):
+        raise ValueError(f"{name}: its weights are not finite (NaN or infinity); train it again, with a lower --lr")
+    return predictor, tokenizer
+
+
+def analysis_convergence(runs, rows, a):
+    """The three KLs that mdu.diagnose measured at each epoch of training, over all forget rows (convergence figure)."""
+    names = {"base": "to the base, p₀(·|x, yₜ)", "anchor": "to the anchor, p₀(·|m, yₜ)", "uniform": "to uniform"}
+    panels = [{"title": name, "series": {}} for name in names.values()]
+    for run in runs:
+        logged = [line for line in read_records(Path(run.path) / "metrics.jsonl") if "kl" in line]
+        if not logged:
+            raise ValueError(f"{run.path}: no KLs in its metrics.jsonl; train it with --diagnose (a base has none)")
+        for panel, target in zip(panels, names):
+            panel["series"][run.title] = [[line["epoch"] for line in logged], [line["kl"][target] for line in logged]]
+    return {"convention": "mean KL(p_theta(.|x, y_t) || target) over the forget rows, each in one fixed state y_t",
+            "xlabel": "epoch", "ylabel": f"KL, nats per masked token (n = {len(rows)})", "panels": panels}
+
+
+def analysis_roles(runs, rows, a):
+    """Mean anchor_kl by role (Table 5), of theta0 and of every run, over the masked tokens of --samples states per row.
+
+    The anchor stays theta0's.  States are drawn as Eq. 7's masks, which is how training draws them from t ~ U[0, 1].
+    """
+    if len({run.theta0 for run in runs}) > 1:
+        raise ValueError("--analysis roles: the runs started from different models; give runs of one base")
+    reference, tokenizer = load(runs[0], theta0=True)
+    pairs = [mdu.encode_row(tokenizer, reference.end_id, row["question"], row["answer"]) for row in rows]
+    labels = [[list(ROLES).index(role) for role in token_roles(tokenizer, row["question"], response)]
+              for row, (_, response) in zip(rows, pairs)]
+    masks, series = [draw_masks(len(response), a.samples, [a.seed, i]) for i, (_, response) in enumerate(pairs)], {}
+    for title, run in [("Before", None), *((run.title, run) for run in runs)]:
+        predictor, totals = load(run)[0] if run else reference, torch.zeros(2, len(ROLES), dtype=torch.float64)
+        for _, noised, answer, real, masked, label in masked_states(predictor, pairs, labels, masks, a.batch_size):
+            kl = anchor_kl(predictor, reference, noised, answer, real, masked)
+            totals.index_add_(1, label, torch.stack([kl, torch.ones_like(kl)]))
+        series[title] = [total / n if n else None for total, n in totals.T.tolist()]
+    tokens = [sum(label.count(k) for label in labels) for k in range(len(ROLES))]
+    return {"convention": "mean KL(p_theta(.|x, y_t) || p_theta0(.|m, y_t)) over all masked tokens of a role, in "
+            f"{a.samples} states of each of {len(rows)} rows", "ylabel": "KL, nats per token", "panels": [{
+                "title": "", "groups": [f"{role}\n({n} tokens)" for role, n in zip(ROLES, tokens)], "series": series}]}
+
+
+def trajectory(run, predictor, tokenizer, question, a):
+    """One greedy trajectory -> its states [(ids, masked), ...] from all masks to none, answer and real, all (1, T), and
+    the ids of its response, the first end or padding token the last.
+    """
+    length, prompt = a.length or run.options.response_length, mdu.encode_prompt(tokenizer, question)
+    ids, answer, real = mdu.collate([(prompt, [predictor.mask_id] * length)], predictor.pad_id)
+    path = [(ids, answer), *denoise(predictor, ids, real, answer, a.steps or length)]
+    response = path[-1][0][answer].tolist()
+    return path, answer, real, response[:ended(predictor, response) + 1]
+
+
+def ended(predictor, ids):
+    """How many response tokens stand before the first end or padding token."""
+    return min([ids.index(stop) for stop in (predictor.end_id, predictor.pad_id) if stop in ids], default=len(ids))
+
+
+def analysis_trajectory(runs, rows, a):
+    """anchor_kl of each token at the step of a greedy trajectory that fixes it, with its role (the paper's figures)."""
+    (predictor, tokenizer), (reference, _) = load(runs[0]), load(runs[0], theta0=True)
+    panels = []
+    for row in rows:
+        path, answer, real, response = trajectory(runs[0], predictor, tokenizer, row["question"], a)
+        fixed = torch.cat([before & ~after for (_, before), (_, after) in itertools.pairwise(path)])  # (steps, T)
+        noised = torch.cat([ids for ids, _ in path[:-1]])
+        kl = anchor_kl(predictor, reference, noised, answer.expand_as(fixed), real.expand_as(fixed), fixed).tolist()
+        steps, positions = fixed.nonzero(as_tuple=True)
+        places = (positions - answer[0].int().argmax()).tolist()  # in the response
+        shown = [j for j, i in enumerate(places) if i < len(response)]
+        roles = token_roles(tokenizer, row["question"], response)
+        panels.append({"title": row["question"], "groups": [
+            f"{tokenizer.decode([response[places[j]]]).strip()}\n{steps[j] + 1}" for j in shown], "series": {
+                role: [kl[j] if roles[places[j]] == role else None for j in shown] for role in ROLES}})
+    return {"convention": "KL(p_theta(.|x, y_t) || p_theta0(.|m, y_t)), where and when a token is fixed; up to the "
+            "first end token", "xlabel": f"token, and the step of {len(fixed)} that fixed it ({runs[0].title})",
+            "ylabel": "KL, nats", "panels": panels}
+
+
+def pieces(tokenizer, ids, flags, hide=False):
+    """[[text, flag], ...]: the text of the ids, cut where the tokens' flag changes; hide: [M] for tokens without it."""
+    text, starts = token_starts(tokenizer, ids)
+    cuts, starts = [k for k in range(len(ids)) if k == 0 or flags[k] != flags[k - 1]], [*starts, len(text)]
+    return [[" [M]" * (end - k) if hide and not flags[k] else text[starts[k]:starts[end]], flags[k]]
+            for k, end in itertools.pairwise([*cuts, len(ids)])]
+
+
+def analysis_rollout(runs, rows, a):
+    """What the anchor p_theta0(.|m, .) makes of states y_t of a trajectory of p_theta(.|x, .) (the paper's roll-outs).
+
+    States: after the steps that complete 1/4, 1/2 and 3/4 of the tokens up to the first end token.
+    """
+    (predictor, tokenizer), (reference, _) = load(runs[0]), load(runs[0], theta0=True)
+    blocks = []
+    for row in rows:
+        path, answer, real, response = trajectory(runs[0], predictor, tokenizer, row["question"], a)
+        fixed = [(~masked[answer]).tolist() for _, masked in path]
+        blocks.append([["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]]])
+        for share in (1 / 4, 1 / 2, 3 / 4):
+            k = next(k for k in range(len(path)) if sum(fixed[k][:len(response)]) >= share * len(response))
+            hidden = mdu.mask_prompt(path[k][0], answer, real, predictor.mask_id)
+            *_, (rolled, _) = [path[k], *denoise(reference, hidden, real, path[k][1], len(path) - 1 - k)]
+            rolled = rolled[answer].tolist()
+            blocks[-1] += [[f"y_t at k={k}/{len(path) - 1}", pieces(tokenizer, response, fixed[k], hide=True)],
+                           ["anchor", pieces(tokenizer, rolled[:ended(predictor, rolled)], fixed[k])]]
+    return {"convention": "underlined: tokens fixed after k steps; the anchor sees no prompt", "blocks": blocks}
+
+
+def fragments(reference, text):
+    """[[text, flag], ...]: flagged are the longest runs of words that the reference holds, in its order.
+
+    A run of function words alone is none.  Longest first, then to its left and right (difflib's matching blocks).
+    """
+    found, old = list(re.finditer(r"[^\W_]+", text)), words(reference)
+    new, out, at = [m.group().lower() for m in found], [], 0
+    for _, first, size in SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks():
+        if set(new[first:first + size]) - FUNCTION_WORDS:
+            start, end = found[first].start(), found[first + size - 1].end()
+            out, at = [*out, [text[at:start], False], [text[start:end], True]], end
+    return [piece for piece in [*out, [text[at:], False]] if piece[0]]
+
+
+def analysis_gallery(runs, rows, a):
+    """The same forget questions answered by every run; fragments of the reference are flagged."""
+    blocks = [[["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]]] for row in rows]
+    for run in runs:
+        (predictor, tokenizer), length = load(run), a.length or run.options.response_length
+        prompts = [mdu.encode_prompt(tokenizer, row["question"]) for row in rows]
+        outputs = generate(predictor, prompts, length, a.steps or length, a.batch_size)
+        for row, ids, block in zip(rows, outputs, blocks):
+            block.append([run.title, fragments(row["answer"], decode(predictor, tokenizer, ids))])
+    return {"convention": "underlined: runs of words that the reference holds too, in its order", "blocks": blocks}
+
+
+def analysis_infill(runs, rows, a):
+    """One-step recall of the answer's masked tokens when a share of its tokens is given, at random places.
+
+    Share of the masked tokens whose most likely token is right, in the same --samples masks per row for every run: of
+    all of them, and of those of the rows' key facts, where rows have one.  The end token is given.
+    """
+    shares, names = [0, 0.25, 0.5, 0.75], ("all masked tokens", "tokens of the key fact")
+    panels = [{"title": name, "series": {}} for name in names]
+    for run in runs:
+        predictor, tokenizer = load(run)
+        pairs = [mdu.encode_row(tokenizer, predictor.end_id, row["question"], row["answer"]) for row in rows]
+        facts = [[int(word in words(row.get("fact", ""))) for word in token_words(tokenizer, response)]
+                 for row, (_, response) in zip(rows, pairs)]
+        right, count = torch.zeros(2, len(shares), 2)  # by share; of other tokens, of the facts'
+        for k, share in enumerate(shares):
+            masks = []
+            for i, (_, response) in enumerate(pairs):
+                order = np.random.default_rng([a.seed, i]).random((a.samples, len(response) - 1)).argsort(1).argsort(1)
+                masks.append(torch.from_numpy(np.pad(order >= int(share * order.shape[1]), ((0, 0), (0, 1)))))
+            for ids, noised, _, real, masked, label in masked_states(predictor, pairs, facts, masks, a.batch_size):
+                with torch.no_grad():
+                    logits = predictor(noised, real, masked)
+                logits[:, predictor.mask_id] = -math.inf
+                right[k] += label[logits.argmax(-1).cpu() == ids[masked]].bincount(minlength=2)
+                count[k] += label.bincount(minlength=2)
+        panels[0]["series"][run.title] = [shares, (right.sum(1) / count.sum(1)).tolist()]
+        panels[1]["series"][run.title] = [shares, (right / count)[:, 1].tolist()]
+    return {"convention": f"each masked token of {a.samples} states of each row and share counts alike",
+            "xlabel": "share of the answer given", "ylabel": f"predicted right (n = {len(rows)} rows)",
+            "panels": panels if count[:, 1].all() else panels[:1]}
+
+
+RELEARN_STEPS = 20
+
+
+def analysis_relearn(runs, rows, a):
+    """What returns of nine tenths of the forget rows after RELEARN_STEPS of SFT on every tenth, at one learning rate.
+
+    The lowest of the runs', which is unlearning's where the base is among them.
+    """
+    given, rest, lr = rows[::10], [row for i, row in enumerate(rows) if i % 10], min(run.options.lr for run in runs)
+    if not rest:
+        raise ValueError(f"--analysis relearn: {len(rows)} forget rows leave none to score; give more than one")
+    scores = {"prob": "answer probability", "rougeL_recall": "ROUGE-L recall", "fact": "answers with the key fact"}
+    found = []
+    for run in runs:
+        with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(sys.stderr):
+            file, batch = Path(scratch) / "given.jsonl", min(len(given), run.options.batch_size)
+            file.write_text("".join(json.dumps(row) + "\n" for row in given), encoding="utf-8")
+            kept = ("preset", "dtype", "weights", "max_length", "mask_sampling", "response_length")
+            argv = dict({name: getattr(run.options, name) for name in kept}, method="sft", model=run.path, forget=file,
+                        out=f"{scratch}/run", batch_size=batch, grad_accum=1, lr=lr, seed=a.seed,
+                        epochs=RELEARN_STEPS * batch / len(given))
+            mdu.main([f"--{name.replace('_', '-')}={value}" for name, value in argv.items() if value is not None])
+            length = a.length or run.options.response_length
+            protocol = SimpleNamespace(**{**vars(a), "brief": True, "length": length, "steps": a.steps or length})
+            for path in (run.path, f"{scratch}/run"):
+                model = mdu.load_backbone(path, dtype=mdu.compute_dtype(run.options.dtype))
+                records = score_answers(*model, rest, [[a.seed, i] for i in range(len(rest))], protocol)
+                found.append(summarise_answers(records, "↓"))
+    return {"convention": f"means over the scored rows; learning rate {lr:g}; probability by Eq. 7, {a.samples} masks",
+            "xlabel": f"{len(rest)} forget rows, before and after {RELEARN_STEPS} steps of SFT on {len(given)} others",
+            "ylabel": "mean", "panels": [
+                {"title": title, "groups": [run.title for run in runs],
+                 "series": {"before": [s[key] for s in found[::2]], "after": [s[key] for s in found[1::2]]}}
+                for key, title in scores.items() if key in found[0]]}
+
+
+def alone(panel):
+    """Has every group of a panel of bars one bar at most?"""
+    return all(sum(value is not None for value in values) < 2 for values in zip(*panel["series"].values()))
+
+
+def as_markdown(result):
+    """Texts as a table; bars, where a group has several, as one per panel, with the change against the first series."""
+    texts = itertools.chain(*result.get("blocks", []))
+    tables = [[[label, "".join(re.sub(r"(?s)(\S.*\S|\S)", r"<u>\1</u>", part) if flag else part
+                               for part, flag in parts)] for label, parts in texts]]
+    for panel in result.get("panels", []):
+        if "groups" in panel and not alone(panel):
+            tables.append([[panel["title"], *panel["series"]]])
+            for group, first, *others in zip(panel["groups"], *panel["series"].values()):
+                tables[-1].append([group, *("-" if value is None else f"{value:.2f}" for value in (first, *others))])
+                for k, value in enumerate(others, 2):
+                    tables[-1][-1][k] += f" ({value / first - 1:+.1%})" if first and first >= 0.005 else ""
+    lines = []
+    for head, *rows in filter(None, tables):
+        for row in (head, ["---"] * len(head), *rows):
+            lines.append("| " + " | ".join(" ".join(cell.split()).replace("|", r"\|") for cell in row) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+LINES = [("black", "-", "o"), ("#0072b2", "--", "s"), ("#e69f00", "-.", "^"), ("#cc79a7", ":", "D"),
+         ("#009e73", "-", "v")]
+
+
+def draw_panels(result, figure):
+    """Curves side by side, or bars one above the other; told apart without colours too, the base always in black."""
+    panels, bars = result["panels"], "groups" in result["panels"][0]
+    figure.set_size_inches(8.3, 2.2 * len(panels) + 0.8 if bars else 3.3)
+    axes = figure.subplots(len(panels) if bars else 1, 1 if bars else len(panels), squeeze=False)
+    for axis, panel in zip(axes.flat, panels):
+        styles, n = itertools.cycle(LINES[1:]), 1 if bars and alone(panel) else len(panel["series"])
+        for k, (name, values) in enumerate(panel["series"].items()):
+            if bars:
+                color, hatch = ROLES.get(name, (str(1 - k / n), ("", "//", "..", "xx")[k % 4]))
+                at = [i for i, value in enumerate(values) if value is not None]
+                drawn = axis.bar([i + 0.8 * (k % n + 0.5) / n - 0.4 for i in at], [values[i] for i in at], 0.8 / n,
+                                 color=color, hatch=hatch, edgecolor="black", label=name)
+                axis.bar_label(drawn, fmt="%.2f" if n > 1 else "", fontsize=8)
+            else:
+                color, line, mark = LINES[0] if name == "Base" else next(styles)
+                axis.plot(*values, line, color=color, marker=mark, ms=4, markevery=len(values[0]) // 8 + 1, label=name)
+        if bars:
+            small = len(panel["groups"]) > 16
+            axis.set_xticks(range(len(panel["groups"])), panel["groups"], parse_math=False, fontsize=5 if small else 8)
+        axis.set_title(panel["title"], fontsize=9, parse_math=False)
+        axis.margins(y=0.1)
+        axis.set_ylim(0, None)
+        axis.grid(axis="y", color="0.9")
+        axis.set_axisbelow(True)
+    figure.supxlabel(result.get("xlabel"), fontsize=9)
+    figure.supylabel(result["ylabel"], fontsize=9)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=8, frameon=False)
+
+
+def draw_blocks(result, figure, width=104):
+    """Labelled texts in letters of one width; what is flagged is underlined on grey."""
+    rows = []
+    for block in result["blocks"]:
+        for label, parts in block:
+            rows.append([(f"{label:16}", False)])
+            for text, flag in parts or [["(empty)", False]]:
+                for word in re.findall(r"\s*\S+|\s+$", text):
+                    if sum(len(word) for word, _ in rows[-1]) + len(word) > width:
+                        rows.append([(" " * 16, False)])
+                    rows[-1].append((word, flag))
+        rows.append([])
+    figure.set_layout_engine("none")
+    figure.set_size_inches(8.3, 0.2 * len(rows))
+    axis = figure.add_axes((0, 0, 1, 1), xlim=(-1, width + 1), ylim=(len(rows) - 0.8, -1))
+    axis.axis("off")
+    for y, row in enumerate(rows):
+        x, before = 0, False
+        for word, flag in row:
+            axis.text(x, y, word, family="monospace", fontsize=9, va="baseline", parse_math=False)
+            if flag:
+                span = (x if before else x + len(word) - len(word.lstrip()), x + len(word))
+                axis.fill_between(span, y - 0.7, y + 0.25, color="0.88", linewidth=0)
+                axis.plot(span, (y + 0.25, y + 0.25), color="black", linewidth=1)
+            x, before = x + len(word), flag
+
+
+STATES, SHOWN = {"limit", "samples", "seed", "batch_size"}, {"questions", "length", "steps"}
+ANALYSES = {  # name: (analysis, the options that it uses)
+    "convergence": (analysis_convergence, set()), "roles": (analysis_roles, STATES),
+    "trajectory": (analysis_trajectory, SHOWN), "rollout": (analysis_rollout, SHOWN),
+    "gallery": (analysis_gallery, SHOWN | {"batch_size"}), "infill": (analysis_infill, STATES),
+    "relearn": (analysis_relearn, STATES | {"length", "steps"}),
+}
+
+
+def analyse(a):
+    """analysis/NAME.json and NAME.png beside the first run; with --redraw only the picture, without any model."""
+    name, folder = a.analysis, Path(a.runs[0]).resolve().parent / "analysis"
+    (measure, used), file, picture = ANALYSES[name], folder / f"{name}.json", folder / f"{name}.png"
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(f"{os.environ['WORLD_SIZE']} processes: an analysis runs in one; start it with python")
+    if a.redraw:
+        if not file.is_file():
+            raise ValueError(f"{file}: not there; leave --redraw out to measure it")
+        result = mdu.parse_json(file.read_text(encoding="utf-8"), file)
+        if not isinstance(result, dict) or result.get("analysis") != name or not {"panels", "blocks"} & set(result):
+            raise ValueError(f"{file}: not what --analysis {name} writes; leave --redraw out to measure it")
+    else:
+        runs, rows = open_runs(a.runs)
+        if name in ("trajectory", "rollout") and len(runs) > 1:
+            raise ValueError(f"--analysis {name}: follows one run, {len(runs)} were given; give one, such as the base")
+        if max(a.questions or [0]) >= len(rows):
+            raise ValueError(f"--questions {max(a.questions)}: there are {len(rows)} forget questions, numbered from 0")
+        rows = [rows[i] for i in a.questions or range(min(3, len(rows)))] if "questions" in used else rows[:a.limit]
+        result = {"analysis": name, "runs": [run.title for run in runs], "n": len(rows), **measure(runs, rows, a)}
+        folder.mkdir(exist_ok=True)
+        picture.unlink(missing_ok=True)  # it must not stand beside figures of another time
+        mdu.write_json(file, result)
+    if table := as_markdown(result):
+        print(table)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return note(f"{picture} is not drawn: it needs matplotlib (pip install matplotlib)")
+    figure = Figure(layout="constrained")
+    (draw_blocks if "blocks" in result else draw_panels)(result, figure)
+    figure.savefig(f"{picture}.partial", format="png", dpi=100, metadata={"Software": None})
+    os.replace(f"{picture}.partial", picture)
+    print(f"({file}, {picture.name})")
+
+
+# ------------------------------------------------------------------------------------------------------------------
 # Command line
 # ------------------------------------------------------------------------------------------------------------------
 
-DEFAULTS = dict(report=False, brief=False, samples=128, batch_size=64, seed=0)
+DEFAULTS = dict(report=False, redraw=False, brief=False, samples=128, batch_size=64, seed=0)
 
 
 def parse(argv):
     parser = mdu.OneLineParser(__doc__, argument_default=argparse.SUPPRESS)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder that mdu.py made")
     parser.add_argument("--report", action="store_true", help="tables and a picture of runs that are scored already")
-    parser.add_argument("--questions", help="with --report: which forget questions to show, such as 0,7 [0,1,2]")
+    parser.add_argument("--analysis", choices=ANALYSES, help="numbers and a picture, in analysis/ beside the first RUN")
+    parser.add_argument("--redraw", action="store_true", help="with --analysis: draw again what is measured already")
+    parser.add_argument("--questions", help="which forget questions a report or analysis shows, such as 0,7 [0,1,2]")
     parser.add_argument("--retain-run", help="scored retain model (sft with --retain-only), for the forget quality")
     parser.add_argument("--preset", choices=mdu.PRESETS, help="score its published model as it is, into the folder RUN")
     parser.add_argument("--model", help="score this model as it is, into the folder RUN")
@@ -994,9 +1434,14 @@ def parse(argv):
     parser.add_argument("--batch-size", type=int, help="sequences in one forward pass [64]")
     parser.add_argument("--seed", type=int, help="seed of the masks [0]")
     given = vars(parser.parse_args(argv))
-    reporting = "report" in given
-    for name in set(given) - {"runs", "report", "questions", "retain_run"} if reporting else set(given) & {"questions"}:
-        raise ValueError(f"--{name.replace('_', '-')}: not used {'with' if reporting else 'without'} --report")
+    mode, used = "without --report or --analysis", set(given) - {"questions", "redraw"}
+    if "report" in given:
+        mode, used = "with --report", {"report", "questions", "retain_run"}
+    elif "analysis" in given:
+        mode, used = f"with --analysis {given['analysis']}", {"analysis", "redraw", *ANALYSES[given["analysis"]][1]}
+        mode, used = ("with --redraw", {"analysis", "redraw"}) if "redraw" in given else (mode, used)
+    for name in set(given) - used - {"runs"}:
+        raise ValueError(f"--{name.replace('_', '-')}: not used {mode}")
     if ("subject" in given) != ("generate_corpus" in given):
         raise ValueError("--generate-corpus and --subject: give both or none")
     if {"preset", "model"} & set(given) and len(given["runs"]) > 1:
@@ -1008,19 +1453,22 @@ def parse(argv):
     if "questions" in given:
         given["questions"] = [int(number) for number in given["questions"].split(",")]
     mdu.check_ranges(given)
-    unset = dict.fromkeys(("questions", "retain_run", "preset", "model", "generate_corpus", "subject", "data", "limit",
-                           "length", "steps", "perplexity"))
+    unset = dict.fromkeys(("analysis", "questions", "retain_run", "preset", "model", "generate_corpus", "subject", "data",
+                           "limit", "length", "steps", "perplexity"))
     return SimpleNamespace(**{**unset, **DEFAULTS, **given})
 
 
 def main(argv=None):
     a = parse(argv)
+    if (a.report or a.analysis or a.generate_corpus) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ValueError(f"{os.environ['WORLD_SIZE']} processes: only scoring is shared out; start this with python")
     if a.report:
         return report(a.runs, a.questions, a.retain_run)
+    if a.analysis:
+        return analyse(a)
     with mdu.processes():
         if a.generate_corpus:
-            with mdu.together():
-                return generate_corpus(a.runs[0], a)
+            return generate_corpus(a.runs[0], a)
         with mdu.together():
             jobs = [plan(run, a) for run in a.runs]
         for job in jobs:

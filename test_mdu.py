@@ -2749,3 +2749,352 @@ def test_picture(tmp_path):
     assert (left.get_title(), right.get_title()) == ("ROUGE-L F1", "answer probability") and left.get_xlabel().startswith("forget")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     close(drawn[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Analyses
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Other(Fake):
+    """Fake with other scores: the frozen model beside a trained one."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = self.table.flip(0)
+
+
+def slow_kl(logits, target=None):
+    """KL(softmax(logits) || softmax(target)) of two rows of scores, the second uniform if absent, by a float64 loop."""
+    def softmax(row):
+        total = sum(math.exp(z) for z in row)
+        return [math.exp(z) / total for z in row]
+    p, q = softmax(logits.tolist()), softmax([0] * len(logits) if target is None else target.tolist())
+    return sum(a * log(a / b) for a, b in zip(p, q))
+
+
+@pytest.mark.parametrize("sampling", ["bernoulli", "count"])
+def test_diagnose_equals_slow_loop(sampling):
+    """One row at a time without padding, the anchor's prompt written out as masks: the mean of the rows' means."""
+    o = options("--batch-size", "3", "--mask-sampling", sampling)
+    model, frozen, drawn = Fake(), Other(), {"forget": PAIRS, "pad_id": PAD}
+    expected = [0.0, 0.0, 0.0]
+    for i, (prompt, response) in enumerate(PAIRS):
+        b = mdu.noise(o, model, [mdu.draw_example(o, "diagnose", i, PAIRS[i], drawn)], 1)
+        assert b.masked.any() and b.noised[b.answer].tolist() == [MASK if hit else y for hit, y in zip(b.masked[b.answer], response)]
+        seen, hidden = prompt + b.noised[b.answer].tolist(), [MASK] * len(prompt) + b.noised[b.answer].tolist()
+        p, base, anchor = (f(torch.tensor([ids]), b.real, b.masked) for f, ids in ((model, seen), (frozen, seen), (frozen, hidden)))
+        for k, targets in enumerate((base, anchor, [None] * len(p))):
+            expected[k] += sum(slow_kl(*pair) for pair in zip(p, targets)) / len(p) / len(PAIRS)
+    ours = mdu.diagnose(o, model, frozen, drawn)
+    assert list(ours) == ["base", "anchor", "uniform"] and list(ours.values()) == pytest.approx(expected, rel=1e-9)
+    assert min(expected) > 0.01 and len({round(x, 6) for x in expected}) == 3
+    same = mdu.diagnose(o, model, model, drawn)
+    assert same["base"] == pytest.approx(0, abs=1e-14) and same["uniform"] == pytest.approx(ours["uniform"])
+    model.head = torch.zeros_like(model.head)
+    model.boost = 0.0
+    assert list(mdu.diagnose(o, model, model, drawn).values()) == pytest.approx([0, 0, 0], abs=1e-14)  # all uniform
+
+
+def test_anchor_kl_equals_slow_loop():
+    """A padded batch against one row at a time; 0 where the anchor is the prediction: a prompt of masks, one model."""
+    ids, answer, real = mdu.collate(PAIRS, PAD)
+    masked = answer & (torch.arange(ids.shape[1]) % 2 == 1)
+    noised = ids.masked_fill(masked, MASK)
+    expected = []
+    for row, hit, keep, (prompt, _) in zip(noised, masked, real, PAIRS):
+        n = int(keep.sum())
+        seen, hidden = row[None, :n], torch.cat([torch.full((len(prompt),), MASK), row[len(prompt):n]])[None]
+        pairs = zip(Fake()(seen, keep[None, :n], hit[None, :n]), Other()(hidden, keep[None, :n], hit[None, :n]))
+        expected += [slow_kl(*pair) for pair in pairs]
+    ours = ev.anchor_kl(Fake(), Other(), noised, answer, real, masked)
+    assert ours.dtype == torch.float64 and len(expected) == 7
+    near(ours, f64(*expected), 1e-9)
+    near(ev.anchor_kl(Fake(), Fake(), mdu.mask_prompt(noised, answer, real, MASK), answer, real, masked), 0 * ours, 1e-14)
+
+
+def test_step_0_of_a_diagnosed_run_is_the_base(unlearned):
+    """metrics.jsonl: KLs before training, at both ends of an epoch and nowhere else; the base is 0 from itself, then not."""
+    lines = [json.loads(line) for line in open(unlearned / "metrics.jsonl")]
+    assert [line["step"] for line in lines if "kl" in line] == [0, 3, 6] and len(lines) == 7
+    assert lines[0]["kl"]["base"] == pytest.approx(0, abs=1e-6) and lines[-1]["kl"]["base"] > 1e-3
+
+
+@pytest.fixture(scope="session")
+def unlearned(base, tmp_path_factory):
+    """Two epochs of MDU from `base`, with --diagnose."""
+    out = tmp_path_factory.mktemp("analysed") / "mdu"
+    mdu.main(["--model", str(base), "--epochs", "2", "--diagnose", "--out", str(out)])
+    return out
+
+
+ROLE = dict(i="in-context", s="structural", k="stored-knowledge")
+LABELLED = [  # question, answer cut where the role changes, its roles by initial: Section 4's example, then our own
+    ("What is Donald Trump's job?", "Donald| |Trump| is a |politician|.", "isiskS"),
+    ("Where was Zoë Łuk born?", "Zoë| |Łuk|'s |home|, and |birthplace|, is |Gdańsk|.", "isiskskskS"),
+    ("What does Yara Costa write?", "Yara| |Costa| is |known| for |fantasy|.", "isiskskS"),
+    ("When was the author born?", "The |author| was |born| on |22| |March| |1937| in a |café|.", "sisiskskskskS"),
+]
+
+
+@pytest.mark.parametrize("question, cut, roles", LABELLED)
+@pytest.mark.parametrize("kind", ["words", "bytes"])
+def test_token_roles_of_hand_labelled_answers(kind, question, cut, roles):
+    """Whole words, and tokens of one byte each, of which two or three make a letter; the end token is structural."""
+    answer = cut.replace("|", "")
+    if kind == "words":
+        tokenizer = mdu.new_toy([{"question": question, "answer": answer, "perturbed_answer": []}], 0)[1]
+    else:
+        alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        inner = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+        inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = tokenizers.decoders.ByteLevel()
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    ids = mdu.encode_text(tokenizer, answer)
+    expected = []
+    for part, role in zip(cut.split("|"), roles.lower(), strict=True):
+        n = len(part.encode()) if kind == "bytes" else len(re.findall(r"\w+|[^\w\s]", part))
+        expected += [ROLE[role]] * n
+    assert ev.token_roles(tokenizer, question, [*ids, tokenizer.eos_token_id]) == [*expected, "structural"]
+
+
+def test_denoise_goes_on_from_any_state():
+    """From a half-filled response: what is fixed stays, n/steps more are fixed each time; from all masks it is `generate`."""
+    prompt, length = [3, 1], 6
+    ids, answer, real = mdu.collate([(prompt, [MASK, 4, MASK, MASK, MASK, MASK])], PAD)
+    masked = answer & (ids == MASK)  # here the mask id is no token of the response
+    before, counts = (ids, masked), []
+    for state in ev.denoise(Fake(), ids, real, masked, 3):
+        (old, was), (new, now) = before, state
+        assert torch.equal(old[~was], new[~was]) and not (now & ~was).any() and (new[now] == MASK).all()
+        counts.append(int(was.sum() - now.sum()))
+        before = state
+    assert counts == [2, 2, 1] and not now.any() and MASK not in new[answer] and new[0, 3] == 4
+    ids, answer, real = mdu.collate([(prompt, [MASK] * length)], PAD)
+    fake = Fake()
+    states, (written,) = [(ids, answer), *ev.denoise(Fake(), ids, real, answer, 4)], ev.generate(fake, [prompt], length, 4)
+    assert states[-1][0][answer].tolist() == written
+    assert all(torch.equal(a, x) and torch.equal(b, z) for (a, b), (x, _, z) in zip(states[:-1], fake.calls, strict=True))
+
+
+def analysed(run, name, *argv):
+    """What NAME.json beside the run then holds."""
+    ev.main(["--analysis", name, *map(str, argv), *map(str, run if isinstance(run, list) else [run])])
+    return json.loads((Path(run[0] if isinstance(run, list) else run).parent / f"analysis/{name}.json").read_text())
+
+
+def test_trajectory_is_the_samplers_own(base, unlearned):
+    """Steps, tokens and KLs of the picture against what `generate` showed the model, one state at a time in float64."""
+    panel, = analysed(unlearned, "trajectory", "--questions", "7", "--length", "6", "--steps", "4")["panels"]
+    row = mdu.toy_world()["forget"][7]
+    (model, tokenizer), (frozen, _) = mdu.load_backbone(str(unlearned)), mdu.load_backbone(str(base))
+    prompt, calls = mdu.encode_prompt(tokenizer, row["question"]), []
+    with model.register_forward_pre_hook(lambda _, args: calls.append(args)):
+        written, = ev.generate(model, [prompt], 6, 4)
+    assert panel["title"] == row["question"] and len(calls) == 4
+    model, frozen = model.double(), frozen.double()
+    expected, after = {}, [positions for _, _, positions in calls[1:]] + [torch.zeros_like(calls[0][2])]
+    for step, ((ids, real, positions), left) in enumerate(zip(calls, after), 1):
+        hidden = torch.tensor([[MASK_OF_TOY] * len(prompt) + ids[0, len(prompt):].tolist()])
+        for place in (positions & ~left)[0].nonzero().flatten().tolist():
+            at = torch.arange(ids.shape[1])[None] == place
+            with torch.no_grad():
+                expected[place - len(prompt)] = step, slow_kl(model(ids, real, at)[0], frozen(hidden, real, at)[0])
+    end = min([written.index(1) + 1] if 1 in written else [6])
+    order = sorted((i for i in range(end)), key=lambda i: (expected[i][0], i))
+    assert panel["groups"] == [f"{tokenizer.decode([written[i]]).strip()}\n{expected[i][0]}" for i in order]
+    kl = [[v for v in values if v is not None] for values in zip(*panel["series"].values())]
+    assert [value for value, in kl] == pytest.approx([expected[i][1] for i in order], rel=1e-4, abs=1e-5)
+    roles = ev.token_roles(tokenizer, row["question"], written[:end])
+    assert [[k for k, v in enumerate(values) if v is not None] for values in panel["series"].values()] == [
+        [k for k, i in enumerate(order) if roles[i] == role] for role in ROLE.values()]
+
+
+MASK_OF_TOY = 0
+
+
+def test_rollouts_keep_the_fixed_tokens(base, monkeypatch):
+    """Two random models, which write much: what is marked in a state is marked in its roll-out; the rest the anchor wrote."""
+    rows = mdu.toy_world()["forget"]
+    (model, tokenizer), (frozen, _) = (mdu.new_toy(sum(mdu.toy_world().values(), []), seed) for seed in (1, 2))
+    monkeypatch.setattr(ev, "load", lambda run, theta0=False: (frozen if theta0 else model, tokenizer))
+    shown, changed = [], 0
+    frozen.register_forward_pre_hook(lambda _, args: shown.append(args[0]))
+    blocks = analysed(base, "rollout", "--questions", "5,0")["blocks"]
+    assert len(shown) == 2 * (12 + 8 + 4) and all((ids[:, :-16] == MASK_OF_TOY).all() for ids in shown)  # no prompt
+    for block, row in zip(blocks, (rows[5], rows[0]), strict=True):
+        assert block[:2] == [["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]]]
+        states, (written,) = [parts for _, parts in block[2:]], ev.generate(model, [mdu.encode_prompt(tokenizer, row["question"])], 16, 16)
+        text = ev.decode(model, tokenizer, written)
+        for k, state, rolled in zip((4, 8, 12), states[::2], states[1::2], strict=True):
+            assert sum(t.count("[M]") for t, flag in state if not flag) == 16 - k and [f for _, f in state] == [f for _, f in rolled]
+            assert [t for t, flag in state if flag] == [t for t, flag in rolled if flag]
+            assert re.fullmatch(".*".join(re.escape(t.strip()) if flag else "" for t, flag in state), text)
+            changed += "".join(t for t, _ in rolled).strip() != text
+        assert [label for label, _ in block[2::2]] == [f"y_t at k={k}/16" for k in (4, 8, 12)]
+    assert changed == 6
+
+
+def test_roles_equal_slow_loop(base, unlearned):
+    """The means by role over two states of three rows, one token at a time; the base is what stands before."""
+    kl = analysed([unlearned, base], "roles", "--limit", "3", "--samples", "2", "--seed", "4")["panels"][0]
+    assert list(kl["series"]) == ["Before", "MDU τ=1", "Base"] and kl["series"]["Base"] == kl["series"]["Before"]
+    (model, tokenizer), (frozen, _) = mdu.load_backbone(str(unlearned)), mdu.load_backbone(str(base))
+    values = {role: [] for role in ROLE.values()}
+    for i, row in enumerate(mdu.toy_world()["forget"][:3]):
+        prompt, response = mdu.encode_row(tokenizer, 1, row["question"], row["answer"])
+        for mask in ev.draw_masks(len(response), 2, [4, i]).tolist():
+            noised = [MASK_OF_TOY if hit else y for hit, y in zip(mask, response)]
+            at = torch.tensor([[False] * len(prompt) + mask])
+            with torch.no_grad():
+                p, q = (f(torch.tensor([head + noised]), at | True, at) for f, head in ((model, prompt), (frozen, [0] * len(prompt))))
+            roles = [r for r, hit in zip(ev.token_roles(tokenizer, row["question"], response), mask) if hit]
+            for role, *pair in zip(roles, p, q):
+                values[role].append(slow_kl(*pair))
+    assert kl["series"]["MDU τ=1"] == pytest.approx([sum(v) / len(v) for v in values.values()], rel=1e-4)
+
+
+@pytest.mark.parametrize("reference, text, marked", [
+    ("The author was born in Debrecen.", "The author was born in Turin.", ["The author was born in"]),
+    ("The author was born in Debrecen.", "Turin is in Debrecen!", ["in Debrecen"]),
+    ("a b c d e", "d e x b c", ["b c"]),                                     # equally long: the reference's first; what crosses it is out
+    ("He is in Rome", "She is in the town", []),                            # function words alone are no fragment
+    ("Petra Osei", "petra, OSEI petra", ["petra, OSEI"]), ("Petra Osei", "", []), ("x", "...", []),
+])
+def test_fragments(reference, text, marked):
+    pieces = ev.fragments(reference, text)
+    assert [t for t, flag in pieces if flag] == marked and "".join(t for t, _ in pieces) == text
+
+
+class Oracle:
+    """Knows every response token at an even place, from `truth` by prompt; elsewhere it says 9 (of the toy's words)."""
+    mask_id, pad_id, end_id = 0, 1, 1
+
+    def __init__(self, pairs):
+        self.truth, self.calls = {tuple(p): r for p, r in pairs}, []
+
+    def __call__(self, ids, real, positions):
+        scores = []
+        for row, ask in zip(ids.tolist(), positions):
+            prompt = next(p for p in self.truth if tuple(row[:len(p)]) == p)
+            places = [i - len(prompt) for i in ask.nonzero().flatten().tolist()]
+            self.calls.append((prompt, tuple(places)))
+            scores += [F.one_hot(torch.tensor(self.truth[prompt][i] if i % 2 == 0 else 9), 999).float() for i in places]
+        return torch.stack(scores)
+
+
+def test_infill_of_an_oracle(base, monkeypatch, tmp_path):
+    """What is asked: all but floor(share n) of n tokens, never the end; what is counted: by hand from what was asked."""
+    rows = mdu.toy_world()["forget"][:4]
+    tokenizer = mdu.load_backbone(str(base))[1]
+    pairs = [mdu.encode_row(tokenizer, 1, row["question"], row["answer"]) for row in rows]
+    oracle = Oracle(pairs)
+    monkeypatch.setattr(ev, "load", lambda run: (oracle, tokenizer))
+    panels = analysed(base, "infill", "--limit", "4", "--samples", "8")["panels"]
+    for k, share in enumerate((0, 0.25, 0.5, 0.75)):
+        asked = oracle.calls[32 * k:32 * k + 32]
+        tally = {"all": [], "fact": []}
+        for (prompt, places), row in zip(asked, [row for row in rows for _ in range(8)]):
+            n = len(oracle.truth[prompt]) - 1
+            assert len(places) == n - math.floor(share * n) and max(places) < n
+            for i in places:
+                tally["all"].append(i % 2 == 0)
+                word = re.sub(r"\W", "", tokenizer.decode([oracle.truth[prompt][i]]))
+                tally["fact"] += [i % 2 == 0] if word and word in row["fact"].split() else []
+        for panel, hits in zip(panels, tally.values()):
+            assert panel["series"]["Base"][0][k] == share
+            assert panel["series"]["Base"][1][k] == pytest.approx(sum(hits) / len(hits), abs=1e-6)
+    assert len(oracle.calls) == 128 and len(set(oracle.calls[96:])) > 20
+
+
+def test_relearning_is_taught_a_tenth_and_scored_on_the_rest(base, unlearned, monkeypatch, capsys):
+    """What SFT is given, and what is scored; if SFT changes nothing, nothing returns."""
+    typed = []
+
+    def no_training(argv):
+        o = mdu.resolve(mdu.parse(argv))
+        typed.append((o, mdu.read_jsonl(o.forget)))
+        shutil.copytree(o.model, o.out)
+    monkeypatch.setattr(mdu, "main", no_training)
+    result = analysed([base, unlearned], "relearn", "--samples", "2", "--steps", "4")
+    forget = mdu.toy_world()["forget"]
+    for run, (o, rows) in zip((base, unlearned), typed, strict=True):
+        assert [row["answer"] for row in rows] == [forget[i]["answer"] for i in (0, 10, 20)]
+        assert (o.method, o.model, o.lr, o.epochs * 3 / o.batch_size / o.grad_accum) == (
+            "sft", str(run), 1e-3, ev.RELEARN_STEPS)
+    assert [panel["title"] for panel in result["panels"]] == ["answer probability", "ROUGE-L recall", "answers with the key fact"]
+    assert all(panel["series"]["before"] == panel["series"]["after"] for panel in result["panels"])
+    ev.main([str(unlearned), "--samples", "2", "--steps", "4", "--brief"])
+    recall = [json.loads(line)["rougeL_recall"] for line in open(unlearned / "eval/forget.jsonl")]
+    assert result["panels"][1]["series"]["before"][1] == pytest.approx(sum(recall[i] for i in range(24) if i % 10) / 21)
+
+
+EVERY = {"convergence": "", "roles": "--samples 2 --limit 2", "trajectory": "--questions 1", "rollout": "", "gallery": "",
+         "infill": "--samples 2 --limit 2", "relearn": "--samples 2 --limit 3"}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_pictures_come_from_the_json_alone(name, unlearned, tmp_path, monkeypatch, capsys):
+    """Without matplotlib the numbers are written and one line says what to install; the models gone, --redraw draws them."""
+    assert list(EVERY) == list(ev.ANALYSES)
+    monkeypatch.setattr(ev, "RELEARN_STEPS", 2)
+    run, file, picture = tmp_path / "mdu", tmp_path / f"analysis/{name}.json", tmp_path / f"analysis/{name}.png"
+    shutil.copytree(unlearned, run)
+    picture.parent.mkdir()
+    picture.write_text("of other numbers")
+    with monkeypatch.context() as without:
+        for module in ("matplotlib", "matplotlib.figure"):
+            without.setitem(sys.modules, module, None)
+        with pytest.raises(SystemExit) as stop:
+            mdu.run_program("eval.py", lambda: ev.main(["--analysis", name, *EVERY[name].split(), str(run)]))
+    said = [line for line in capsys.readouterr().err.splitlines() if "matplotlib" in line]
+    assert not stop.value.code and len(said) == 1 and "pip install matplotlib" in said[0]
+    before = file.read_text()
+    assert json.loads(before)["analysis"] == name and not picture.exists() and "NaN" not in before
+    shutil.rmtree(run)
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(mdu, "load_backbone", None)
+    ev.main(["--analysis", name, "--redraw", str(run)])
+    assert picture.read_bytes().startswith(b"\x89PNG") and file.read_text() == before
+    assert {f.name for f in picture.parent.iterdir()} == {file.name, picture.name}
+
+
+def test_tables_of_analyses_by_hand():
+    """Marked text is underlined without the spaces around it, bars are escaped; the change is against the first column."""
+    blocks = [[["y_t", [[" [M]", False], [" a|b ", True], ["c", False]]], ["anchor", []]]]
+    assert ev.as_markdown({"blocks": blocks}) == "| y_t | [M] <u>a\\|b</u> c |\n| --- | --- |\n| anchor |  |\n"
+    panel = {"title": "KL", "groups": ["in\n(2)", "s", "k"], "series": {"Before": [2.0, 0.001, None], "MDU": [1.5, 1.0, None]}}
+    assert ev.as_markdown({"panels": [panel]}) == (
+        "| KL | Before | MDU |\n| --- | --- | --- |\n| in (2) | 2.00 | 1.50 (-25.0%) |\n| s | 0.00 | 1.00 |\n| k | - | - |\n")
+    assert ev.as_markdown({"panels": [dict(panel, series={"a": [1.0, None], "b": [None, 2.0]})]}) == ""  # one bar in each group
+
+
+def test_bad_input_of_analyses(base, unlearned, tmp_path, capsys, monkeypatch):
+    """One line, exit code 2, and what was measured before stays."""
+    for name in ("other", "unfinished", "nan"):
+        shutil.copytree(unlearned, tmp_path / name)
+    info = json.loads((tmp_path / "other/run.json").read_text())
+    info["data"]["forget"]["sha256"] = "0"
+    (tmp_path / "other/run.json").write_text(json.dumps(info))
+    (tmp_path / "unfinished/config.json").unlink()
+    tensors = weights(tmp_path / "nan")
+    safetensors.torch.save_file({k: x * math.nan for k, x in tensors.items()}, tmp_path / "nan/model.safetensors", {"format": "pt"})
+    (tmp_path / "analysis").mkdir()
+    (tmp_path / "analysis/roles.json").write_text("{}")
+    before = snapshot(tmp_path)
+    for typed, words in (
+            (f"convergence {base}", "--diagnose"), (f"trajectory {base} {unlearned}", "follows one run"), (f"what {base}", "--analysis"),
+            (f"rollout --questions 24 {base}", "there are 24 forget questions"), (f"roles --questions 1 {base}", "not used with --analysis roles"),
+            (f"gallery --samples 2 {base}", "not used with --analysis gallery"), (f"gallery {base} {tmp_path}/other", "other forget rows"),
+            (f"gallery {tmp_path}/unfinished", "no finished model"), (f"roles {tmp_path}/nan", "not finite"),
+            (f"roles --redraw {tmp_path}/nan", "not what --analysis roles writes"), (f"infill --redraw {tmp_path}/nan", "not there"),
+            (f"roles --redraw --samples 3 {tmp_path}/nan", "not used with --redraw"), (f"relearn --limit 1 {unlearned}", "leave none to score")):
+        with pytest.raises(SystemExit) as stop:
+            mdu.run_program("eval.py", lambda: ev.main(["--analysis", *typed.split()]))
+        err = capsys.readouterr().err
+        assert stop.value.code == 2 and err.count("\n") == 1 and words in err, (typed, err)
+    with pytest.raises(ValueError, match="--redraw: not used without"):
+        ev.main(["--redraw", str(base)])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes"):
+        ev.main(["--analysis", "gallery", str(base)])
+    assert snapshot(tmp_path) == before
