@@ -2513,8 +2513,8 @@ def test_soak(n, base, tmp_path):
             hit, when = wait_for(aim, run, out, rng)
             hit = hit and run.send(number, whom, rng.randrange(n))
             code, seconds, errors = run.end(40)
-            step, lines = newest_checkpoint(out), lines_in(out / "metrics.jsonl")
-            finished = (out / "config.json").is_file()
+            finished, lines = (out / "config.json").is_file(), lines_in(out / "metrics.jsonl")
+            step = 0 if finished else newest_checkpoint(out)  # a finished run's is being removed
             print(f"{n} processes | {name if hit else 'not hit'} {when} | exit code {code}, gone after {seconds:4.1f} s "
                   f"| {lines:2} steps, {'finished' if finished else f'checkpoint {step}'}", flush=True)
             if not hit:
