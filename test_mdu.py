@@ -8,6 +8,7 @@ runs against each other on small data that the tests write; runs on several proc
 against the run that nothing broke.  `-m soak` kills torchrun and its workers for minutes.
 """
 import contextlib
+import copy
 import hashlib
 import inspect
 import itertools
@@ -3098,3 +3099,222 @@ def test_bad_input_of_analyses(base, unlearned, tmp_path, capsys, monkeypatch):
     with pytest.raises(ValueError, match="2 processes"):
         ev.main(["--analysis", "gallery", str(base)])
     assert snapshot(tmp_path) == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Benchmark (make bench): a plain reading of the algorithm beside mdu.py and eval.py, in turn, on one machine
+# ---------------------------------------------------------------------------------------------------------------------
+
+def plain_step(o, model, frozen, b, n):
+    """Algorithm 1 read plainly: scores of the whole vocabulary at every position in float32, one pass per set of rows."""
+    def scores(net, ids, rows):
+        return net(input_ids=ids[rows], attention_mask=b.real[rows].long()).logits.float()  # (B, T, V)
+
+    def nll_of(logits, rows):
+        nll = F.cross_entropy(logits.transpose(1, 2), b.ids[rows], reduction="none")  # (B, T)
+        return (nll * b.masked[rows]).sum(1) / b.t[rows]
+    forget, retain = slice(0, n), slice(n, None)
+    logits, masked = scores(model, b.noised, forget), b.masked[forget]
+    with torch.no_grad():
+        if mdu.needs_reference(o):
+            seen = torch.where(b.real & ~b.answer, 0, b.noised) if o.method == "mdu" else b.noised
+            reference = scores(frozen, seen, forget)
+    if o.method == "mdu":
+        logp = logits.log_softmax(-1)
+        logq = (o.tau * reference).log_softmax(-1) if o.tau else -torch.tensor(float(logits.shape[-1])).log()
+        loss = ((logp.exp() * (logp - logq)).sum(-1) * masked).sum(1) / masked.sum(1)
+    elif o.method == "wga":
+        nll = F.cross_entropy(logits.transpose(1, 2), b.ids[forget], reduction="none")
+        loss = -((-o.gamma * nll).exp().detach() * nll * masked).sum(1)
+    else:
+        nll, length = nll_of(logits, forget), b.answer[forget].sum(1)
+        if o.method in ("npo", "dpo"):
+            ratio = nll - nll_of(reference, forget)
+        loss = {"npo": lambda: -2 / o.beta * F.logsigmoid(o.beta * ratio),
+                "simnpo": lambda: -2 / o.beta * F.logsigmoid(o.beta * (nll / length - o.delta)),
+                "dpo": lambda: -F.logsigmoid(o.beta * (ratio[:n // 2] - ratio[n // 2:])),
+                "sft": lambda: nll}.get(o.method, lambda: -nll)()
+    return loss, nll_of(scores(model, b.noised, retain), retain) if o.retain_weight else torch.zeros(())
+
+
+def bench_model(V, D=256, layers=4):
+    """Two miniature LLaDAs with a large vocabulary: one to train and one to be theta0, of other weights."""
+    config = transformers.LlamaConfig(vocab_size=V, hidden_size=D, intermediate_size=3 * D, num_hidden_layers=layers,
+                                      num_attention_heads=4, max_position_embeddings=1024, tie_word_embeddings=False)
+    config.is_causal = False
+    torch.manual_seed(0)
+    return [transformers.LlamaForCausalLM(config).to(mdu.this_device()) for _ in range(2)]
+
+
+def bench_pools(V, rows=16, response=(20, 90), prompt=(20, 45)):
+    """Token pairs as long as TOFU's questions and answers."""
+    rng = np.random.default_rng(0)
+
+    def pair():
+        return [list(map(int, rng.integers(2, V, rng.integers(*lengths)))) for lengths in (prompt, response)]
+    return {"forget": [pair() for _ in range(rows)], "retain": [pair() for _ in range(rows)], "pad_id": 1, "longest": 1024,
+            "preferred": [[pair()] for _ in range(rows)], "null_from": 0}
+
+
+def peak_memory(function):
+    """Run -> (seconds, bytes that were in use above those before, at the most)."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark below
+        before = int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    start = time.perf_counter()
+    function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return time.perf_counter() - start, torch.cuda.max_memory_allocated() - before
+    seconds = time.perf_counter() - start
+    return seconds, int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024 - before
+
+
+def in_turn(functions, rounds):
+    """Each function once to warm up, then A B A B ...: -> for each, its seconds and its peaks of memory."""
+    results = [([], []) for _ in functions]
+    for turn in range(rounds + 1):
+        for function, (seconds, peaks) in zip(functions, results):
+            s, m = peak_memory(function)
+            if turn:
+                seconds.append(s)
+                peaks.append(m)
+    return results
+
+
+def spread(values, form="{:.2f}"):
+    return f"{form.format(np.median(values))} ({form.format(min(values))}-{form.format(max(values))})"
+
+
+def matrix_rate():
+    """FLOP per second of a large float32 (GPU: bfloat16) matrix product: the floor's unit."""
+    size = 8192 if torch.cuda.is_available() else 1536
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    a = torch.randn(size, size, dtype=dtype, device=mdu.this_device())
+    (seconds, _), = in_turn([lambda: a @ a], 10)
+    return 2 * size**3 / min(seconds)
+
+
+def trainers(o, V, **lengths):
+    """-> (our step, the plain one, tokens of a step, FLOPs that the objective cannot do without)."""
+    (model, frozen), pools = bench_model(V), bench_pools(V, **lengths)
+    twin = copy.deepcopy(model)
+    predictor, reference = (mdu.MaskPredictor(lm, 0, 1, 1) for lm in (model, frozen))
+    mdu.shard(predictor, torch.float32)
+    optimizers = [mdu.new_optimizer(o, list(net.parameters())) for net in (predictor, twin)]
+    examples = mdu.draw_examples(o, pools, range(o.batch_size))
+    b, n = mdu.noise(o, predictor, sum(examples, []), len(examples[0]) if o.method == "mdu" else 0), len(examples[0])
+
+    def update(net, optimizer, losses):
+        (losses[0].sum() / o.batch_size + (o.retain_weight or 0) * losses[1].sum() / o.batch_size).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss.detach().sum().item() for loss in losses]
+
+    def ours():
+        return update(predictor, optimizers[0], mdu.step_losses(o, predictor, reference, *examples))
+
+    def plain():
+        return update(twin, optimizers[1], plain_step(o, twin, frozen, b, n))
+    assert np.allclose(ours(), plain(), rtol=1e-4), "the two compute different losses"
+    head = V * model.config.hidden_size
+    body = sum(p.numel() for p in model.parameters()) - 2 * head
+    tokens, masks = b.real.sum(1), b.masked.sum(1)
+    flops = 6 * (body * tokens.sum() + head * masks.sum())  # forward 2, backward 4 per weight and token
+    if mdu.needs_reference(o):
+        flops = flops + 2 * (body * tokens[:n].sum() + head * masks[:n].sum())
+    return ours, plain, int(tokens.sum()), float(flops)
+
+
+def bench_training(V, rate, rounds):
+    print(f"\n| training step | ms | tokens/s | MB above weights | share of the floor | plain: ms | MB | plain/ours: time | memory |"
+          "\n|---|---|---|---|---|---|---|---|---|")
+    for method in mdu.METHOD_OPTIONS:
+        o = options("--method", method, "--batch-size", "4", *(["--null-prompt-rate", "0"] if method == "sft" else []))
+        ours, plain, tokens, flops = trainers(o, V)
+        (s, m), (sp, mp) = in_turn([ours, plain], rounds)
+        print(f"| {method} | {spread([1e3 * x for x in s], '{:.0f}')} | {tokens / np.median(s):.0f} | {np.median(m) / 1e6:.0f} | "
+              f"{flops / rate / np.median(s):.0%} | {1e3 * np.median(sp):.0f} | {np.median(mp) / 1e6:.0f} | "
+              f"{spread([b / a for a, b in zip(s, sp)])} | {np.median(mp) / np.median(m):.2f} |", flush=True)
+
+
+def plain_sampling(lm, prompt, length, steps):
+    """One question: scores of the whole vocabulary at every position; each step fixes the most confident tokens."""
+    ids = torch.tensor([prompt + [0] * length], device=mdu.this_device())
+    masked = torch.arange(ids.shape[1], device=ids.device) >= len(prompt)
+    for step in range(steps):
+        logits = lm(input_ids=ids).logits.float()[0]  # (T, V)
+        logits[:, 0] = -math.inf
+        confidence, token = logits.softmax(-1).max(-1)
+        chosen = confidence.masked_fill(~masked, -math.inf).topk(length // steps + (step < length % steps)).indices
+        ids[0, chosen] = token[chosen]
+        masked[chosen] = False
+    return ids[0, len(prompt):].tolist()
+
+
+def plain_likelihood(lm, prompt, response, masks):
+    """One answer: a pass per mask, scores of the whole vocabulary at every position."""
+    ids, n, values = torch.tensor([prompt + response], device=mdu.this_device()), len(prompt), []
+    for mask in masks.to(ids.device):
+        noised = ids.clone()
+        noised[0, n:][mask] = 0
+        logp = lm(input_ids=noised).logits.float().log_softmax(-1)[0, n:]  # (n, V)
+        values.append(-logp.gather(1, ids[0, n:, None])[mask].mean().item())
+    return values
+
+
+@torch.no_grad()
+def bench_evaluation(V, rounds, questions=8, length=32, samples=8):
+    lm, pairs = bench_model(V)[0].eval(), bench_pools(V, rows=questions)["forget"]
+    predictor = mdu.MaskPredictor(lm, 0, 1, 1)
+    prompts = [prompt for prompt, _ in pairs]
+    masks = [ev.draw_masks(len(response), samples, i) for i, (_, response) in enumerate(pairs)]
+    tasks = {
+        f"sampling {length} tokens": (lambda: ev.generate(predictor, prompts, length, length),
+                                      lambda: [plain_sampling(lm, prompt, length, length) for prompt in prompts]),
+        f"likelihood, {samples} masks": (
+            lambda: torch.stack(ev.masked_nll(predictor, pairs, masks)).tolist(),
+            lambda: [plain_likelihood(lm, *pair, m) for pair, m in zip(pairs, masks)])}
+    print("\n| evaluation | questions/s | MB above weights | plain: questions/s | MB | ours/plain: rate | memory |\n"
+          "|---|---|---|---|---|---|---|")
+    for name, (ours, plain) in tasks.items():
+        assert np.allclose(ours(), plain(), rtol=1e-4), f"{name}: the two give different results"
+        (s, m), (sp, mp) = in_turn([ours, plain], rounds)
+        print(f"| {name} | {questions / np.median(s):.2f} | {np.median(m) / 1e6:.0f} | {questions / np.median(sp):.2f} | "
+              f"{np.median(mp) / 1e6:.0f} | {spread([b / a for a, b in zip(s, sp)])} | {np.median(mp) / np.median(m):.2f} |",
+              flush=True)
+
+
+def bench_growth(rounds):
+    """Time and memory of an MDU step as one size grows, and the straight line through the points."""
+    base = dict(V=32000, batch=4, response=40)
+    sizes = {"response": ("response tokens", (20, 40, 80, 160)), "batch": ("forget rows in a batch", (1, 2, 4, 8)),
+             "V": ("vocabulary", (8000, 32000, 64000, 128000))}
+    print("\n| an MDU step against | " + "points: ms, MB | line: ms | largest miss |\n|---|---|---|---|")
+    for key, (title, values) in sizes.items():
+        points = []
+        for value in values:
+            v = {**base, key: value}
+            o = options("--batch-size", str(v["batch"]))
+            ours, *_ = trainers(o, v["V"], response=(v["response"], v["response"] + 1), prompt=(30, 31))
+            (s, m), = in_turn([ours], rounds)
+            points.append((1e3 * np.median(s), np.median(m) / 1e6))
+        ms = np.array([p[0] for p in points])
+        slope, start = np.polyfit(values, ms, 1)
+        print(f"| {title} | " + ", ".join(f"{value}: {p[0]:.0f}, {p[1]:.0f}" for value, p in zip(values, points)) +
+              f" | {start:.0f} + {slope:.3g} n | {np.abs(start + slope * np.array(values) - ms).max() / ms.max():.0%} |", flush=True)
+
+
+if __name__ == "__main__":  # the benchmark; the tests are run by pytest
+    torch.set_num_threads(1)
+    with mdu.processes():
+        rate = matrix_rate()
+        print(f"{mdu.this_device()}: matrix products at {rate / 1e12:.3f} TFLOP/s; medians (and extremes) of 5 rounds in turn")
+        bench_training(126464, rate, rounds=5)
+        bench_evaluation(126464, rounds=3)
+        bench_growth(rounds=3)
