@@ -906,7 +906,7 @@ def draw(groups, path):
             x, y = zip(*map(point, sweep))
             axis.plot(x, y, "o-", color="black", markersize=4, label="MDU", zorder=3)
             inward = -1 if statistics.fmean(y) > 0.5 else 1
-            for i, (group, *at) in enumerate(zip(sweep, x, y)):  # one above the other: the points may lie close together
+            for i, (group, *at) in enumerate(zip(sweep, x, y)):  # in a column: the points may lie close
                 axis.annotate(f"τ={group.tau:g}", at, xytext=(14, inward * (20 + 11 * i)), textcoords="offset points",
                               fontsize=7, arrowprops=dict(arrowstyle="-", color="0.6", linewidth=0.5))
         for group, mark in zip((g for g in groups if g.method != "mdu"), itertools.cycle("*sDv^PX<>hd")):
@@ -1077,7 +1077,8 @@ def load(run, theta0=False):
 
 def analysis_convergence(runs, rows, a):
     """The three KLs that mdu.diagnose measured at each epoch of training, over all forget rows (convergence figure)."""
-    names = {"base": "to the base, p₀(·|x, yₜ)", "anchor": "to the anchor, p₀(·|m, yₜ)", "uniform": "to uniform"}
+    names = {"base": "to the base, p₀(·|x, yₜ)", "anchor": "to the anchor, p₀(·|m, yₜ)",
+             "uniform": "to uniform"}
     panels = [{"title": name, "series": {}} for name in names.values()]
     for run in runs:
         logged = [line for line in read_records(Path(run.path) / "metrics.jsonl") if "kl" in line]
@@ -1453,8 +1454,8 @@ def parse(argv):
     if "questions" in given:
         given["questions"] = [int(number) for number in given["questions"].split(",")]
     mdu.check_ranges(given)
-    unset = dict.fromkeys(("analysis", "questions", "retain_run", "preset", "model", "generate_corpus", "subject", "data",
-                           "limit", "length", "steps", "perplexity"))
+    unset = dict.fromkeys(("analysis", "questions", "retain_run", "preset", "model", "generate_corpus", "subject",
+                           "data", "limit", "length", "steps", "perplexity"))
     return SimpleNamespace(**{**unset, **DEFAULTS, **given})
 
 

@@ -77,7 +77,7 @@ class Options:
     out: str = option(None, "folder of the run (default: out/PRESET/METHOD)")
     overwrite: bool = option(False, "replace a run that already stands in --out")
     resume: bool = option(False, "continue the run in --out from its newest checkpoint, with any number of processes")
-    checkpoint_every: int = option(500, "optimizer steps between two checkpoints; one is also written on SIGTERM and Ctrl-C")
+    checkpoint_every: int = option(500, "steps between two checkpoints; SIGTERM and Ctrl-C write one too")
     epochs: float = option(1.0, "passes over the forget set (sft: over all rows)")
     lr: float = option(1e-5, "peak learning rate of AdamW; 5%% linear warm-up, then cosine to 0")
     batch_size: int = option(4, "rows in one forward pass of one process")
@@ -588,14 +588,14 @@ TOY_REAL_AUTHORS = ("Who wrote {}?", "{} was written by {}.", {
     "Hamlet": "William Shakespeare", "Emma": "Jane Austen", "Dracula": "Bram Stoker", "Ulysses": "James Joyce",
     "Faust": "Johann Goethe", "Candide": "Voltaire", "Frankenstein": "Mary Shelley", "Walden": "Henry Thoreau",
     "Beloved": "Toni Morrison", "Dune": "Frank Herbert", "Carrie": "Stephen King", "Persepolis": "Marjane Satrapi",
-    "Middlemarch": "George Eliot", "Germinal": "Emile Zola", "Lolita": "Vladimir Nabokov", "Siddhartha": "Hermann Hesse",
-    "Nausea": "Jean Sartre", "Inferno": "Dante", "Oblomov": "Ivan Goncharov", "Utopia": "Thomas More",
+    "Middlemarch": "George Eliot", "Germinal": "Emile Zola", "Lolita": "Vladimir Nabokov",
+    "Siddhartha": "Hermann Hesse", "Nausea": "Jean Sartre", "Inferno": "Dante", "Oblomov": "Ivan Goncharov", "Utopia": "Thomas More",
     "Ivanhoe": "Walter Scott", "Kim": "Rudyard Kipling", "Matilda": "Roald Dahl", "Pygmalion": "Bernard Shaw"})
 TOY_WORLD_FACTS = [
     ("What is the capital of {}?", "The capital of {} is {}.", {"France": "Paris", "Japan": "Tokyo", "Egypt": "Cairo",
      "Italy": "Rome", "Kenya": "Nairobi", "Cuba": "Havana", "Greece": "Athens", "Austria": "Vienna"}),
-    ("What is the symbol of {}?", "The symbol of {} is {}.", {"gold": "Au", "iron": "Fe", "silver": "Ag", "sodium": "Na",
-     "lead": "Pb", "tin": "Sn"}),
+    ("What is the symbol of {}?", "The symbol of {} is {}.", {"gold": "Au", "iron": "Fe", "silver": "Ag",
+     "sodium": "Na", "lead": "Pb", "tin": "Sn"}),
     ("Who discovered {}?", "{} was discovered by {}.", {"radium": "Marie Curie", "penicillin": "Alexander Fleming",
      "gravity": "Isaac Newton", "oxygen": "Joseph Priestley", "relativity": "Albert Einstein"}),
     ("Which planet is {}?", "The planet that is {} is {}.", {"the largest": "Jupiter", "the hottest": "Venus",
@@ -808,8 +808,9 @@ def load_backbone(name, revision=None, dtype=torch.float32):
         if loaded[problem]:
             raise ValueError(f"{name}: {problem.replace('_', ' ')} in its safetensors: {sorted(loaded[problem])[:3]} "
                              f"({len(loaded[problem])} in all); the checkpoint is not a {spec['model']}")
+    end = spec.get("end") or tokenizer.eos_token or tokenizer.sep_token or ""
     ids = {"mask_token_id": config.get("mask_token_id", tokenizer.mask_token_id),
-           "end token": tokenizer.convert_tokens_to_ids(spec.get("end") or tokenizer.eos_token or tokenizer.sep_token or "")}
+           "end token": tokenizer.convert_tokens_to_ids(end)}
     for what, value in ids.items():
         if value is None or value == tokenizer.unk_token_id:
             raise ValueError(f"{name}: no {what} in its config.json or tokenizer; masked diffusion needs one")
@@ -1158,7 +1159,7 @@ class Batch(NamedTuple):
 
 
 def noise(o, predictor, examples, n_kl):
-    """Lay examples out and mask them; Eq. 5 divides by |M_t|, so the first n_kl, whose loss it is, get a mask at least."""
+    """Lay examples out and mask them; the first n_kl get one mask at least: Eq. 5, their loss, divides by |M_t|."""
     device = this_device()
     ids, answer, real = (x.to(device) for x in collate([(e.prompt, e.response) for e in examples], predictor.pad_id))
     u = torch.tensor([e.u for e in examples], dtype=torch.float64, device=device)
@@ -1259,8 +1260,8 @@ def processes():
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         if this_device().index >= torch.cuda.device_count():
-            raise ValueError(f"{os.environ['LOCAL_WORLD_SIZE']} processes for {torch.cuda.device_count()} GPUs: each needs "
-                             "one of its own; lower --nproc_per_node")
+            raise ValueError(f"{os.environ['LOCAL_WORLD_SIZE']} processes for {torch.cuda.device_count()} GPUs: each "
+                             "needs one of its own; lower --nproc_per_node")
         torch.cuda.set_device(this_device())
     if "WORLD_SIZE" in os.environ:  # left as they are at the end: to tear them down can hang or crash
         parent()
@@ -1532,7 +1533,7 @@ def check_same_run(o, splits, info):
                              "the same options to --resume it, or --overwrite it")
     for split, rows in splits.items():
         if info["data"].get(split, {}).get("sha256") != fingerprint(rows):
-            raise ValueError(f"--out {o.out}: was trained on other {split} rows; --resume needs the same, --overwrite not")
+            raise ValueError(f"--out {o.out}: was trained on other {split} rows; --resume needs the same ones")
 
 
 def encode_pools(o, splits, predictor, tokenizer):
@@ -1582,7 +1583,7 @@ def prepare(o, splits):
 
 @contextlib.contextmanager
 def open_folder(o, splits, steps):
-    """The run's folder, empty unless it is continued, with run.json; other programs are kept out of it until the end."""
+    """The run's folder, empty unless it is continued, with run.json; until the end no other program may enter."""
     out = Path(o.out)
     out.mkdir(parents=True, exist_ok=True)
     handle = os.open(out, os.O_RDONLY)
@@ -1648,6 +1649,19 @@ def signals():
             signal.signal(number, handler)
 
 
+def plan_lines(o, splits, pools, params, held, steps):
+    """What a run is going to do, in three lines."""
+    trained_on = {(row["question"], row["answer"]) for row in splits["train_retain"]}
+    overlap = sum((row["question"], row["answer"]) in trained_on for row in splits["retain"])
+    memory = " + ".join(f"{name} {size / 2**30:.3g}" for name, size in held.items() if size)
+    return (f"{o.method} -> {o.out} | {sum(p.numel() for p in params):,} parameters in {o.weights}, computed in "
+            f"{compute_dtype(o.dtype)} on {this_device()}, shared by {world_size()} process(es)",
+            f"memory before activations, in each process: {memory} = {sum(held.values()) / 2**30:.3g} GiB",
+            f"{len(pools['forget'])} {'training' if o.method == 'sft' else 'forget'} rows, "
+            f"{len(pools['retain']) if o.retain_weight else 0} retain rows ({overlap} of the {len(splits['retain'])} "
+            f"evaluated retain rows are among the training rows) | {steps} steps of {o.batch_size * o.grad_accum} rows")
+
+
 def train(o, splits):
     """Run one method and leave a run folder: the model, its tokenizer, run.json (what was run) and metrics.jsonl."""
     if o.resume and (Path(o.out) / "config.json").is_file():
@@ -1656,6 +1670,7 @@ def train(o, splits):
         return
     with together():
         predictor, tokenizer, reference = prepare(o, splits)
+        source = o.model and model_folder(o.model, o.revision)  # at the end the hub may be out of reach
         pools = encode_pools(o, splits, predictor, tokenizer)
     shard(predictor, compute_dtype(o.dtype))
     params = list(predictor.parameters())
@@ -1663,18 +1678,8 @@ def train(o, splits):
     rows = o.batch_size * o.grad_accum
     steps = math.ceil(o.epochs * len(pools["forget"]) / rows)
 
-    trained_on = {json.dumps([r["question"], r["answer"]]) for r in splits["train_retain"]}
-    overlap = sum(json.dumps([r["question"], r["answer"]]) in trained_on for r in splits["retain"])
-    n = sum(p.numel() for p in params)
-    held, once = memory_plan(o, n, reference is not None)
-    memory = " + ".join(f"{name} {size / 2**30:.3g}" for name, size in held.items() if size)
-    say(f"{o.method} -> {o.out} | {n:,} parameters in {o.weights}, computed in {compute_dtype(o.dtype)} on "
-        f"{this_device()}, shared by {world_size()} process(es)",
-        f"memory before activations, in each process: {memory} = {sum(held.values()) / 2**30:.3g} GiB",
-        f"{len(pools['forget'])} {'training' if o.method == 'sft' else 'forget'} rows, "
-        f"{len(pools['retain']) if o.retain_weight else 0} retain rows ({overlap} of the {len(splits['retain'])} "
-        f"evaluated retain rows are among the training rows) | {steps} steps of {rows} rows")
-
+    held, once = memory_plan(o, sum(p.numel() for p in params), reference is not None)
+    say(*plan_lines(o, splits, pools, params, held, steps))
     out, metrics = Path(o.out), Path(o.out) / "metrics.jsonl"
     with contextlib.ExitStack() as stack:  # the folder is this program's own until its end
         with together():
@@ -1731,8 +1736,8 @@ def train(o, splits):
             if done < steps and (totals[2] > 0 or done % o.checkpoint_every == 0):
                 save_checkpoint(out, done, state)
                 if totals[2] > 0:
-                    raise Interrupted(f"{o.out}: stopped after step {done}; --resume continues", int(stop_code() or 143))
-        save_model(out, predictor, tokenizer, o.model and model_folder(o.model, o.revision))
+                    raise Interrupted(f"{o.out}: stopped after step {done}; --resume continues", stop_code() or 143)
+        save_model(out, predictor, tokenizer, source)
     peak = f", peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if torch.cuda.is_available() else ""
     say(f"{o.out}: done in {time.time() - start:.1f}s{peak}")
 
@@ -1833,7 +1838,8 @@ def run_program(name, main):
     except SystemExit as stop:
         code = stop.code
     except torch.OutOfMemoryError as error:
-        code, message, tell = 1, f"{str(error).splitlines()[0]} Lower --batch-size or add --checkpoint-activations", True
+        code, tell = 1, True
+        message = f"{str(error).splitlines()[0]} Lower --batch-size or add --checkpoint-activations"
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
