@@ -120,7 +120,7 @@ PRESETS = {  # options of the unlearning methods; those of sft stand under "sft"
     "rwku-llada": dict(RWKU, **LLADA, sft={}),
     "rwku-dream": dict(RWKU, **DREAM, sft={}),
     "toy-rwku": dict(data="toy-rwku", epochs=50, lr=5e-4, batch_size=8, mask_sampling="count", response_length=32,
-                     retain_weight=0.0, sft=dict(epochs=150, lr=3e-3, batch_size=16, null_prompt_rate=0.1)),
+                     retain_weight=0.0, sft=dict(epochs=250, lr=3e-3, batch_size=16, null_prompt_rate=0.1)),
 }
 
 RANGES = {  # option: (is it allowed?, what is)
