@@ -801,7 +801,7 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--forget {d}/good.jsonl --retain-weight 0 --method dpo": ["row 0", "perturbed_answer"],
     "--forget {d}/long.jsonl --retain-weight 0 --model {base}": ["2004 tokens", "1024"],
     "--data {d}/absent": ["absent", "hub name"], "--limit 4": ["4 forget rows", "8 of one step"],
-    "--model {d}": ["no config.json"], "--model {base} --out {base}": ["would replace the model"],
+    "--model {d}": ["no config.json"], "--model {base} --out {base}": ["would replace --model"],
     "--model {base}/eval/.. --out {base}/..": ["--out"], "--out {d}": ["holds other files"],
     "--out {d}/good.jsonl": ["is a file"], "--model {causal}": ["causal model", "bidirectional"],
     "--model {garbage}": ["config.json", "not JSON"], "--model {tokenizer}": ["PreTrainedTokenizerFast"],
@@ -841,7 +841,7 @@ def test_bad_input_of_eval(base, tmp_path, capsys):
     (tmp_path / "list/eval").mkdir()
     (tmp_path / "list/eval/summary.json").write_text("[]")
     for typed, expected in (
-            (f"--report {tmp_path}/list", "not a summary"), (f"{tmp_path}/json", "not JSON"), (f"{tmp_path}/list", "lacks options"), (f"{tmp_path}/options", "['x']"),
+            (f"--report {tmp_path}/list", "not a summary"), (f"{tmp_path}/json", "not JSON"), (f"{tmp_path}/list", "it is []"), (f"{tmp_path}/options", "['x']"),
             (f"{tmp_path}", "no run.json"), (f"--report {tmp_path}", "not scored yet"), ("", "RUN"),
             (f"--samples 0 {base}", "--samples 0"), (f"--steps 17 {base}", "more than the 16 tokens"),
             (f"--report --samples 3 {base}", "--samples: not used with --report"), (f"--questions 1 {base}", "not used without"),
