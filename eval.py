@@ -719,6 +719,8 @@ def read_summary(run):
     wrong = mdu.misfit(summary, {
         "method": str, "tau": float if isinstance(summary, dict) and summary.get("method") == "mdu" else (float, None),
         "protocol": {}, "data": {}, "splits": {str: figures}, **figures})
+    if not wrong and summary["method"] not in mdu.METHOD_OPTIONS:
+        wrong = f"method is {summary['method']!r}"
     if wrong:
         raise ValueError(f"{file}: {wrong}; not a summary of this program; run: python eval.py {run}")
     return summary
@@ -739,7 +741,8 @@ def read_retain_run(retain_run, run, summary):
     check_alike(run, summary, retain_run, read_summary(retain_run))
     file = Path(retain_run) / "eval" / "forget.jsonl"
     records = read_records(file) if file.is_file() and "forget" in summary["data"] else []
-    if not records or not all("nll_perturbed" in r for r in records):
+    if (mdu.misfit(records, [{"nll": float, "nll_perturbed": [float]}]) or not records
+            or not all(r["nll_perturbed"] for r in records)):
         raise ValueError(f"--retain-run {retain_run}: no truth ratios of forget rows in {file}; forget quality needs "
                          "perturbed answers, and runs scored without --brief")
     return records
@@ -936,8 +939,9 @@ def draw(groups, path):
     handles = axes[0][0].get_legend_handles_labels()
     figure.legend(*handles, loc="center right", fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0, 1 - 1.2 / figure.get_figwidth(), 1))
-    figure.savefig(f"{path}.partial", format="png", dpi=120, metadata={"Software": None})
-    os.replace(f"{path}.partial", path)
+    with mdu.writing(path):
+        figure.savefig(f"{path}.partial", format="png", dpi=120, metadata={"Software": None})
+        os.replace(f"{path}.partial", path)
     pyplot.close(figure)
     return path.name
 
@@ -1427,8 +1431,9 @@ def analyse(a):
             return note(f"{picture} is not drawn: it needs matplotlib (pip install matplotlib)")
         figure = Figure(layout="constrained")
         (draw_blocks if "blocks" in result else draw_panels)(result, figure)
-        figure.savefig(f"{picture}.partial", format="png", dpi=100, metadata={"Software": None})
-    os.replace(f"{picture}.partial", picture)
+        with mdu.writing(picture):
+            figure.savefig(f"{picture}.partial", format="png", dpi=100, metadata={"Software": None})
+            os.replace(f"{picture}.partial", picture)
     print(f"({file}, {picture.name})")
 
 

@@ -375,15 +375,18 @@ def read_config(name, config, split="train", people=None):
     if not Path(name).is_dir() and name != "toy-rwku" and not re.fullmatch(HUB_NAME, name):
         raise ValueError(f"--data {name}: neither 'toy', nor a folder here, nor a hub name (OWNER/NAME)")
     import datasets
+    import huggingface_hub
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs as an error it raises too
+    for library in (datasets, huggingface_hub):  # what they log as an error they raise too
+        library.utils.logging.set_verbosity(library.utils.logging.CRITICAL)
     with tempfile.TemporaryDirectory() as scratch:  # a folder's files may change under one name: read them anew
         cache = dict(cache_dir=scratch) if Path(name).is_dir() else {}
         try:
             data = (datasets.Dataset.from_list(toy_people()[config]) if name == "toy-rwku" else
                     datasets.load_dataset(name, config, split=split, **cache))
         except Exception as error:  # whatever the library makes of a damaged folder, or of a hub out of reach
-            raise ValueError(f"--data {name}: {config} cannot be read ({type(error).__name__}: {error})") from None
+            cause = error.__cause__ or error
+            raise ValueError(f"--data {name}: {config} cannot be read ({type(cause).__name__}: {cause})") from None
         chosen = range(len(data))
         if people is not None:  # a corpus holds 200 people's texts: only those asked for become Python objects
             subjects = data["subject"] if "subject" in data.column_names else [None] * len(data)
@@ -855,12 +858,13 @@ def load_backbone(name, revision=None, dtype=torch.float32):
         raise ValueError(f"{folder / 'config.json'}: not a JSON object")
     spec = BACKBONES.get(str(config.get("model_type")), ANY_MASKED_LM)
     model = getattr(transformers, spec["model"])
-    arguments = dict(dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True)
+    arguments = dict(dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True,
+                     trust_remote_code=False)  # without this the library asks whether to run it
     if "config" in spec:
         arguments.update(config=native_config(name, config, spec, model.config_class), key_mapping=spec["keys"])
     try:
         lm, loaded = model.from_pretrained(folder, **arguments)
-        tokenizer = getattr(transformers, spec["tokenizer"]).from_pretrained(folder)
+        tokenizer = getattr(transformers, spec["tokenizer"]).from_pretrained(folder, trust_remote_code=False)
         encode_prompt(tokenizer, "Is the chat template whole?")
     except Exception as error:  # whatever the libraries make of a damaged file
         raise ValueError(f"{name}: cannot be loaded as {spec['model']} with {spec['tokenizer']} "
@@ -902,8 +906,11 @@ def native_config(name, config, spec, config_class):
             raise ValueError(f"{name}: no {field} in config.json; it is needed to build {spec['model']}")
     native = {ours: config[theirs] for ours, theirs in spec["config"].items()}
     rope = {"rope_type": "default", "rope_theta": native.pop("rope_theta")}
-    return config_class(**native, rope_parameters=rope, is_causal=False, bos_token_id=None,
-                        eos_token_id=config.get("eos_token_id"), pad_token_id=config.get("pad_token_id"))
+    try:
+        return config_class(**native, rope_parameters=rope, is_causal=False, bos_token_id=None,
+                            eos_token_id=config.get("eos_token_id"), pad_token_id=config.get("pad_token_id"))
+    except Exception as error:  # the library's own, by field
+        raise ValueError(f"{name}: config.json fits no {spec['model']} ({type(error).__name__}: {error})") from None
 
 
 @torch.no_grad()
@@ -1686,11 +1693,14 @@ def open_folder(o, splits, steps):
 
 def cut_metrics(file, step):
     """Leave no lines of steps that come again after `step`."""
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if step else []
-    lines = [line for line in lines if line.endswith("\n") and parse_json(line, file)["step"] <= step]
+    lines = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")] if step else []
+    logged = [parse_json(line, file) for line in lines]
+    wrong = misfit(logged, [{"step": int}])
+    if wrong:
+        raise ValueError(f"{file}: line {wrong}; --overwrite starts the run anew")
     aside = Path(f"{file}.partial")
     with writing(file):
-        aside.write_text("".join(lines), encoding="utf-8")
+        aside.write_bytes(b"".join(line for line, values in zip(lines, logged) if values["step"] <= step))
         os.replace(aside, file)
 
 
