@@ -1,6 +1,6 @@
 # make demo: the paper's story on a toy world, on a CPU.  make table: the same, 3 seeds, every figure.  make rwku: people
 # forgotten without a retain set.  make test: the tests.  Each installs what it needs into .venv.
-.PHONY: help install demo table figures toy-base toy-retain toy-baselines toy-mdu rwku rwku-baselines rwku-mdu test soak bench clean
+.PHONY: help install demo table figures toy-base toy-retain toy-baselines toy-mdu rwku rwku-baselines rwku-mdu test soak fuzz bench clean
 
 PYTHON    := .venv/bin/python
 SEED      := 1
@@ -86,6 +86,10 @@ test: install  ## the tests, offline
 soak: install  ## eight minutes of kills, stops and resumes on 2 and 4 processes
 	.venv/bin/pip install --quiet --disable-pip-version-check pytest
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q -s -m soak test_mdu.py
+
+fuzz: install  ## a minute of random bytes and random options, for both programs
+	.venv/bin/pip install --quiet --disable-pip-version-check pytest
+	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q -s -m fuzz test_mdu.py
 
 bench: install  ## a plain reading of the algorithm beside ours: time, memory, how they grow
 	.venv/bin/pip install --quiet --disable-pip-version-check pytest

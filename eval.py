@@ -483,8 +483,9 @@ def note(text):
 def write_aside(path, text):
     """Complete or absent: written aside, then renamed."""
     aside = Path(f"{path}.{os.getpid()}.partial")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    with mdu.writing(path):
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
 
 
 def json_lines(run, records):
@@ -496,7 +497,20 @@ def json_lines(run, records):
 
 
 def read_records(path):
-    return [mdu.parse_json(line, path) for line in path.read_text(encoding="utf-8").split("\n") if line]
+    records = [mdu.parse_json(line, path) for line in path.read_bytes().split(b"\n") if line]
+    wrong = mdu.misfit(records, [{}])
+    if wrong:
+        raise ValueError(f"{path}: row {wrong}; each line must be a JSON object")
+    return records
+
+
+@contextlib.contextmanager
+def intact(what, remedy):
+    """A damaged file shows where it is used: one line, too."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise ValueError(f"{what}: damaged ({type(error).__name__}: {error}); {remedy}") from None
 
 
 def plan(run, a):
@@ -580,7 +594,7 @@ def evaluate(job, a):
             weights = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in out.parent.glob("*.safetensors"))
             identity = json.dumps({**job.summary, "source": source, "weights": weights}, sort_keys=True)
             owner = out / "partial" / "owner.json"
-            if not owner.is_file() or owner.read_text(encoding="utf-8") != identity:
+            if not owner.is_file() or owner.read_bytes() != identity.encode():
                 shutil.rmtree(out / "partial", ignore_errors=True)
                 owner.parent.mkdir(parents=True)
                 write_aside(owner, identity)
@@ -606,11 +620,12 @@ def evaluate(job, a):
 def collect(job, a, chunks):
     """Chunks -> RUN/eval/SPLIT.jsonl and summary.json, which is returned."""
     out, records = Path(job.run) / "eval", {split: [None] * len(rows) for split, rows in job.splits.items()}
-    for file, split, order in chunks:
-        for i, record in zip(order, read_records(file), strict=True):
-            records[split][i] = record
-    summary = {**job.summary, "splits": {split: SPLITS[split]["summarise"](rows, SPLITS[split]["better"])
-                                         for split, rows in records.items()}}
+    with intact(out / "partial", "remove it"):
+        for file, split, order in chunks:
+            for i, record in zip(order, read_records(file), strict=True):
+                records[split][i] = record
+        summary = {**job.summary, "splits": {split: SPLITS[split]["summarise"](rows, SPLITS[split]["better"])
+                                             for split, rows in records.items()}}
     summary["model_utility"] = model_utility(summary["splits"])
     summary["retain_run"] = a.retain_run
     summary["forget_quality"] = a.retain_run and forget_quality(records["forget"], job.retain_records)
@@ -649,8 +664,8 @@ def generate_corpus(folder, a):
     published, and its top-p are left out.
     """
     o = untrained_options(folder, a)
-    intros = {row["target"]: row.get("intro") or "" for _, row in mdu.read_config(o.data, "forget_target")}
     files = {person: Path(folder) / f"{mdu.slug(person)}.jsonl" for person in mdu.find_people(o.data, a.subject)}
+    intros = {row["target"]: row.get("intro") or "" for _, row in mdu.read_config(o.data, "forget_target")}
     people = [person for person, file in files.items() if not file.exists()]
     predictor, tokenizer = mdu.load_backbone(o.model, o.revision, dtype=mdu.compute_dtype())
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -699,10 +714,15 @@ def read_summary(run):
     file = Path(run) / "eval" / "summary.json"
     if not file.is_file():
         raise ValueError(f"{run}: not scored yet; run: python eval.py {run}")
-    summary = mdu.parse_json(file.read_text(encoding="utf-8"), file)
-    if (not isinstance(summary, dict) or not {"method", "tau"} <= set(summary)
-            or not all(isinstance(summary.get(key), dict) for key in ("protocol", "data", "splits"))):
-        raise ValueError(f"{file}: not a summary of this program; run: python eval.py {run}")
+    summary = mdu.parse_json(file.read_bytes(), file)
+    figures = dict.fromkeys(METRICS, (float, None))
+    wrong = mdu.misfit(summary, {
+        "method": str, "tau": float if isinstance(summary, dict) and summary.get("method") == "mdu" else (float, None),
+        "protocol": {}, "data": {}, "splits": {str: figures}, **figures})
+    if not wrong and summary["method"] not in mdu.METHOD_OPTIONS:
+        wrong = f"method is {summary['method']!r}"
+    if wrong:
+        raise ValueError(f"{file}: {wrong}; not a summary of this program; run: python eval.py {run}")
     return summary
 
 
@@ -721,7 +741,8 @@ def read_retain_run(retain_run, run, summary):
     check_alike(run, summary, retain_run, read_summary(retain_run))
     file = Path(retain_run) / "eval" / "forget.jsonl"
     records = read_records(file) if file.is_file() and "forget" in summary["data"] else []
-    if not records or not all("nll_perturbed" in r for r in records):
+    if (mdu.misfit(records, [{"nll": float, "nll_perturbed": [float]}]) or not records
+            or not all(r["nll_perturbed"] for r in records)):
         raise ValueError(f"--retain-run {retain_run}: no truth ratios of forget rows in {file}; forget quality needs "
                          "perturbed answers, and runs scored without --brief")
     return records
@@ -918,7 +939,9 @@ def draw(groups, path):
     handles = axes[0][0].get_legend_handles_labels()
     figure.legend(*handles, loc="center right", fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0, 1 - 1.2 / figure.get_figwidth(), 1))
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    with mdu.writing(path):
+        figure.savefig(f"{path}.partial", format="png", dpi=120, metadata={"Software": None})
+        os.replace(f"{path}.partial", path)
     pyplot.close(figure)
     return path.name
 
@@ -1053,6 +1076,8 @@ def open_runs(paths):
         if not (Path(path) / "config.json").is_file():
             raise ValueError(f"{path}: holds no finished model (no config.json); finish its training first")
         o = mdu.Options(**info["options"])
+        if not o.model and o.method != "sft":
+            raise ValueError(f"{path}: its run.json does not say from which model it started; it is damaged")
         runs.append(SimpleNamespace(
             path=path, options=o, title=TITLES.get(o.method) or f"MDU τ={o.tau:g}", data=info["data"].get("forget"),
             theta0=(str(Path(path).resolve()), None) if o.method == "sft" else (o.model, o.revision)))
@@ -1081,7 +1106,11 @@ def analysis_convergence(runs, rows, a):
              "uniform": "to uniform"}
     panels = [{"title": name, "series": {}} for name in names.values()]
     for run in runs:
-        logged = [line for line in read_records(Path(run.path) / "metrics.jsonl") if "kl" in line]
+        file = Path(run.path) / "metrics.jsonl"
+        logged = [line for line in read_records(file) if "kl" in line]
+        wrong = mdu.misfit(logged, [{"epoch": float, "kl": dict.fromkeys(names, float)}])
+        if wrong:
+            raise ValueError(f"{file}: damaged, {wrong} among the lines with KLs; train the run again")
         if not logged:
             raise ValueError(f"{run.path}: no KLs in its metrics.jsonl; train it with --diagnose (a base has none)")
         for panel, target in zip(panels, names):
@@ -1378,7 +1407,7 @@ def analyse(a):
     if a.redraw:
         if not file.is_file():
             raise ValueError(f"{file}: not there; leave --redraw out to measure it")
-        result = mdu.parse_json(file.read_text(encoding="utf-8"), file)
+        result = mdu.parse_json(file.read_bytes(), file)
         if not isinstance(result, dict) or result.get("analysis") != name or not {"panels", "blocks"} & set(result):
             raise ValueError(f"{file}: not what --analysis {name} writes; leave --redraw out to measure it")
     else:
@@ -1392,16 +1421,20 @@ def analyse(a):
         folder.mkdir(exist_ok=True)
         picture.unlink(missing_ok=True)  # it must not stand beside figures of another time
         mdu.write_json(file, result)
-    if table := as_markdown(result):
-        print(table)
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return note(f"{picture} is not drawn: it needs matplotlib (pip install matplotlib)")
-    figure = Figure(layout="constrained")
-    (draw_blocks if "blocks" in result else draw_panels)(result, figure)
-    figure.savefig(f"{picture}.partial", format="png", dpi=100, metadata={"Software": None})
-    os.replace(f"{picture}.partial", picture)
+        Figure = None
+    with intact(file, "leave --redraw out to measure it again"):
+        if table := as_markdown(result):
+            print(table)
+        if Figure is None:
+            return note(f"{picture} is not drawn: it needs matplotlib (pip install matplotlib)")
+        figure = Figure(layout="constrained")
+        (draw_blocks if "blocks" in result else draw_panels)(result, figure)
+        with mdu.writing(picture):
+            figure.savefig(f"{picture}.partial", format="png", dpi=100, metadata={"Software": None})
+            os.replace(f"{picture}.partial", picture)
     print(f"({file}, {picture.name})")
 
 
@@ -1445,6 +1478,8 @@ def parse(argv):
         raise ValueError(f"--{name.replace('_', '-')}: not used {mode}")
     if ("subject" in given) != ("generate_corpus" in given):
         raise ValueError("--generate-corpus and --subject: give both or none")
+    if len(given["runs"]) > len(set(map(os.path.realpath, given["runs"]))):
+        raise ValueError(f"{' '.join(given['runs'])}: one of them stands there twice; name each once")
     if {"preset", "model"} & set(given) and len(given["runs"]) > 1:
         raise ValueError(f"{' '.join(given['runs'])}: --preset and --model need one folder")
     if "brief" in given and "retain_run" in given:
@@ -1464,16 +1499,21 @@ def main(argv=None):
     if (a.report or a.analysis or a.generate_corpus) and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(f"{os.environ['WORLD_SIZE']} processes: only scoring is shared out; start this with python")
     if a.report:
-        return report(a.runs, a.questions, a.retain_run)
+        with intact(", ".join(a.runs), "score them again: python eval.py RUN"):
+            return report(a.runs, a.questions, a.retain_run)
     if a.analysis:
         return analyse(a)
     with mdu.processes():
         if a.generate_corpus:
             return generate_corpus(a.runs[0], a)
-        with mdu.together():
-            jobs = [plan(run, a) for run in a.runs]
-        for job in jobs:
-            evaluate(job, a)
+        with contextlib.ExitStack() as stack:  # the folders are this program's own until its end
+            with mdu.together():
+                jobs = [plan(run, a) for run in a.runs]
+                for run in a.runs if mdu.rank() == 0 else ():
+                    Path(run).mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(mdu.alone(run))
+            for job in jobs:
+                evaluate(job, a)
 
 
 if __name__ == "__main__":

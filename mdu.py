@@ -150,29 +150,33 @@ class OneLineParser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see --help")
 
 
+def choices(field):
+    return {"preset": PRESETS, "method": METHOD_OPTIONS}.get(field.name, field.metadata.get("choices"))
+
+
 def parse(argv):
     """Command line -> {option: value}, only what was given."""
     parser = OneLineParser(__doc__, argument_default=argparse.SUPPRESS)
     for field in dataclasses.fields(Options):
-        flag, choices = "--" + field.name.replace("_", "-"), field.metadata.get("choices")
-        choices = {"preset": PRESETS, "method": METHOD_OPTIONS}.get(field.name, choices)
-        kind = dict(action="store_true") if field.type is bool else dict(type=field.type, choices=choices)
+        flag = "--" + field.name.replace("_", "-")
+        kind = dict(action="store_true") if field.type is bool else dict(type=field.type, choices=choices(field))
         default = "" if field.default in (None, False) else f" [{field.default}]"
         parser.add_argument(flag, help=field.metadata["help"] + default, **kind)
     return vars(parser.parse_args(argv))
 
 
-def check_ranges(values):
-    for name, (allowed, text) in RANGES.items():
-        if values.get(name) is not None and not allowed(values[name]):
-            raise ValueError(f"--{name.replace('_', '-')} {values[name]}: must be {text}")
+def check_ranges(values, where="--"):
+    for name, value in values.items():
+        flag, (allowed, text) = where + name.replace("_", "-"), RANGES.get(name, (None, None))
+        if allowed and value is not None and not allowed(value):
+            raise ValueError(f"{flag} {value}: must be {text}")
+        for word in value if isinstance(value, list) else [value]:
+            if isinstance(word, str) and (not is_text(word) or "\0" in word):
+                raise ValueError(f"{flag}: {ascii(word)} is empty or not UTF-8 text; leave it out or name something")
 
 
 def resolve(given):
     """{option: value} -> Options: default < method < preset < given; ValueError: an option the method does not use."""
-    for name in ("model", "revision", "data", "subject", "forget", "retain", "out"):
-        if given.get(name) == "":
-            raise ValueError(f"--{name}: is empty; leave it out or name something")
     method, preset = given.get("method", Options.method), PRESETS[given.get("preset", Options.preset)]
     preset = {**preset, **(preset["sft"] if method == "sft" else {})}
     own = METHOD_OPTIONS[method]
@@ -275,7 +279,10 @@ def check_row(row, where):
     """A row as read -> its fields, perturbed_answer a list; ValueError naming `where` if it cannot be used."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: {str(row)[:40]!r} is not a JSON object with a question and an answer")
-    row = {"question": row.get("prompt"), "answer": row.get("response"), **row}
+    for field, other in (("question", "prompt"), ("answer", "response")):
+        if row.get(field) is not None and row.get(other) is not None:
+            raise ValueError(f"{where}: both {field} and {other}; give one of them")
+        row = {**row, field: row.get(other) if row.get(field) is None else row[field]}
     fields = ["question", "answer", *(field for field in PARAPHRASES if row.get(field) is not None)]
     for field in fields:
         if not is_text(row[field]):
@@ -288,10 +295,38 @@ def check_row(row, where):
 
 
 def parse_json(text, where):
+    """Text or bytes -> value; ValueError naming `where`.  NaN and a key that stands twice are errors too."""
+    def unique(pairs):
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            raise ValueError(f"{next(k for i, (k, _) in enumerate(pairs) if k in dict(pairs[:i]))!r} stands twice")
+        return value
+
+    def number(name):
+        raise ValueError(f"{name} is no number")
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique, parse_constant=number)
     except (ValueError, RecursionError) as error:  # malformed, a number of thousands of digits, or nested too deeply
         raise ValueError(f"{where}: not JSON that can be read ({error})") from None
+
+
+def misfit(value, shape, name=""):
+    """What of a JSON value is not of a shape, such as "splits.forget.n is 'x'"; None: it fits.
+
+    A shape is a type (float: any finite number), None, a tuple of alternatives, [shape of each element], or {key: shape},
+    where str stands for every key that is not named; keys that no shape is given for may hold anything.
+    """
+    if isinstance(shape, list) and isinstance(value, list):
+        value, shape = dict(enumerate(value)), {str: shape[0]}
+    if isinstance(shape, dict) and isinstance(value, dict):
+        inner = {**({key: shape[str] for key in value} if str in shape else {}),
+                 **{key: part for key, part in shape.items() if key is not str}}
+        found = (misfit(value.get(key), part, f"{name}.{key}".lstrip(".")) for key, part in inner.items())
+        return next(filter(None, found), None)
+    fits = (any(misfit(value, part) is None for part in shape) if isinstance(shape, tuple) else
+            type(value) in (int, float) and abs(value) < math.inf if shape is float else
+            value is None if shape is None else type(value) is shape)
+    return None if fits else f"{name or 'it'} is {repr(value)[:40]}"
 
 
 def read_run(folder):
@@ -299,16 +334,28 @@ def read_run(folder):
     file = Path(folder) / "run.json"
     if not file.is_file():
         raise ValueError(f"{folder}: no run.json there; a folder that mdu.py made is needed")
-    info = parse_json(file.read_text(encoding="utf-8"), file)
-    if not isinstance(info, dict) or not {"options", "data"} <= set(info):
-        raise ValueError(f"{file}: lacks options or data; it was not written by mdu.py")
-    unknown = set(info["options"]) - {field.name for field in dataclasses.fields(Options)}
+    info = parse_json(file.read_bytes(), file)
+    wrong = misfit(info, {"options": {}, "data": {str: {"sha256": str}}, "steps": (int, None)})
+    if wrong:
+        raise ValueError(f"{file}: {wrong}; it was not written by mdu.py")
+    options, fields = info["options"], dataclasses.fields(Options)
+    unknown = set(options) - {field.name for field in fields}
     if unknown:
         raise ValueError(f"{file}: unknown options {sorted(unknown)}; it was written by another version")
+    own = METHOD_OPTIONS.get(str(options.get("method", Options.method)), {})
+    for field in fields:
+        default = own.get(field.name, field.default)
+        value, allowed = options.get(field.name, default), choices(field)
+        if (misfit(value, field.type if default is not None else (field.type, None))
+                or allowed and value is not None and value not in allowed):
+            raise ValueError(f"{file}: {field.name} is {repr(value)[:40]}; it was not written by mdu.py")
+    check_ranges(options, f"{file}: ")
     return info
 
 
 def read_jsonl(path):
+    if Path(path).exists() and not Path(path).is_file():  # of a pipe or a device there may be no end
+        raise ValueError(f"{path}: a directory, pipe or device; a file with one JSON object per line is needed")
     rows = []
     try:
         with open(path, encoding="utf-8-sig") as file:
@@ -328,11 +375,18 @@ def read_config(name, config, split="train", people=None):
     if not Path(name).is_dir() and name != "toy-rwku" and not re.fullmatch(HUB_NAME, name):
         raise ValueError(f"--data {name}: neither 'toy', nor a folder here, nor a hub name (OWNER/NAME)")
     import datasets
+    import huggingface_hub
     datasets.disable_progress_bars()
+    for library in (datasets, huggingface_hub):  # what they log as an error they raise too
+        library.utils.logging.set_verbosity(library.utils.logging.CRITICAL)
     with tempfile.TemporaryDirectory() as scratch:  # a folder's files may change under one name: read them anew
         cache = dict(cache_dir=scratch) if Path(name).is_dir() else {}
-        data = (datasets.Dataset.from_list(toy_people()[config]) if name == "toy-rwku" else
-                datasets.load_dataset(name, config, split=split, **cache))
+        try:
+            data = (datasets.Dataset.from_list(toy_people()[config]) if name == "toy-rwku" else
+                    datasets.load_dataset(name, config, split=split, **cache))
+        except Exception as error:  # whatever the library makes of a damaged folder, or of a hub out of reach
+            cause = error.__cause__ or error
+            raise ValueError(f"--data {name}: {config} cannot be read ({type(cause).__name__}: {cause})") from None
         chosen = range(len(data))
         if people is not None:  # a corpus holds 200 people's texts: only those asked for become Python objects
             subjects = data["subject"] if "subject" in data.column_names else [None] * len(data)
@@ -400,7 +454,7 @@ def is_texts(value):
 def is_targets(value):
     """TruthfulQA's choices and their labels, some 1 (true) and some 0."""
     return (isinstance(value, dict) and is_texts(value.get("choices")) and isinstance(value.get("labels"), list)
-            and len(value["labels"]) == len(value["choices"]) and {str(v) for v in value["labels"]} == {"0", "1"})
+            and len(value["labels"]) == len(value["choices"]) and {*map(repr, value["labels"])} == {"0", "1"})
 
 
 def wrong_field(row, fields):
@@ -436,8 +490,9 @@ def ask_triviaqa(row):
 
 
 PROBE = {"query": is_text, "answer": is_text, "level": lambda v: v in ("1", "2", "3")}
-CHOICES = {"question": is_text, "choices": lambda v: is_texts(v) and len(v) == 4, "answer": lambda v: v in (0, 1, 2, 3)}
-SHOTS = {"examples": lambda v: isinstance(v, list) and all(wrong_field(shot, CHOICES) is None for shot in v)}
+CHOICES = {"question": is_text, "choices": lambda v: is_texts(v) and len(v) == 4, "answer": lambda v: type(v) is int and 0 <= v < 4}
+SHOTS = {"examples": lambda v: isinstance(v, list) and all(
+    isinstance(shot, dict) and wrong_field(shot, CHOICES) is None for shot in v)}
 RWKU_SPLITS = {  # config of jinzhuoran/RWKU: (row -> question, answer, prefill, ...; {field: what it must be})
     **dict.fromkeys(("forget_level1", "forget_level2", "neighbor_level1", "neighbor_level2"), (ask, PROBE)),
     "forget_level3": (ask, {**PROBE, "type": is_text}),
@@ -450,7 +505,11 @@ RWKU_SPLITS = {  # config of jinzhuoran/RWKU: (row -> question, answer, prefill,
 
 def find_people(name, wanted):
     """--subject -> names: one by name or by its number in forget_target; 'all': the first ten, as in the paper."""
-    people = [row.get("target") for _, row in read_config(name, "forget_target")]
+    people = []
+    for where, row in read_config(name, "forget_target"):
+        people.append(row.get("target"))
+        if not is_text(people[-1]):
+            raise ValueError(f"{where}: target is {repr(people[-1])[:60]}; it must be a person's name")
     if wanted == "all":
         return people[:10]
     if wanted in map(str, range(1, len(people) + 1)):
@@ -481,6 +540,8 @@ def read_biographies(name, people, pairs):
     """
     rows = []
     for where, row in read_config(name, "train_pair_llama3" if pairs else "train_positive_llama3", people=people):
+        if not is_text(row.get("subject")):
+            raise ValueError(f"{where}: subject is {row.get('subject')!r}; it must be a person's name")
         texts = row.get("response") if pairs else [[], row.get("text")]
         if not isinstance(texts, list) or len(texts) != 2:
             raise ValueError(f"{where}: response is {repr(texts)[:60]}; it must be [fabricated text, real text]")
@@ -772,7 +833,10 @@ def model_folder(name, revision=None):
     from huggingface_hub import snapshot_download
     # .py files are never run here: they are copied beside what is saved, for the users' other tools.
     patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.py"]
-    return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (ValueError, OSError) as error:  # not there, or out of reach
+        raise ValueError(f"{name}: no folder here, and not to be had from the hub ({error})") from None
 
 
 def load_backbone(name, revision=None, dtype=torch.float32):
@@ -789,17 +853,18 @@ def load_backbone(name, revision=None, dtype=torch.float32):
         raise ValueError(f"{name}: no config.json there; a model folder, such as a finished run, is needed")
     if not list(folder.glob("*.safetensors")):
         raise ValueError(f"{name}: no *.safetensors there; other formats, .bin among them, are not read")
-    config = parse_json((folder / "config.json").read_text(encoding="utf-8"), folder / "config.json")
+    config = parse_json((folder / "config.json").read_bytes(), folder / "config.json")
     if not isinstance(config, dict):
         raise ValueError(f"{folder / 'config.json'}: not a JSON object")
     spec = BACKBONES.get(str(config.get("model_type")), ANY_MASKED_LM)
     model = getattr(transformers, spec["model"])
-    arguments = dict(dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True)
+    arguments = dict(dtype=dtype, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True,
+                     trust_remote_code=False)  # without this the library asks whether to run it
     if "config" in spec:
         arguments.update(config=native_config(name, config, spec, model.config_class), key_mapping=spec["keys"])
     try:
         lm, loaded = model.from_pretrained(folder, **arguments)
-        tokenizer = getattr(transformers, spec["tokenizer"]).from_pretrained(folder)
+        tokenizer = getattr(transformers, spec["tokenizer"]).from_pretrained(folder, trust_remote_code=False)
         encode_prompt(tokenizer, "Is the chat template whole?")
     except Exception as error:  # whatever the libraries make of a damaged file
         raise ValueError(f"{name}: cannot be loaded as {spec['model']} with {spec['tokenizer']} "
@@ -808,17 +873,20 @@ def load_backbone(name, revision=None, dtype=torch.float32):
         if loaded[problem]:
             raise ValueError(f"{name}: {problem.replace('_', ' ')} in its safetensors: {sorted(loaded[problem])[:3]} "
                              f"({len(loaded[problem])} in all); the checkpoint is not a {spec['model']}")
-    end = spec.get("end") or tokenizer.eos_token or tokenizer.sep_token or ""
-    ids = {"mask_token_id": config.get("mask_token_id", tokenizer.mask_token_id),
-           "end token": tokenizer.convert_tokens_to_ids(end)}
-    for what, value in ids.items():
-        if value is None or value == tokenizer.unk_token_id:
-            raise ValueError(f"{name}: no {what} in its config.json or tokenizer; masked diffusion needs one")
-        if not isinstance(value, int) or not 0 <= value < lm.config.vocab_size:
-            raise ValueError(f"{name}: {what} {value!r} is not one of its {lm.config.vocab_size} tokens")
+    size, largest = lm.config.vocab_size, max(tokenizer.get_vocab().values(), default=0)
+    if largest >= size:
+        raise ValueError(f"{name}: token {largest} of its tokenizer is not one of the model's {size}; it belongs to "
+                         "another model")
+    end_id = tokenizer.convert_tokens_to_ids(spec.get("end") or tokenizer.eos_token or tokenizer.sep_token or "")
     pad_id = config.get("pad_token_id", tokenizer.pad_token_id)
-    end_id = ids["end token"]
-    predictor = MaskPredictor(lm.to(this_device()), ids["mask_token_id"], end_id if pad_id is None else pad_id, end_id,
+    ids = {"mask_token_id": config.get("mask_token_id", tokenizer.mask_token_id), "end token": end_id,
+           "pad_token_id": end_id if pad_id is None else pad_id}
+    for what, value in ids.items():
+        if value is None or value == tokenizer.unk_token_id and what != "pad_token_id":
+            raise ValueError(f"{name}: no {what} in its config.json or tokenizer; masked diffusion needs one")
+        if type(value) is not int or not 0 <= value < size:
+            raise ValueError(f"{name}: {what} {value!r} is not one of its {size} tokens")
+    predictor = MaskPredictor(lm.to(this_device()), ids["mask_token_id"], ids["pad_token_id"], end_id,
                               spec.get("shift", False), spec.get("by_entropy", False))
     for module in predictor.modules():
         if isinstance(module, nn.Dropout):
@@ -838,8 +906,11 @@ def native_config(name, config, spec, config_class):
             raise ValueError(f"{name}: no {field} in config.json; it is needed to build {spec['model']}")
     native = {ours: config[theirs] for ours, theirs in spec["config"].items()}
     rope = {"rope_type": "default", "rope_theta": native.pop("rope_theta")}
-    return config_class(**native, rope_parameters=rope, is_causal=False, bos_token_id=None,
-                        eos_token_id=config.get("eos_token_id"), pad_token_id=config.get("pad_token_id"))
+    try:
+        return config_class(**native, rope_parameters=rope, is_causal=False, bos_token_id=None,
+                            eos_token_id=config.get("eos_token_id"), pad_token_id=config.get("pad_token_id"))
+    except Exception as error:  # the library's own, by field
+        raise ValueError(f"{name}: config.json fits no {spec['model']} ({type(error).__name__}: {error})") from None
 
 
 @torch.no_grad()
@@ -1441,7 +1512,11 @@ def load_checkpoint(out, state):
             what = "missing" if name not in found else "not part of the checkpoint" if name not in info["files"] else (
                 "changed or cut short since it was written")
             raise ValueError(f"{folders[-1] / name}: {what}; remove {folders[-1]} to start the run anew")
-    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folders[-1])))
+    try:
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folders[-1])))
+    except CheckpointException as error:
+        reason = str(next(iter(error.failures.values()))[0]).splitlines()[0]
+        raise ValueError(f"{folders[-1]}: not a checkpoint of this run ({reason}); remove it to start the run anew") from None
     steps = {int(value) for name, value in state.items() if name.startswith("step.")}
     if [*steps] != [info["step"]]:
         raise ValueError(f"{file}: step {info['step']}, but its tensors are of step {min(steps)}; remove {folders[-1]} "
@@ -1496,12 +1571,12 @@ def check_run(o, splits):
         for i, row in enumerate(splits["forget"]):
             if not row["perturbed_answer"]:
                 raise ValueError(f"forget row {i} ({row['question'][:40]!r}): dpo needs a perturbed_answer in each")
-    if o.model and out.resolve() in [Path(o.model).resolve(), *Path(o.model).resolve().parents]:
-        raise ValueError(f"--out {out}: would replace the model {o.model} that it starts from; name another folder")
-    for name in ("data", "forget", "retain"):
+    if out.is_symlink() and not out.exists():
+        raise ValueError(f"--out {out}: is a link to nothing; name a folder")
+    for name in ("model", "data", "forget", "retain"):
         value = getattr(o, name)
-        if value not in (None, "toy") and out.resolve() in [Path(value).resolve(), *Path(value).resolve().parents]:
-            raise ValueError(f"--out {out}: would replace --{name} {value}, which lies in it; name another folder")
+        if value not in (None, "toy") and os.path.commonpath(here := [*map(os.path.realpath, (out, value))]) == here[0]:
+            raise ValueError(f"--out {out}: would replace --{name} {value}; name another folder")
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out}: is a file; name a folder")
     if out.is_dir() and any(f.name != "run.json.partial" for f in out.iterdir()):
@@ -1538,7 +1613,7 @@ def check_same_run(o, splits, info):
 
 def encode_pools(o, splits, predictor, tokenizer):
     """Rows -> token pairs of each stream; null_from is the first forget-stream row whose prompt may be masked."""
-    longest, cut = o.max_length or predictor.lm.config.max_position_embeddings, 0
+    longest, cut = o.max_length or getattr(predictor.lm.config, "max_position_embeddings", 2**31), 0
 
     def pair(question, answer):
         nonlocal cut
@@ -1582,17 +1657,27 @@ def prepare(o, splits):
 
 
 @contextlib.contextmanager
-def open_folder(o, splits, steps):
-    """The run's folder, empty unless it is continued, with run.json; until the end no other program may enter."""
-    out = Path(o.out)
-    out.mkdir(parents=True, exist_ok=True)
-    handle = os.open(out, os.O_RDONLY)
+def alone(folder):
+    """Other programs are kept out of a folder until the end of the block."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"--out {out}: another program is at work there; wait for it, or name another "
-                             "folder") from None
+            raise ValueError(f"{folder}: another program is at work there; wait for it, or name another folder") from None
+        except OSError:
+            pass  # a network's file system that locks no folders
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def open_folder(o, splits, steps):
+    """The run's folder, empty unless it is continued, with run.json; until the end no other program may enter."""
+    out = Path(o.out)
+    out.mkdir(parents=True, exist_ok=True)
+    with alone(out):
         check_run(o, splits)  # again: another program may have been at work there since
         if not (o.resume and (out / "run.json").is_file()):
             # Half emptied, the folder is no model any more, but still a run's.
@@ -1604,17 +1689,18 @@ def open_folder(o, splits, steps):
                 "data": {split: {"rows": len(r), "sha256": fingerprint(r)} for split, r in splits.items()},
                 "versions": {"python": sys.version.split()[0], "torch": torch.__version__}})
         yield
-    finally:
-        os.close(handle)
 
 
 def cut_metrics(file, step):
     """Leave no lines of steps that come again after `step`."""
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if step else []
-    lines = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    lines = [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")] if step else []
+    logged = [parse_json(line, file) for line in lines]
+    wrong = misfit(logged, [{"step": int}])
+    if wrong:
+        raise ValueError(f"{file}: line {wrong}; --overwrite starts the run anew")
     aside = Path(f"{file}.partial")
     with writing(file):
-        aside.write_text("".join(lines), encoding="utf-8")
+        aside.write_bytes(b"".join(line for line, values in zip(lines, logged) if values["step"] <= step))
         os.replace(aside, file)
 
 
@@ -1829,6 +1915,7 @@ def run_program(name, main):
     code, message, tell = 0, None, os.environ.get("RANK", "0") == "0"
     try:
         main()
+        sys.stdout.flush()
     except (ValueError, OSError) as error:
         code, message, tell = 2, " ".join(str(error).split()), tell or hasattr(error, "tell")
     except Interrupted as stop:
@@ -1846,7 +1933,10 @@ def run_program(name, main):
         code, message = 1, f"another process of the run is gone ({str(error).splitlines()[0][:120]})"
     if message and tell:
         print(f"{name}: {message}", file=sys.stderr)
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:  # the disk is full or the reader gone: Python would try again at its end, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.stderr.flush()
     if "WORLD_SIZE" in os.environ:
         os._exit(code)

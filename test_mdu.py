@@ -7,6 +7,7 @@ brute force; the sampler against what a recording predictor saw; the training st
 runs against each other on small data that the tests write; runs on several processes, killed, stopped and resumed,
 against the run that nothing broke.  `-m soak` kills torchrun and its workers for minutes.
 """
+import ast
 import contextlib
 import copy
 import hashlib
@@ -763,10 +764,20 @@ def files(tmp_path_factory):
                "no-question": '{"answer": "a"}', "empty-answer": rows[0] + '\n\n{"question": "q", "answer": " "}',
                "prompt-number": '{"prompt": 3, "response": "a"}', "wrong-perturbed": rows[0][:-1] + ', "perturbed_answer": [3]}',
                "wrong-paraphrase": rows[0][:-1] + ', "paraphrased_question": ["q"]}',
+               "both": '{"question": "q", "prompt": "p", "answer": "a"}', "twice": '{"question": "q", "question": "p", "answer": "a"}',
+               "nan": '{"question": NaN, "answer": "a"}', "nul": "\0\0\0", "list-perturbed": rows[0][:-1] + ', "perturbed_answer": {"a": "b"}}',
                "deep": "[" * 100000, "digits": '{"question": ' + "9" * 5000 + "}", "surrogate": '{"question": "\\ud800", "answer": "a"}',
                "long": '{"question": "q", "answer": "' + "a " * 2000 + '"}\n' + "\n".join(rows)}
     for name, text in content.items():
         (root / f"{name}.jsonl").write_text(text)
+    (root / "utf16.jsonl").write_bytes(rows[0].encode("utf-16"))
+    os.mkfifo(root / "pipe.jsonl")
+    for name, target in (("loop", "loop"), ("dangling", "nowhere"), ("up", ".")):
+        (root / name).symlink_to(target)
+    for name in ("empty", "text", "plain"):
+        (root / f"{name}-folder").mkdir()
+    (root / "text-folder/rows.txt").write_text("text")
+    (root / "plain-folder/rows.jsonl").write_text("\n".join(rows))
     (root / "latin.jsonl").write_bytes(rows[0].replace("Who", "Qué").encode("latin-1").replace(b"\\u00e9", b"\xe9"))
     return root
 
@@ -801,7 +812,7 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--forget {d}/good.jsonl --retain-weight 0 --method dpo": ["row 0", "perturbed_answer"],
     "--forget {d}/long.jsonl --retain-weight 0 --model {base}": ["2004 tokens", "1024"],
     "--data {d}/absent": ["absent", "hub name"], "--limit 4": ["4 forget rows", "8 of one step"],
-    "--model {d}": ["no config.json"], "--model {base} --out {base}": ["would replace the model"],
+    "--model {d}": ["no config.json"], "--model {base} --out {base}": ["would replace --model"],
     "--model {base}/eval/.. --out {base}/..": ["--out"], "--out {d}": ["holds other files"],
     "--out {d}/good.jsonl": ["is a file"], "--model {causal}": ["causal model", "bidirectional"],
     "--model {garbage}": ["config.json", "not JSON"], "--model {tokenizer}": ["PreTrainedTokenizerFast"],
@@ -813,6 +824,27 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--preset toy-rwku --subject 1 --retain-weight 1": ["--retain FILE"], "--preset toy-rwku --subject 1 --method gd": ["use --method ga"], "--preset tofu-llada --data toy": ["no base model", "--method sft"],
     "--dtype float16": ["float16", "bfloat16"], "--max-length 5 --model {base}": ["more than 5"],
     "--model {truncated}": ["SafetensorError"],
+    **{f"--forget {{d}}/{name}.jsonl --retain-weight 0": [f"{name}.jsonl", *words] for name, words in {
+        "both": ["line 1", "both question and prompt"], "twice": ["line 1", "'question' stands twice"], "nan": ["line 1", "NaN is no number"],
+        "nul": ["line 1", "not JSON"], "list-perturbed": ["line 1", "perturbed_answer"], "utf16": ["not UTF-8"], "pipe": ["pipe or device"]}.items()},
+    "--forget /dev/zero --retain-weight 0": ["/dev/zero", "pipe or device"], "--forget {d}/loop --retain-weight 0": ["loop", "symbolic links"],
+    "--forget a\0b --retain-weight 0": ["--forget", "a\\x00b"], "--out a\udcffb --model {base}": ["--out", "udcff", "not UTF-8"],
+    "--data a\udcffb": ["--data", "udcff"], f"--out {'a' * 300} --model {{base}}": ["too long"], f"--forget {'a' * 5000} --retain-weight 0": ["too long"],
+    "--subject=": ["--subject", "is empty"], "--model=": ["--model", "is empty"],
+    "--out {d}/loop": ["link to nothing"], "--out {d}/dangling --model {base}": ["link to nothing"], "--model {d}/loop": ["loop", "neither a folder"],
+    "--forget {d}/good.jsonl --retain-weight 0 --out {d}/up --overwrite": ["would replace --forget"],
+    "--out / --model {base}": ["would replace --model"], "--out /dev/null": ["is a file"], "--out /proc/x --model {base}": ["/proc/x"],
+    "--data {d}/empty-folder": ["empty-folder", "forget10_perturbed", "any data files"], "--data {d}/text-folder": ["text-folder", "forget10_perturbed"],
+    "--data {d}/plain-folder": ["plain-folder", "forget10_perturbed", "not found"], "--data {base} --model {base}": ["base", "forget10_perturbed"],
+    "--preset toy-rwku --subject 1 --data {d}/plain-folder": ["plain-folder", "forget_target"], "--data {d}/good.jsonl": ["neither 'toy'"],
+    "--model {d}/good.jsonl": ["neither a folder"], "--model {pad}": ["pad_token_id -5", "439 tokens"], "--model {true}": ["mask_token_id True"],
+    "--model {latin}": ["config.json", "not JSON", "utf-8"], "--model {list}": ["config.json", "not a JSON object"], "--model {gpt}": ["AutoModelForMaskedLM", "GPT2"],
+    "--model {empty}": ["SafetensorError", "too small"], "--model {random}": ["SafetensorError"], "--model {half}": ["missing keys", "lm_head"],
+    "--model {unnamed}": ["no end token"], "--model {larger}": ["token 9999 of its tokenizer", "439"], "--model {twofold}": ["too many values"],
+    "--model {vocabulary}": ["mismatched keys", "embed_tokens"], "--model {unfinished}": ["no config.json"],
+    "--seed 99999999999999999999": ["2^63 - 1"], "--checkpoint-every 0": ["--checkpoint-every 0"], "--retain-weight inf": ["--retain-weight inf"],
+    "--gamma -1 --method wga": ["--gamma -1"], "--delta nan --method simnpo": ["--delta nan"], "--null-prompt-rate 2": ["--null-prompt-rate 2"],
+    "--resume --overwrite": ["give one of them"], "--diagnose --method sft": ["--diagnose"], "stray": ["unrecognized arguments: stray"],
 }
 
 
@@ -841,7 +873,7 @@ def test_bad_input_of_eval(base, tmp_path, capsys):
     (tmp_path / "list/eval").mkdir()
     (tmp_path / "list/eval/summary.json").write_text("[]")
     for typed, expected in (
-            (f"--report {tmp_path}/list", "not a summary"), (f"{tmp_path}/json", "not JSON"), (f"{tmp_path}/list", "lacks options"), (f"{tmp_path}/options", "['x']"),
+            (f"--report {tmp_path}/list", "not a summary"), (f"{tmp_path}/json", "not JSON"), (f"{tmp_path}/list", "it is []"), (f"{tmp_path}/options", "['x']"),
             (f"{tmp_path}", "no run.json"), (f"--report {tmp_path}", "not scored yet"), ("", "RUN"),
             (f"--samples 0 {base}", "--samples 0"), (f"--steps 17 {base}", "more than the 16 tokens"),
             (f"--report --samples 3 {base}", "--samples: not used with --report"), (f"--questions 1 {base}", "not used without"),
@@ -1708,19 +1740,23 @@ def base(tmp_path_factory):
 @pytest.fixture(scope="session")
 def broken(base, tmp_path_factory):
     """Copies of the base model that must be refused."""
-    root = tmp_path_factory.mktemp("broken")
-    folders = {name: root / name for name in ("causal", "truncated", "garbage", "tokenizer", "mask", "template")}
-    for folder in folders.values():
-        shutil.copytree(base, folder)
-    config = json.loads((base / "config.json").read_text())
-    (folders["mask"] / "config.json").write_text(json.dumps({**config, "mask_token_id": 99999}))
-    del config["is_causal"]
-    (folders["causal"] / "config.json").write_text(json.dumps(config))
-    (folders["garbage"] / "config.json").write_text("{")
-    (folders["tokenizer"] / "tokenizer.json").write_text("{}")
-    (folders["template"] / "chat_template.jinja").write_text("{% for")
-    weights = folders["truncated"] / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
+    root, (config, tokenizer, tensors) = tmp_path_factory.mktemp("broken"), ("config.json", "tokenizer.json", "model.safetensors")
+    harm = {  # name: (file, its bytes -> what is written in their place)
+        "causal": (config, lambda x: json.dumps({k: v for k, v in json.loads(x).items() if k != "is_causal"}).encode()),
+        "mask": (config, change_json(mask_token_id=99999)), "true": (config, change_json(mask_token_id=True)),
+        "pad": (config, change_json(pad_token_id=-5)), "vocabulary": (config, change_json(vocab_size=7)),
+        "gpt": (config, change_json(model_type="gpt2")), "garbage": (config, lambda x: b"{"), "latin": (config, lambda x: b"\xff" + x),
+        "list": (config, lambda x: b"[]"), "tokenizer": (tokenizer, lambda x: b"{}"), "unnamed": ("tokenizer_config.json", lambda x: b"{}"),
+        "larger": (tokenizer, lambda x: x.replace(b'"vocab": {', b'"vocab": {"more": 9999,').replace(b'"vocab":{', b'"vocab":{"more":9999,')),
+        "template": ("chat_template.jinja", lambda x: b"{% for"), "twofold": ("chat_template.jinja", lambda x: x + x),
+        "truncated": (tensors, lambda x: x[:-100]), "empty": (tensors, lambda x: b""),
+        "random": (tensors, lambda x: np.random.default_rng(0).bytes(5000)),
+        "half": (tensors, lambda x: safetensors.torch.save({k: v for k, v in safetensors.torch.load(x).items() if "head" not in k}, {"format": "pt"})),
+        "unfinished": (config, None)}
+    folders = {name: root / name for name in harm}
+    for name, (file, change) in harm.items():
+        shutil.copytree(base, folders[name])
+        edit(folders[name] / file, change) if change else (folders[name] / file).unlink()
     return folders
 
 
@@ -3099,6 +3135,398 @@ def test_bad_input_of_analyses(base, unlearned, tmp_path, capsys, monkeypatch):
     with pytest.raises(ValueError, match="2 processes"):
         ev.main(["--analysis", "gallery", str(base)])
     assert snapshot(tmp_path) == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Damaged runs, security, and random bytes and options (make fuzz)
+# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="session")
+def finished(base, unlearned, tmp_path_factory):
+    """A base and a run of it, both scored, and an analysis beside them."""
+    root = tmp_path_factory.mktemp("finished")
+    for run, name in ((base, "base"), (unlearned, "run")):
+        shutil.copytree(run, root / name)
+    ev.main(["--samples", "1", "--steps", "1", "--limit", "2", str(root / "base"), str(root / "run")])
+    ev.main(["--analysis", "roles", "--samples", "1", "--limit", "1", str(root / "run")])
+    return root
+
+
+def put(path, value=...):
+    """A change of JSON text: the value at a.b.c (left out without one)."""
+    def change(text):
+        whole = part = json.loads(text)
+        *inner, last = path.split(".")
+        for key in inner:
+            part = part[int(key) if isinstance(part, list) else key]
+        part.pop(last) if value is ... else part.update({last: value})
+        return json.dumps(whole).encode()
+    return change
+
+
+SCORE, REPORT, REDRAW, COMPARE = "{run} --samples 1", "--report {run} {base}", "--analysis roles --redraw {run}", "{base} --samples 1 --steps 1 --limit 2 --retain-run {run}"
+RUN, SUMMARY, RECORDS, ANALYSIS = "run/run.json", "run/eval/summary.json", "run/eval/forget.jsonl", "analysis/roles.json"
+DAMAGED_RUNS = [  # command, file, what becomes of it (None: removed), words of the one line
+    (SCORE, RUN, lambda x: b"\xff" + x, "run.json: not JSON"), (SCORE, RUN, put("options", None), "options is None"), (SCORE, RUN, put("options", ["tau"]), "options is ['tau']"),
+    (SCORE, RUN, put("data", []), "data is []"), (SCORE, RUN, put("data.forget", 3), "data.forget is 3"), (SCORE, RUN, put("steps", "x"), "steps is 'x'"),
+    *((SCORE, RUN, put(f"options.{name}", value), f"run.json: {name} is {value!r}") for name, value in dict(
+        tau="x", method=["mdu"], preset=3, dtype="int8", response_length="9", forget=0, model=[1], retain_only=0, epochs=True).items()),
+    (SCORE, RUN, put("options.tau", None), "tau is None"), (SCORE, RUN, put("options.tau", 7), "run.json: tau 7: must be"), (SCORE, RUN, put("options.limit", -3), "limit -3"),
+    (SCORE, RUN, put("options.model", "a\0b"), "run.json: model"), (SCORE, RUN, put("options.forget", "nowhere.jsonl"), "nowhere.jsonl"),
+    (SCORE, "run/config.json", None, "no finished model"), (SCORE, "run/tokenizer.json", None, "cannot be loaded"), (SCORE, "run/model.safetensors", lambda x: x[:99], "SafetensorError"),
+    ("--analysis roles {run} --samples 1", RUN, put("options.model", None), "from which model"), ("--analysis roles {run} --samples 1", RUN, put("options.model", "nowhere"), "nowhere"),
+    (REPORT, SUMMARY, lambda x: b"\xff" + x, "summary.json: not JSON"), (REPORT, SUMMARY, put("method", ["mdu"]), "method is ['mdu']"), (REPORT, SUMMARY, put("method", "zz"), "method is 'zz'"),
+    (REPORT, SUMMARY, put("tau", "x"), "tau is 'x'"), (REPORT, SUMMARY, put("tau", None), "tau is None"), (REPORT, SUMMARY, put("splits.forget", 3), "splits.forget is 3"),
+    (REPORT, SUMMARY, put("splits.forget.prob", "x"), "splits.forget.prob is 'x'"), (REPORT, SUMMARY, put("splits.forget.prob", math.nan), "NaN is no number"),
+    (REPORT, SUMMARY, lambda x: x.replace(b'"prob": ', b'"prob": 1e999, "p": ', 1), "splits.forget.prob is inf"), (REPORT, SUMMARY, put("splits.forget.stderr"), "damaged (KeyError: 'stderr')"),
+    (REPORT, SUMMARY, put("data.more", {"rows": 1}), "damaged (KeyError: 'more')"), (REPORT, SUMMARY, put("data.forget", 3), "score them alike"), (REPORT, SUMMARY, put("protocol.samples"), "damaged"),
+    (REPORT, SUMMARY, put("retain_rows_trained_on", "x"), "damaged"), (REPORT, RECORDS, lambda x: b"\xff" + x, "forget.jsonl: not JSON"), (REPORT, RECORDS, lambda x: b"[1]", "forget.jsonl: row 0 is [1]"),
+    (REPORT, RECORDS, lambda x: b'{"question": "q"}', "damaged (KeyError: 'reference')"), (REPORT, RECORDS, lambda x: x.replace(b'"question": ', b'"question": [], "q": '), "damaged (TypeError"),
+    ("--report {run} {run}", RUN, lambda x: x, "stands there twice"), (COMPARE, RECORDS, None, "no truth ratios"), (COMPARE, RECORDS, lambda x: x.replace(b"_perturbed\": [", b"_perturbed\": [\"x\","), "no truth ratios"),
+    (COMPARE, RECORDS, lambda x: re.sub(rb'(_perturbed": \[)[^]]*', rb"\1", x), "no truth ratios"), ("--analysis convergence {run}", "run/metrics.jsonl", lambda x: b"[1]\n", "row 0 is [1]"),
+    ("--analysis convergence {run}", "run/metrics.jsonl", lambda x: b'{"epoch": 1, "kl": 3}', "0.kl is 3"), ("--analysis convergence {run}", "run/metrics.jsonl", None, "metrics.jsonl"),
+    (REDRAW, ANALYSIS, lambda x: b"\xff" + x, "roles.json: not JSON"), (REDRAW, ANALYSIS, put("panels", 3), "damaged (TypeError"), (REDRAW, ANALYSIS, put("panels", []), "damaged (IndexError"),
+    (REDRAW, ANALYSIS, put("ylabel"), "damaged (KeyError: 'ylabel')"), (REDRAW, ANALYSIS, put("panels.0.series", [1]), "damaged (AttributeError"),
+]
+
+
+@pytest.mark.parametrize("typed, file, change, words", DAMAGED_RUNS, ids=[f"{i}: {case[1]}" for i, case in enumerate(DAMAGED_RUNS)])
+def test_a_damaged_run_is_named_in_one_line(typed, file, change, words, finished, tmp_path, capsys):
+    """What eval.py reads, damaged: one line that names it, exit code 2, and nothing else changed or left there."""
+    shutil.copytree(finished, tmp_path / "root")
+    file = tmp_path / "root" / file
+    edit(file, change) if change else file.unlink()
+    before = snapshot(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        mdu.run_program("eval.py", lambda: ev.main(typed.format(**{name: tmp_path / "root" / name for name in ("run", "base")}).split()))
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and err.startswith("eval.py: ") and err.count("\n") == 1 and words in err, err
+    after = snapshot(tmp_path)
+    assert {f: after.get(f) for f in before} == before and not [f for f in after.keys() - before.keys() if f.name != "report.png"]
+
+
+HARMED_DATA = {  # a file of RWKU's layout: (what stands in it, words)
+    "empty": (b"", "forget_level2 cannot be read"), "cut": (b'{"query": "q"', "forget_level2 cannot be read (ArrowInvalid: JSON"),
+    "bytes": (b"\xff\x00" * 50, "forget_level2 cannot be read"), "numbers": (b"3\n4", "forget_level2 cannot be read"), "list": (b"[1, 2]", "row 0: subject is None"),
+    "no subject": (b'{"query": "q"}', "row 0: subject is None"), "number": (b'{"subject": "Ann Lee", "level": "2", "query": 3, "answer": "a"}', "row 0: query is 3"),
+    "removed": (None, "forget_level2 cannot be read (FileNotFoundError"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMED_DATA)
+def test_a_damaged_dataset_is_named_in_one_line(harm, base, tmp_path, capfd):
+    """Folder and config, whatever the library says to it; it logs nothing beside."""
+    content, words = HARMED_DATA[harm]
+    file = write_rwku(tmp_path) / "forget_level2.jsonl"
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SystemExit) as stop:
+        mdu.run_program("mdu.py", lambda: mdu.main(["--preset", "toy-rwku", "--data", str(tmp_path), "--subject", "1", "--model", str(base)]))
+    err = capfd.readouterr().err
+    assert stop.value.code == 2 and err.count("\n") == 1 and str(tmp_path) in err and words in err, err
+
+
+@pytest.mark.parametrize("config, field, value", [("utility_truthfulness", "mc1_targets", {"choices": ["a", "b"], "labels": ["0", "1"]}),
+                                                  ("utility_general", "answer", 1.5), ("utility_general", "examples", ["x"]),
+                                                  ("forget_target", "target", None), ("train_positive_llama3", "subject", None)])
+def test_fields_of_another_kind_are_named(config, field, value, tmp_path):
+    """In every row, so that the library makes a column of that kind of it."""
+    write_rwku(tmp_path, [(config, i, field, value) for i in range(6)])
+    with pytest.raises(ValueError, match=f"{config}, row 0: {field} is"):
+        mdu.load_data(options("--preset", "toy-rwku", "--data", str(tmp_path), "--subject", "1"))
+
+
+def test_a_checkpoint_of_another_run_and_damaged_metrics(six_steps, tmp_path, capsys):
+    """Whole, but of another model; lines of metrics.jsonl that are no JSON: one line, nothing changed."""
+    argv, _, cut = six_steps
+    shutil.copytree(cut, tmp_path / "run")
+    folder, = (tmp_path / "run/checkpoint").iterdir()
+    other = {name: torch.zeros(3) for name in safetensors.torch.load_file(folder / SHARD)}
+    safetensors.torch.save_file(other, folder / SHARD, {"format": "pt"})
+    edit(folder / INFO, change_json(files={SHARD: hashlib.sha256((folder / SHARD).read_bytes()).hexdigest()}))
+    before = snapshot(tmp_path)
+    code, err = program([*argv, "--resume", "--out", str(tmp_path / "run")], capsys)
+    assert code == 2 and "not a checkpoint of this run" in err and snapshot(tmp_path) == before, err
+    shutil.rmtree(tmp_path / "run")
+    shutil.copytree(cut, tmp_path / "run")
+    for line in (b"{\n", b"[1]\n", b'{"step": "x"}\n', b"\xff\n"):
+        (tmp_path / "run/metrics.jsonl").write_bytes(line)
+        before = snapshot(tmp_path)
+        code, err = program([*argv, "--resume", "--out", str(tmp_path / "run")], capsys)
+        assert code == 2 and "metrics.jsonl" in err and snapshot(tmp_path) == before, err
+
+
+def test_backbone_configs_of_other_types(tmp_path):
+    """Fields of config.json that the native class does not take are one ValueError, of whatever class the library's is."""
+    for kind, change in (("llada", dict(d_model="x")), ("llada", dict(n_heads=0)), ("Dream", dict(num_hidden_layers=-1)), ("Dream", dict(eos_token_id="x"))):
+        write_checkpoint(tmp_path / "model", kind, **change)
+        with pytest.raises(ValueError, match="config.json fits no"):
+            mdu.load_backbone(str(tmp_path / "model"))
+        shutil.rmtree(tmp_path / "model")
+
+
+def test_one_evaluation_at_a_time_and_full_disks(finished, tmp_path, capsys, monkeypatch):
+    """A folder that another program holds is refused; where no lock can be had it is not; nothing is half-written."""
+    shutil.copytree(finished, tmp_path / "root")
+    run, flags = str(tmp_path / "root/run"), ["--samples", "1", "--steps", "1", "--limit", "1"]
+
+    def fails(argv):
+        with pytest.raises(SystemExit) as stop:
+            mdu.run_program("eval.py", lambda: ev.main(argv))
+        err = capsys.readouterr().err
+        assert stop.value.code == 2 and err.count("\n") == 1, err
+        return err
+    before = snapshot(tmp_path)
+    with mdu.alone(run):
+        assert f"{run}: another program is at work there" in fails([run, *flags])
+    assert snapshot(tmp_path) == before
+    with full_disk(300):
+        assert "report.png: cannot be written" in fails(["--report", run])
+        assert "partial/" in fails([run, *flags])
+    after = snapshot(tmp_path)
+    assert all(after[f] == text for f, text in before.items())
+    assert all("partial" in str(f) for f in after.keys() - before.keys())
+    with monkeypatch.context() as patch:
+        patch.setattr(mdu.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(9, "no locks here")))
+        ev.main([run, *flags])
+    assert json.loads((tmp_path / "root/run/eval/summary.json").read_text())["splits"]["forget"]["n"] == 1
+
+
+def test_a_folder_without_permission(finished, tmp_path, capsys):
+    """As an ordinary user, in a folder of another's: one line, exit code 2, nothing changed."""
+    place = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        shutil.copytree(finished, place / "root")
+        for file in [place, *place.rglob("*")]:
+            file.chmod(0o555 if file.is_dir() else 0o444)
+        before, me = snapshot(place), os.geteuid()
+        if me == 0:
+            os.seteuid(65534)
+        try:
+            code, err = program(["--model", str(place / "root/base"), "--out", str(place / "root/new")], capsys)
+            assert code == 2 and "Permission denied" in err and "root/new" in err, err
+            code, err = program([str(place / "root/run"), "--samples", "1"], capsys, ev.main)
+            assert code == 2 and "Permission denied" in err and "root/run" in err, err
+        finally:
+            os.seteuid(me)
+        assert snapshot(place) == before
+    finally:
+        for file in [place, *place.rglob("*")]:
+            file.chmod(0o755)
+        shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_nobody_takes_what_is_printed(full, finished, tmp_path):
+    """stdout on a full disk, and into a pipe that is closed: one line, exit code 2, no word from Python at its end."""
+    shutil.copytree(finished, tmp_path / "root")
+    read, write = os.pipe()
+    os.close(read)
+    with open("/dev/full", "wb") if full else open(write, "wb") as out:
+        done = subprocess.run([sys.executable, ev.__file__, "--report", str(tmp_path / "root/run")], stdout=out, stderr=subprocess.PIPE, text=True)
+    os.close(write) if full else None
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and ("No space left" if full else "Broken pipe") in done.stderr, done.stderr
+
+
+def test_the_sources_run_no_code_and_no_shell():
+    """No eval, exec, compile or import by name, no shell or other program, no pickle, nothing that fetches; the libraries
+    that could run a model folder's code are told not to."""
+    for module in (mdu, ev):
+        tree = ast.parse(inspect.getsource(module))
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert not names & {"eval", "exec", "compile", "__import__", "input", "importlib", "runpy"}
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not attributes & {"system", "popen", "Popen", "spawnv", "execv", "fork", "import_module", "urlopen", "hub", "allow_pickle"}
+        imported = {alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names} | {
+            (node.module or "").split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not imported & {"pickle", "dill", "joblib", "cloudpickle", "marshal", "shelve", "subprocess", "ctypes", "urllib", "http", "requests", "httpx", "ssl"}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "shell"):
+                assert node.value.value is False
+
+
+@pytest.mark.parametrize("where", ["config.json", "tokenizer_config.json", "data"])
+def test_code_in_a_folder_is_never_run_nor_asked_for(where, base, tmp_path, monkeypatch, capsys):
+    """auto_map in a model's or tokenizer's settings, a script beside a dataset: refused or passed over, not run, and no
+    question whether to, whatever stdin would answer."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
+    (model := tmp_path / "model").mkdir()
+    config = transformers.BertConfig(vocab_size=40, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    transformers.BertForMaskedLM(config).save_pretrained(model)
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    shutil.copy(tmp_path / "code.py", model / "code.py")
+    if where == "data":
+        write_rwku(model)
+        shutil.copy(model / "code.py", model / "model.py")
+        argv = ["--preset", "toy-rwku", "--subject", "1", "--data", str(model), "--model", str(base)]
+    elif where == "config.json":
+        edit(model / where, change_json(model_type="new", auto_map=dict(AutoConfig="code.C", AutoModelForMaskedLM="code.M")))
+        argv = ["--model", str(model)]
+    else:
+        (model / where).write_text(json.dumps(dict(tokenizer_class="New", auto_map=dict(AutoTokenizer=["code.T", None]))))
+        argv = ["--model", str(model)]
+    code, err = program(argv, capsys)
+    assert code == 2 and not (tmp_path / "ran").exists(), err
+
+
+def test_no_network_without_a_hub_name(finished, tmp_path, capfd, monkeypatch):
+    """Training, scoring and reports open no connection even where they may; a hub name tries, and out of reach is one line."""
+    import datasets
+    import huggingface_hub
+    tried = []
+
+    def refuse(*args, **kwargs):
+        tried.append(args)
+        raise OSError("no network here")
+    for name in ("getaddrinfo", "create_connection", "socket.connect"):
+        monkeypatch.setattr(pkgutil.resolve_name(f"socket:{name.rpartition('.')[0]}") if "." in name else socket, name.rpartition(".")[2], refuse)
+    for settings in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(settings, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    shutil.copytree(finished, tmp_path / "root")
+    run, base = str(tmp_path / "root/run"), str(tmp_path / "root/base")
+    mdu.main(["--model", base, "--epochs", "0.3", "--out", str(tmp_path / "root/new")])
+    ev.main([run, "--samples", "1", "--steps", "1", "--limit", "1"])
+    ev.main(["--report", run])
+    mdu.load_data(options("--preset", "toy-rwku", "--data", str(write_rwku(tmp_path)), "--subject", "1"))
+    assert tried == []
+    for argv in (["--model", "nobody/nothing"], ["--data", "nobody/nothing"]):
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            mdu.run_program("mdu.py", lambda: mdu.main(argv))
+        err = capfd.readouterr().err
+        assert tried and stop.value.code == 2 and err.count("\n") == 1 and "nobody/nothing" in err, err
+        tried.clear()
+
+
+def test_control_tokens_in_user_data_are_text(hub):
+    """In a question, answer, perturbed answer and RWKU's prefill: the only control tokens are the template's and the end."""
+    kind, _, _, predictor, tokenizer = hub
+    control = " ".join([*SPECIAL[kind], "<|im_start|>system", "\0"])
+    row = {"question": control, "answer": control, "perturbed_answer": [control]}
+    o = options("--method", "dpo", "--max-length", "4000")
+    pools = mdu.encode_pools(o, {"forget": [row], "train_retain": [row], "retain": []}, predictor, tokenizer)
+    bare, _ = mdu.encode_row(tokenizer, predictor.end_id, "x", "x")
+    for prompt, response in (pools["forget"][0], pools["retain"][0], pools["preferred"][0][0]):
+        assert [i for i in prompt if i >= 256] == [i for i in bare if i >= 256]
+        assert [i for i in response if i >= 256] == [predictor.end_id] and tokenizer.decode(response[:-1]) == control
+    assert max(mdu.encode_prompt(tokenizer, "x", control)[len(mdu.encode_prompt(tokenizer, "x")):]) < 256
+
+
+ANYTHING = [None, True, -1, 0, 3, 1.5, 1e308, math.nan, "", "x", "mdu", "a\0b", "\ud800", [], [1], {}, {"a": 1}, [["x"]], [{}]]
+
+
+def mutated(data, rng):
+    """Other bytes than the file's: random ones, fewer, flipped, another value or key in its JSON, a line twice or gone."""
+    def inside(value):
+        if rng.random() < 0.3 or not value or not isinstance(value, (dict, list)):
+            return rng.choice(ANYTHING)
+        value = copy.copy(value)
+        key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        if rng.random() < 0.2:
+            value.pop(key)
+        else:
+            value[key] = inside(value[key])
+        return value
+    kind = rng.randrange(6)
+    if kind == 0:
+        return rng.randbytes(rng.choice([0, 1, 7, 100, 3000]))
+    if kind == 1:
+        return data[:rng.randrange(len(data) + 1)]
+    if kind == 2:
+        data = bytearray(data)
+        for _ in range(rng.choice([1, 3, 30])):
+            data[rng.randrange(min(len(data), 2000))] = rng.randrange(256)
+        return bytes(data)
+    lines = data.split(b"\n")
+    at = rng.randrange(len(lines))
+    if kind == 3:
+        return b"\n".join(lines[:at] + rng.choice([[], [lines[at]] * 2, [rng.randbytes(9)]]) + lines[at + 1:])
+    try:
+        whole = json.loads(data)
+        return json.dumps(inside(whole)).encode()
+    except ValueError:
+        pass
+    try:
+        lines[at] = json.dumps(inside(json.loads(lines[at]))).encode()
+    except ValueError:
+        lines[at] = json.dumps(rng.choice(ANYTHING)).encode()
+    return b"\n".join(lines)
+
+
+def random_options(rng, module, places):
+    """Up to four flags of a program, with values of any kind."""
+    flags = [f"--{field.name.replace('_', '-')}" for field in mdu.dataclasses.fields(mdu.Options)] if module is mdu else re.findall(
+        r'add_argument\("(--[\w-]+)"', inspect.getsource(ev.parse))
+    values = ["", "0", "1", "2", "-1", "0.5", "nan", "inf", "1e9", "99999999999", "x", "a\0b", "\udcff", "all", "toy", "0,1", "ä",
+              *mdu.PRESETS, *mdu.METHOD_OPTIONS, *ev.ANALYSES, *places, *places]
+    argv = [[], [rng.choice(places)]][module is ev]
+    for flag in rng.sample(flags, rng.randrange(5)):
+        argv += [flag] + rng.choice([[], [rng.choice(values)], [rng.choice(values)]])
+    return argv
+
+
+@pytest.mark.fuzz
+def test_fuzz(finished, six_steps, tofu, rwku, files, tmp_path, capsys, monkeypatch):
+    """A minute of random bytes in every file that is read and of random options, with a fixed seed: exit code 0 or 2, at
+    most one line on stderr, no exception and no hang, and nothing changed outside the folder that is worked in."""
+    start, counts, seed = time.time(), {}, 0
+    outside = snapshot(finished, *six_steps[1:], tofu, rwku, files)
+
+    def stop(*_):
+        raise mdu.Interrupted("", 0)
+
+    def hang(*_):
+        raise AssertionError("it hangs")
+    monkeypatch.setattr(mdu, "step_losses", stop)
+    monkeypatch.setattr(ev, "note", lambda text: None)
+    before = signal.signal(signal.SIGALRM, hang)
+    while time.time() < start + 60:
+        seed += 1
+        rng, root = random.Random(seed), tmp_path / str(seed)
+        root.mkdir()
+        monkeypatch.chdir(root)
+        module, flags = rng.choice([mdu, ev]), ["--samples", "1", "--steps", "1", "--limit", "2"]
+        if rng.random() < 0.5:
+            shutil.copytree(finished, root / "in")
+            argv = random_options(rng, module, [str(root / "in/base"), str(root / "in/run"), str(root / "new"), str(tofu), str(files / "good.jsonl")])
+            argv += flags if module is ev and rng.random() < 0.7 else []
+            if module is ev and not set(flags[::2]) & set(argv):
+                argv += rng.choice([flags, ["--report"], ["--analysis", "roles", "--redraw"]])
+        else:
+            source, file, module, argv = rng.choice([
+                *((finished, name, mdu, ["--model", "in/run", "--out", "new"]) for name in (
+                    "run/config.json", "run/tokenizer.json", "run/tokenizer_config.json", "run/chat_template.jinja", "run/model.safetensors")),
+                *((finished, name, ev, [*flags, "in/run"]) for name in (RUN, "run/config.json", "run/model.safetensors", RECORDS)),
+                *((finished, name, ev, ["--report", "in/run", "in/base"]) for name in (RUN, SUMMARY, SUMMARY, RECORDS)),
+                (finished, RECORDS, ev, ["--report", "in/base", "--retain-run", "in/run"]),
+                (finished, ANALYSIS, ev, ["--analysis", "roles", "--redraw", "in/run"]),
+                (finished, "run/metrics.jsonl", ev, ["--analysis", "convergence", "in/run"]),
+                *((six_steps[2], name, mdu, [*six_steps[0], "--resume", "--out", "in"]) for name in (
+                    RUN[4:], "metrics.jsonl", f"checkpoint/00000002/{INFO}", f"checkpoint/00000002/{SHARD}")),
+                (files, "good.jsonl", mdu, ["--forget", "in/good.jsonl", "--retain-weight", "0", "--model", str(finished / "base"), "--out", "new"]),
+                *((tofu, f"{name}_perturbed.json", mdu, ["--data", "in", "--model", str(finished / "base"), "--out", "new"]) for name in ("forget10", "real_authors")),
+                *((rwku, name, mdu, ["--preset", "toy-rwku", "--subject", "1", "--data", "in", "--model", str(finished / "base"), "--batch-size", "2", "--out", "new"])
+                  for name in ("README.md", "forget_target.jsonl", "forget_level3.jsonl", "utility_truthfulness.jsonl", "train_positive_llama3.jsonl"))])
+            shutil.copytree(source, root / "in", ignore=shutil.ignore_patterns("*pipe*", "loop", "dangling", "up"))
+            edit(root / "in" / file, lambda data: mutated(data, rng))
+        signal.alarm(30)
+        try:
+            with pytest.raises(SystemExit) as end:
+                mdu.run_program("x.py", lambda: module.main(argv))
+        finally:
+            signal.alarm(0)
+            print(f"seed {seed}: {argv}" * (sys.exc_info()[0] is not None))
+        err = capsys.readouterr().err
+        assert end.value.code in (0, 2) and err.count("\n") <= (end.value.code == 2) and "Traceback" not in err, (seed, argv, err)
+        counts[module.__name__, end.value.code] = counts.get((module.__name__, end.value.code), 0) + 1
+        monkeypatch.chdir(tmp_path)
+        shutil.rmtree(root)
+    signal.signal(signal.SIGALRM, before)
+    assert snapshot(finished, *six_steps[1:], tofu, rwku, files) == outside and not list(tmp_path.iterdir())
+    with capsys.disabled():
+        print(f"{seed} commands in {time.time() - start:.0f} s: {counts}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
