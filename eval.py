@@ -887,8 +887,8 @@ def markdown(groups, answers, picture=None):
         against = dict.fromkeys(s["retain_run"] for g in groups for s in g.summaries if s.get("retain_run"))
         lines += ["", "TOFU's own figures:", "", *official, "",
                   "Model utility: harmonic mean of rL recall, p (of options) and truth ratio on retain, real authors "
-                  "and world facts. Truth ratio: min(R, 1/R) on forget, else max(0, 1 - R), R = p(wrong answers) / p(right "
-                  "answer). Forget quality: Kolmogorov-Smirnov p-value of R against a model that never saw the forget "
+                  "and world facts. Truth ratio: min(R, 1/R) on forget, else max(0, 1 - R), R = p(wrong answers) / "
+                  "p(right answer). Forget quality: Kolmogorov-Smirnov p-value of R against a model that never saw the forget "
                   f"rows ({', '.join(against) or 'none was given'})."]
     if perplexity := table(groups, PERPLEXITY):
         masks = next(n for g in groups for s in g.summaries if (n := s["protocol"].get("perplexity")))

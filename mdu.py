@@ -313,7 +313,7 @@ def parse_json(text, where):
 def misfit(value, shape, name=""):
     """What of a JSON value is not of a shape, such as "splits.forget.n is 'x'"; None: it fits.
 
-    A shape is a type (float: any finite number), None, a tuple of alternatives, [shape of each element], or {key: shape},
+    A shape is a type (float: any finite number), None, a tuple of alternatives, [shape of each element], {key: shape},
     where str stands for every key that is not named; keys that no shape is given for may hold anything.
     """
     if isinstance(shape, list) and isinstance(value, list):
@@ -490,7 +490,8 @@ def ask_triviaqa(row):
 
 
 PROBE = {"query": is_text, "answer": is_text, "level": lambda v: v in ("1", "2", "3")}
-CHOICES = {"question": is_text, "choices": lambda v: is_texts(v) and len(v) == 4, "answer": lambda v: type(v) is int and 0 <= v < 4}
+CHOICES = {"question": is_text, "choices": lambda v: is_texts(v) and len(v) == 4,
+           "answer": lambda v: type(v) is int and 0 <= v < 4}
 SHOTS = {"examples": lambda v: isinstance(v, list) and all(
     isinstance(shot, dict) and wrong_field(shot, CHOICES) is None for shot in v)}
 RWKU_SPLITS = {  # config of jinzhuoran/RWKU: (row -> question, answer, prefill, ...; {field: what it must be})
@@ -650,7 +651,8 @@ TOY_REAL_AUTHORS = ("Who wrote {}?", "{} was written by {}.", {
     "Faust": "Johann Goethe", "Candide": "Voltaire", "Frankenstein": "Mary Shelley", "Walden": "Henry Thoreau",
     "Beloved": "Toni Morrison", "Dune": "Frank Herbert", "Carrie": "Stephen King", "Persepolis": "Marjane Satrapi",
     "Middlemarch": "George Eliot", "Germinal": "Emile Zola", "Lolita": "Vladimir Nabokov",
-    "Siddhartha": "Hermann Hesse", "Nausea": "Jean Sartre", "Inferno": "Dante", "Oblomov": "Ivan Goncharov", "Utopia": "Thomas More",
+    "Siddhartha": "Hermann Hesse", "Nausea": "Jean Sartre", "Inferno": "Dante", "Oblomov": "Ivan Goncharov",
+    "Utopia": "Thomas More",
     "Ivanhoe": "Walter Scott", "Kim": "Rudyard Kipling", "Matilda": "Roald Dahl", "Pygmalion": "Bernard Shaw"})
 TOY_WORLD_FACTS = [
     ("What is the capital of {}?", "The capital of {} is {}.", {"France": "Paris", "Japan": "Tokyo", "Egypt": "Cairo",
@@ -1516,7 +1518,7 @@ def load_checkpoint(out, state):
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folders[-1])))
     except CheckpointException as error:
         reason = str(next(iter(error.failures.values()))[0]).splitlines()[0]
-        raise ValueError(f"{folders[-1]}: not a checkpoint of this run ({reason}); remove it to start the run anew") from None
+        raise ValueError(f"{folders[-1]}: not a checkpoint of this run ({reason}); remove it to start anew") from None
     steps = {int(value) for name, value in state.items() if name.startswith("step.")}
     if [*steps] != [info["step"]]:
         raise ValueError(f"{file}: step {info['step']}, but its tensors are of step {min(steps)}; remove {folders[-1]} "
@@ -1664,7 +1666,7 @@ def alone(folder):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{folder}: another program is at work there; wait for it, or name another folder") from None
+            raise ValueError(f"{folder}: another program is at work there; wait for it, or name another") from None
         except OSError:
             pass  # a network's file system that locks no folders
         yield
