@@ -1934,7 +1934,7 @@ def run_program(name, main):
             raise
         code, message = 1, f"another process of the run is gone ({str(error).splitlines()[0][:120]})"
     if message and tell:
-        print(f"{name}: {message}", file=sys.stderr)
+        print(f"{name}: {message}".encode(errors="backslashreplace").decode(), file=sys.stderr)
     try:
         sys.stdout.flush()
     except OSError:  # the disk is full or the reader gone: Python would try again at its end, and complain
