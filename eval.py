@@ -1510,7 +1510,7 @@ def main(argv=None):
                 jobs = [plan(run, a) for run in a.runs]
                 for run in a.runs if mdu.rank() == 0 else ():
                     Path(run).mkdir(parents=True, exist_ok=True)
-                    stack.enter_context(mdu.alone(run))
+                    stack.enter_context(mdu.keep_out(run))
             for job in jobs:
                 evaluate(job, a)
 

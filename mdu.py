@@ -490,7 +490,8 @@ def ask_triviaqa(row):
 
 
 PROBE = {"query": is_text, "answer": is_text, "level": lambda v: v in ("1", "2", "3")}
-CHOICES = {"question": is_text, "choices": lambda v: is_texts(v) and len(v) == 4, "answer": lambda v: type(v) is int and 0 <= v < 4}
+CHOICES = {"question": is_text, "choices": lambda v: is_texts(v) and len(v) == 4,
+           "answer": lambda v: type(v) is int and 0 <= v < 4}
 SHOTS = {"examples": lambda v: isinstance(v, list) and all(
     isinstance(shot, dict) and wrong_field(shot, CHOICES) is None for shot in v)}
 RWKU_SPLITS = {  # config of jinzhuoran/RWKU: (row -> question, answer, prefill, ...; {field: what it must be})
@@ -1516,7 +1517,8 @@ def load_checkpoint(out, state):
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folders[-1])))
     except CheckpointException as error:
         reason = str(next(iter(error.failures.values()))[0]).splitlines()[0]
-        raise ValueError(f"{folders[-1]}: not a checkpoint of this run ({reason}); remove it to start the run anew") from None
+        raise ValueError(f"{folders[-1]}: not a checkpoint of this run ({reason}); remove it to start the run "
+                         "anew") from None
     steps = {int(value) for name, value in state.items() if name.startswith("step.")}
     if [*steps] != [info["step"]]:
         raise ValueError(f"{file}: step {info['step']}, but its tensors are of step {min(steps)}; remove {folders[-1]} "
@@ -1657,14 +1659,15 @@ def prepare(o, splits):
 
 
 @contextlib.contextmanager
-def alone(folder):
+def keep_out(folder):
     """Other programs are kept out of a folder until the end of the block."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{folder}: another program is at work there; wait for it, or name another folder") from None
+            raise ValueError(f"{folder}: another program is at work there; wait for it, or name another "
+                             "folder") from None
         except OSError:
             pass  # a network's file system that locks no folders
         yield
@@ -1677,7 +1680,7 @@ def open_folder(o, splits, steps):
     """The run's folder, empty unless it is continued, with run.json; other programs are kept out of it until the end."""
     out = Path(o.out)
     out.mkdir(parents=True, exist_ok=True)
-    with alone(out):
+    with keep_out(out):
         check_run(o, splits)  # again: another program may have been at work there since
         if not (o.resume and (out / "run.json").is_file()):
             # Half emptied, the folder is no model any more, but still a run's.
