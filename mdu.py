@@ -313,7 +313,7 @@ def parse_json(text, where):
 def misfit(value, shape, name=""):
     """What of a JSON value is not of a shape, such as "splits.forget.n is 'x'"; None: it fits.
 
-    A shape is a type (float: any finite number), None, a tuple of alternatives, [shape of each element] or {key: shape},
+    A shape is a type (float: any finite number), None, a tuple of alternatives, [shape] or {key: shape},
     where str stands for every key that is not named; keys that no shape is given for may hold anything.
     """
     if isinstance(shape, list) and isinstance(value, list):
