@@ -1,6 +1,7 @@
 # make demo: the paper's story on a toy world, on a CPU.  make table: the same, 3 seeds, every figure.  make rwku: people
 # forgotten without a retain set.  make test: the tests.  Each installs what it needs into .venv.
-.PHONY: help install demo table figures toy-base toy-retain toy-baselines toy-mdu rwku rwku-baselines rwku-mdu test soak fuzz bench clean
+.PHONY: help install demo table figures rwku toy-base toy-retain toy-baselines toy-mdu rwku-baselines rwku-mdu
+.PHONY: test soak fuzz bench clean
 
 PYTHON    := .venv/bin/python
 SEED      := 1

@@ -888,8 +888,8 @@ def markdown(groups, answers, picture=None):
         lines += ["", "TOFU's own figures:", "", *official, "",
                   "Model utility: harmonic mean of rL recall, p (of options) and truth ratio on retain, real authors "
                   "and world facts. Truth ratio: min(R, 1/R) on forget, else max(0, 1 - R), R = p(wrong answers) / "
-                  "p(right answer). Forget quality: Kolmogorov-Smirnov p-value of R against a model that never saw the forget "
-                  f"rows ({', '.join(against) or 'none was given'})."]
+                  "p(right answer). Forget quality: Kolmogorov-Smirnov p-value of R against a model that never saw the "
+                  f"forget rows ({', '.join(against) or 'none was given'})."]
     if perplexity := table(groups, PERPLEXITY):
         masks = next(n for g in groups for s in g.summaries if (n := s["protocol"].get("perplexity")))
         lines += ["", f"Pseudo-perplexity, median and mean over the questions, {masks} masks each:", "", *perplexity]
@@ -1511,7 +1511,7 @@ def main(argv=None):
                 jobs = [plan(run, a) for run in a.runs]
                 for run in a.runs if mdu.rank() == 0 else ():
                     Path(run).mkdir(parents=True, exist_ok=True)
-                    stack.enter_context(mdu.alone(run))
+                    stack.enter_context(mdu.keep_out(run))
             for job in jobs:
                 evaluate(job, a)
 

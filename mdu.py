@@ -313,7 +313,7 @@ def parse_json(text, where):
 def misfit(value, shape, name=""):
     """What of a JSON value is not of a shape, such as "splits.forget.n is 'x'"; None: it fits.
 
-    A shape is a type (float: any finite number), None, a tuple of alternatives, [shape of each element], {key: shape},
+    A shape is a type (float: any finite number), None, a tuple of alternatives, [shape] or {key: shape},
     where str stands for every key that is not named; keys that no shape is given for may hold anything.
     """
     if isinstance(shape, list) and isinstance(value, list):
@@ -1518,7 +1518,8 @@ def load_checkpoint(out, state):
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folders[-1])))
     except CheckpointException as error:
         reason = str(next(iter(error.failures.values()))[0]).splitlines()[0]
-        raise ValueError(f"{folders[-1]}: not a checkpoint of this run ({reason}); remove it to start anew") from None
+        raise ValueError(f"{folders[-1]}: not a checkpoint of this run ({reason}); remove it to start the run "
+                         "anew") from None
     steps = {int(value) for name, value in state.items() if name.startswith("step.")}
     if [*steps] != [info["step"]]:
         raise ValueError(f"{file}: step {info['step']}, but its tensors are of step {min(steps)}; remove {folders[-1]} "
@@ -1659,14 +1660,15 @@ def prepare(o, splits):
 
 
 @contextlib.contextmanager
-def alone(folder):
+def keep_out(folder):
     """Other programs are kept out of a folder until the end of the block."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{folder}: another program is at work there; wait for it, or name another") from None
+            raise ValueError(f"{folder}: another program is at work there; wait for it, or name another "
+                             "folder") from None
         except OSError:
             pass  # a network's file system that locks no folders
         yield
@@ -1679,7 +1681,7 @@ def open_folder(o, splits, steps):
     """The run's folder, empty unless it is continued, with run.json; until the end no other program may enter."""
     out = Path(o.out)
     out.mkdir(parents=True, exist_ok=True)
-    with alone(out):
+    with keep_out(out):
         check_run(o, splits)  # again: another program may have been at work there since
         if not (o.resume and (out / "run.json").is_file()):
             # Half emptied, the folder is no model any more, but still a run's.

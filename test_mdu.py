@@ -3278,7 +3278,7 @@ def test_one_evaluation_at_a_time_and_full_disks(finished, tmp_path, capsys, mon
         assert stop.value.code == 2 and err.count("\n") == 1, err
         return err
     before = snapshot(tmp_path)
-    with mdu.alone(run):
+    with mdu.keep_out(run):
         assert f"{run}: another program is at work there" in fails([run, *flags])
     assert snapshot(tmp_path) == before
     with full_disk(300):
