@@ -81,7 +81,7 @@ rwku-mdu:
 	  eval.main(["--samples", "32", *glob.glob("$(RWKU)/mdu-*")])'
 
 test: install  ## the tests, offline
-	.venv/bin/pip install --quiet --disable-pip-version-check pytest
+	.venv/bin/pip install --quiet --disable-pip-version-check pytest matplotlib
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q test_mdu.py
 
 soak: install  ## eight minutes of kills, stops and resumes on 2 and 4 processes

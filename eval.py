@@ -961,7 +961,7 @@ def side_by_side(groups, questions, split):
 
 def report(runs, questions, retain_run):
     """report.md, report.json and report.png of scored runs, beside the first; the first is printed too."""
-    groups, folder, picture = group_runs(runs, retain_run), Path(runs[0]).parent, None
+    groups, folder, picture, drawn = group_runs(runs, retain_run), Path(runs[0]).parent, None, True
     people = persons(groups)
     if not people and any(split in s["splits"] for split in mdu.RWKU_SPLITS for g in groups for s in g.summaries):
         raise ValueError(f"{', '.join(runs)}: not all asked about one person; report runs of one benchmark that have "
@@ -970,7 +970,7 @@ def report(runs, questions, retain_run):
     try:
         picture = None if people else draw(groups, folder / "report.png")
     except ImportError:
-        note("report.png is not drawn: it needs matplotlib (pip install matplotlib)")
+        drawn = False
     text = "\n".join(markdown(groups, answers, picture))
 
     def figures(group, split, metrics):
@@ -986,7 +986,9 @@ def report(runs, questions, retain_run):
     write_aside(folder / "report.json", json.dumps({**shared, "methods": methods, "answers": answers}, indent=1,
                                                    ensure_ascii=False, sort_keys=True) + "\n")
     write_aside(folder / "report.md", text + "\n")
-    print(text, f"\n({folder / 'report.md'})")
+    print(text, f"\n({folder / 'report.md'})", flush=True)
+    if not drawn:
+        note("report.png is not drawn: it needs matplotlib (pip install matplotlib)")
 
 
 def screen_row(run, summary):
@@ -1427,7 +1429,7 @@ def analyse(a):
         Figure = None
     with intact(file, "leave --redraw out to measure it again"):
         if table := as_markdown(result):
-            print(table)
+            print(table, flush=True)
         if Figure is None:
             return note(f"{picture} is not drawn: it needs matplotlib (pip install matplotlib)")
         figure = Figure(layout="constrained")
