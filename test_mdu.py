@@ -3193,6 +3193,8 @@ DAMAGED_RUNS = [  # command, file, what becomes of it (None: removed), words of 
 @pytest.mark.parametrize("typed, file, change, words", DAMAGED_RUNS, ids=[f"{i}: {case[1]}" for i, case in enumerate(DAMAGED_RUNS)])
 def test_a_damaged_run_is_named_in_one_line(typed, file, change, words, finished, tmp_path, capsys):
     """What eval.py reads, damaged: one line that names it, exit code 2, and nothing else changed or left there."""
+    if typed == REDRAW:
+        pytest.importorskip("matplotlib")  # some damage shows only in what is drawn
     shutil.copytree(finished, tmp_path / "root")
     file = tmp_path / "root" / file
     edit(file, change) if change else file.unlink()
@@ -3282,7 +3284,7 @@ def test_one_evaluation_at_a_time_and_full_disks(finished, tmp_path, capsys, mon
         assert f"{run}: another program is at work there" in fails([run, *flags])
     assert snapshot(tmp_path) == before
     with full_disk(300):
-        assert "report.png: cannot be written" in fails(["--report", run])
+        assert re.search(r"report\.(png|json): cannot be written", fails(["--report", run]))
         assert "partial/" in fails([run, *flags])
     after = snapshot(tmp_path)
     assert all(after[f] == text for f, text in before.items())
