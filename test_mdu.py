@@ -3740,12 +3740,18 @@ def bench_growth(rounds):
               f" | {start:.0f} + {slope:.3g} n | {np.abs(start + slope * np.array(values) - ms).max() / ms.max():.0%} |", flush=True)
 
 
-if __name__ == "__main__":  # the benchmark; the tests are run by pytest
+def bench():
     torch.set_num_threads(1)
     with mdu.processes():
         rate, rounds = matrix_rate(), 3
-        print(f"{mdu.this_device()}, one thread: matrix products at {rate / 1e9:.0f} GFLOP/s; ours and the plain reading in "
-              f"turn, medians (and extremes) of {rounds} rounds")
+        print(f"On {mdu.this_device()}, one thread, matrix products at {rate / 1e9:.0f} GFLOP/s; ours and the plain reading in "
+              f"turn, medians (and extremes) of {rounds} rounds:")
         bench_training(126464, rate, rounds)
         bench_evaluation(126464, rounds)
         bench_growth(rounds)
+
+
+if __name__ == "__main__":  # pytest runs the tests; test_soak starts this file with arguments, make bench without
+    if len(sys.argv) > 1:
+        mdu.run_program("mdu.py", lambda: watch(sys.argv[1:-2], sys.argv[-1]))
+    bench()
