@@ -160,7 +160,9 @@ def parse(argv):
     for field in dataclasses.fields(Options):
         flag = "--" + field.name.replace("_", "-")
         kind = dict(action="store_true") if field.type is bool else dict(type=field.type, choices=choices(field))
-        default = "" if field.default in (None, False) else f" [{field.default}]"
+        toy = PRESETS["toy"].get(field.name)
+        default = (f" [the preset's; toy: {toy}]" if toy is not None else
+                   "" if field.default in (None, False) else f" [{field.default}]")
         parser.add_argument(flag, help=field.metadata["help"] + default, **kind)
     return vars(parser.parse_args(argv))
 
