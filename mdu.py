@@ -9,7 +9,7 @@ with theta0 frozen and tau in [0, 1] (0: uniform target; 1: the prompt-masked an
 fine-tuning loss on a retain set.  Paper: "Machine Unlearning for Masked Diffusion Language Models" (Lee et al., 2026).
 
     python mdu.py                                                # toy world on a CPU: base model, then MDU at tau 1
-    torchrun --nproc_per_node=4 mdu.py --method mdu --tau 1      # the same batches, shared out over 4 processes
+    torchrun --nproc_per_node=4 mdu.py --method mdu --tau 1      # the same steps, shared out over 4 processes
 
 Order of the file: options, data, backbone, forward process, losses, training step, loop, main.
 Where this departs from the paper, and why, is a list in README.md ("Deviations").
@@ -1217,7 +1217,7 @@ def micro_batches(o, pools, step):
     forget, retain = draw_examples(o, pools, range(step * rows, (step + 1) * rows))
     groups = zip(*(forget[i:i + rows] for i in range(0, len(forget), rows)))  # dpo: forget row and its preferred answer
     groups, retain = sorted(groups, key=lambda group: length(*group)), sorted(retain, key=length)
-    size = math.gcd(rows // world_size(), o.batch_size)  # batches are then the same for any number of processes
+    size = math.gcd(rows // world_size(), o.batch_size)  # every process takes equally many batches of one size
     batches = [([e for column in zip(*groups[i:i + size]) for e in column], retain[i:i + size])
                for i in range(0, rows, size)]
     return batches[rank()::world_size()]
@@ -1441,10 +1441,10 @@ def memory_plan(o, n, referenced):
     held = {"weights": size * n / world, "gradients": size * n / world, "AdamW": (size + 4) * n / world,
             "compensation": 2 * n / world if size == 2 else 0,
             "frozen reference": (2 if compute_dtype(o.dtype) == torch.bfloat16 else 4) * n if referenced else 0}
-    whole, several = {"gradients being summed": 4 * n}, o.batch_size * o.grad_accum // world > o.batch_size
+    several = o.grad_accum > world  # micro-batches of one process in a step
     card = torch.cuda.get_device_properties(this_device()).total_memory if torch.cuda.is_available() else math.inf
     once = world > 1 and several and sum(held.values()) + 4 * n < 0.7 * card
-    return {**held, **(whole if once else {})}, once
+    return {**held, **({"gradients being summed": 4 * n} if once else {})}, once
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1477,6 +1477,11 @@ def digests(folder):
     return {file.name: bytes(row).hex() for file, row in zip(files, sums.tolist())}
 
 
+def first_failure(error):
+    """The first line of what went wrong in the first process of a CheckpointException."""
+    return str(next(iter(error.failures.values()))[0]).splitlines()[0]
+
+
 def save_checkpoint(out, step, state):
     """Complete or absent: written aside, synced, renamed; then older ones go."""
     folder, aside = out / "checkpoint" / f"{step:08}", out / "checkpoint" / f"{step:08}.partial"
@@ -1487,8 +1492,8 @@ def save_checkpoint(out, step, state):
     try:
         dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(aside), save_distributed=True))
     except CheckpointException as error:
-        reason = str(next(iter(error.failures.values()))[0]).splitlines()[0]
-        raise OSError(f"{aside}: the checkpoint cannot be written ({reason}); the last whole one is kept") from None
+        raise OSError(f"{aside}: the checkpoint cannot be written ({first_failure(error)}); the last whole one is "
+                      "kept") from None
     files = digests(aside)
     with together():
         if rank() == 0:
@@ -1519,9 +1524,8 @@ def load_checkpoint(out, state):
     try:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folders[-1])))
     except CheckpointException as error:
-        reason = str(next(iter(error.failures.values()))[0]).splitlines()[0]
-        raise ValueError(f"{folders[-1]}: not a checkpoint of this run ({reason}); remove it to start the run "
-                         "anew") from None
+        raise ValueError(f"{folders[-1]}: not a checkpoint of this run ({first_failure(error)}); remove it to start "
+                         "the run anew") from None
     steps = {int(value) for name, value in state.items() if name.startswith("step.")}
     if [*steps] != [info["step"]]:
         raise ValueError(f"{file}: step {info['step']}, but its tensors are of step {min(steps)}; remove {folders[-1]} "
