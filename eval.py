@@ -176,10 +176,14 @@ def generate(predictor, prompts, length, steps, batch_size=64, temperature=0.0):
     return outputs
 
 
+def ended(predictor, ids):
+    """How many response tokens stand before the first end or padding token."""
+    return min([ids.index(stop) for stop in (predictor.end_id, predictor.pad_id) if stop in ids], default=len(ids))
+
+
 def before_end(predictor, tokenizer, ids):
     """The text before the first end or padding token, as it is."""
-    end = min([ids.index(stop) for stop in (predictor.end_id, predictor.pad_id) if stop in ids], default=len(ids))
-    return tokenizer.decode(ids[:end], skip_special_tokens=True)
+    return tokenizer.decode(ids[:ended(predictor, ids)], skip_special_tokens=True)
 
 
 def decode(predictor, tokenizer, ids):
@@ -480,14 +484,6 @@ def note(text):
         print(text, file=sys.stderr, flush=True)
 
 
-def write_aside(path, text):
-    """Complete or absent: written aside, then renamed."""
-    aside = Path(f"{path}.{os.getpid()}.partial")
-    with mdu.writing(path):
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
-
-
 def json_lines(run, records):
     try:
         return "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
@@ -597,7 +593,7 @@ def evaluate(job, a):
             if not owner.is_file() or owner.read_bytes() != identity.encode():
                 shutil.rmtree(out / "partial", ignore_errors=True)
                 owner.parent.mkdir(parents=True)
-                write_aside(owner, identity)
+                mdu.write_text(owner, identity)
             if job.untrained:
                 mdu.write_json(out.parent / "run.json", job.untrained)
     with mdu.together():  # every process sees the same files
@@ -609,7 +605,7 @@ def evaluate(job, a):
                 raise SystemExit(143)  # torchrun is gone: leave the rest to whoever starts again
             seeds = [[a.seed, list(SPLITS).index(split), i] for i in order]  # the same for every run
             records = SPLITS[split]["score"](predictor, tokenizer, [job.splits[split][i] for i in order], seeds, a)
-            write_aside(file, json_lines(job.run, records))
+            mdu.write_text(file, json_lines(job.run, records))
     with mdu.together():
         if mdu.rank() == 0:
             summary = collect(job, a, chunks)
@@ -633,7 +629,7 @@ def collect(job, a, chunks):
     for split in SPLITS:
         (out / f"{split}.jsonl").unlink(missing_ok=True)
         if split in records:
-            write_aside(out / f"{split}.jsonl", json_lines(job.run, records[split]))
+            mdu.write_text(out / f"{split}.jsonl", json_lines(job.run, records[split]))
     mdu.write_json(out / "summary.json", summary)
     shutil.rmtree(out / "partial")
     return summary
@@ -683,7 +679,7 @@ def generate_corpus(folder, a):
                 for text, wrong in zip(real, made_up) if mdu.is_text(text) and mdu.is_text(wrong)]
         if not rows:
             raise ValueError(f"{o.model}: wrote nothing about {person}; give texts of your own with mdu.py --forget")
-        write_aside(files[person], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        mdu.write_text(files[person], "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         print(f"{folder}: {len(rows)} biographies of {person}", file=sys.stderr, flush=True)
 
 
@@ -786,6 +782,10 @@ def shown(value, digits):
     return f"{value:.1e}" if abs(value) >= 1e6 else f"{value:{digits}}"
 
 
+def table_row(cells):
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", r"\|") for cell in cells) + " |"
+
+
 def table(groups, columns, spread=True):
     """Markdown lines: a row per method, a dash where it was not measured; of the unlearning methods the best is bold,
     the second underlined, as shown; spread: with the standard deviation over the runs."""
@@ -798,7 +798,7 @@ def table(groups, columns, spread=True):
         means = {shown(statistics.fmean(found), digits) for group in groups
                  if better and group.method != "sft" and (found := measured(group, split, metric))}
         ranks[split, metric] = sorted(means, key=float, reverse=better == "↑")
-    lines = ["| Method | " + " | ".join(heads) + " |", "|---|" + "---|" * len(columns)]
+    lines = [table_row(["Method", *heads]), "|---|" + "---|" * len(columns)]
     for group in groups:
         cells = [group.title]
         for split, metric in columns:
@@ -814,7 +814,7 @@ def table(groups, columns, spread=True):
             if metric == "rougeL_f1":
                 cell += f" ({statistics.fmean(measured(group, split, 'rougeL_recall')):.3f})"
             cells.append(cell)
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(table_row(cells))
     return lines if columns else []
 
 
@@ -895,13 +895,12 @@ def markdown(groups, answers, picture=None):
         lines += ["", f"Pseudo-perplexity, median and mean over the questions, {masks} masks each:", "", *perplexity]
     if picture:
         lines += ["", f"![forget against retain]({picture})"]
-
-    def row(title, texts):
-        return "| " + " | ".join([title, *(" ".join(t.split()).replace("|", r"\|") or "(empty)" for t in texts)]) + " |"
     if answers:
-        lines += ["", "What is written to forget questions:", "", row("Question", [a["question"] for a in answers]),
-                  "|---|" + "---|" * len(answers), row("Reference", [a["reference"] for a in answers]),
-                  *(row(g.title, [a["generations"].get(g.title, "-") for a in answers]) for g in groups)]
+        lines += ["", "What is written to forget questions:", "",
+                  table_row(["Question", *(a["question"] for a in answers)]), "|---|" + "---|" * len(answers),
+                  table_row(["Reference", *(a["reference"] for a in answers)]),
+                  *(table_row([g.title, *(a["generations"].get(g.title, "-") or "(empty)" for a in answers)])
+                    for g in groups)]
     return lines
 
 
@@ -910,14 +909,13 @@ def draw(groups, path):
 
     Returns the file's name; None where nothing was measured on both splits.  ImportError: no matplotlib.
     """
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     panels = [metric for metric in ("rougeL_f1", "prob", "fact")
               if all(measured(group, split, metric) for group in groups for split in ("forget", "retain"))]
     if not panels:
         return None
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(1.5 + 3.6 * len(panels), 3.8), squeeze=False)
+    figure = Figure(figsize=(1.5 + 3.6 * len(panels), 3.8))
+    axes = figure.subplots(1, len(panels), squeeze=False)
     names = {"rougeL_f1": "ROUGE-L F1", "prob": "answer probability", "fact": "answers with the key fact"}
     for axis, metric in zip(axes[0], panels):
         def point(group):
@@ -939,11 +937,15 @@ def draw(groups, path):
     handles = axes[0][0].get_legend_handles_labels()
     figure.legend(*handles, loc="center right", fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0, 1 - 1.2 / figure.get_figwidth(), 1))
-    with mdu.writing(path):
-        figure.savefig(f"{path}.partial", format="png", dpi=120, metadata={"Software": None})
-        os.replace(f"{path}.partial", path)
-    pyplot.close(figure)
+    save_picture(figure, path)
     return path.name
+
+
+def save_picture(figure, path):
+    """Complete or absent; the same bytes for the same figures."""
+    with mdu.writing(path):
+        figure.savefig(f"{path}.partial", format="png", dpi=100, metadata={"Software": None})
+        os.replace(f"{path}.partial", path)
 
 
 def side_by_side(groups, questions, split):
@@ -983,9 +985,8 @@ def report(runs, questions, retain_run):
                 **figures(g, None, ("model_utility", "forget_quality")),
                 "splits": {split: figures(g, split, [m for m in scores if type(scores[m]) is not dict])
                            for split, scores in g.summaries[0]["splits"].items()}} for g in groups]
-    write_aside(folder / "report.json", json.dumps({**shared, "methods": methods, "answers": answers}, indent=1,
-                                                   ensure_ascii=False, sort_keys=True) + "\n")
-    write_aside(folder / "report.md", text + "\n")
+    mdu.write_json(folder / "report.json", {**shared, "methods": methods, "answers": answers})
+    mdu.write_text(folder / "report.md", text + "\n")
     print(text, f"\n({folder / 'report.md'})", flush=True)
     if not drawn:
         note("report.png is not drawn: it needs matplotlib (pip install matplotlib)")
@@ -1156,11 +1157,6 @@ def trajectory(run, predictor, tokenizer, question, a):
     return path, answer, real, response[:ended(predictor, response) + 1]
 
 
-def ended(predictor, ids):
-    """How many response tokens stand before the first end or padding token."""
-    return min([ids.index(stop) for stop in (predictor.end_id, predictor.pad_id) if stop in ids], default=len(ids))
-
-
 def analysis_trajectory(runs, rows, a):
     """anchor_kl of each token at the step of a greedy trajectory that fixes it, with its role (the paper's figures)."""
     (predictor, tokenizer), (reference, _) = load(runs[0]), load(runs[0], theta0=True)
@@ -1325,7 +1321,7 @@ def as_markdown(result):
     lines = []
     for head, *rows in filter(None, tables):
         for row in (head, ["---"] * len(head), *rows):
-            lines.append("| " + " | ".join(" ".join(cell.split()).replace("|", r"\|") for cell in row) + " |")
+            lines.append(table_row(row))
         lines.append("")
     return "\n".join(lines)
 
@@ -1434,9 +1430,7 @@ def analyse(a):
             return note(f"{picture} is not drawn: it needs matplotlib (pip install matplotlib)")
         figure = Figure(layout="constrained")
         (draw_blocks if "blocks" in result else draw_panels)(result, figure)
-        with mdu.writing(picture):
-            figure.savefig(f"{picture}.partial", format="png", dpi=100, metadata={"Software": None})
-            os.replace(f"{picture}.partial", picture)
+        save_picture(figure, picture)
     print(f"({file}, {picture.name})")
 
 
