@@ -233,13 +233,14 @@ RWKU = dict(data="jinzhuoran/RWKU", batch_size=4, lr=1e-5, epochs=3, retain_weig
 
 PRESETS = {  # options of the unlearning methods; those of sft stand under "sft"
     "toy": dict(data="toy", epochs=67, lr=1e-3, batch_size=8, mask_sampling="count", response_length=16,
-                sft=dict(epochs=200, lr=5e-3, batch_size=16, null_prompt_rate=0.1)),
+                sft=dict(epochs=150, lr=5e-3, batch_size=16, null_prompt_rate=0.1)),
     "tofu-llada": dict(TOFU, epochs=9, sft=dict(LLADA, epochs=1000, lr=2e-5)),
     "tofu-dream": dict(TOFU, epochs=5, sft=dict(DREAM, epochs=300, lr=2e-5)),
     "rwku-llada": dict(RWKU, **LLADA, sft={}),
     "rwku-dream": dict(RWKU, **DREAM, sft={}),
-    "toy-rwku": dict(data="toy-rwku", epochs=50, lr=5e-4, batch_size=8, mask_sampling="count", response_length=32,
-                     retain_weight=0.0, sft=dict(epochs=250, lr=3e-3, batch_size=16, null_prompt_rate=0.1)),
+    "toy-rwku": dict(data="toy-rwku", epochs=50, lr=1e-3, batch_size=8, mask_sampling="count", response_length=32,
+                     retain_weight=0.0,
+                     sft=dict(epochs=160, lr=5e-3, batch_size=8, grad_accum=2, null_prompt_rate=0.1)),
 }
 
 RANGES = {  # option: (is it allowed?, what is)
@@ -1246,7 +1247,7 @@ def toy_people():
                 for kind, how in TOY_ATTACKS.items() if person is target else ():
                     query = how.format(**person, question=question, reworded=reworded)
                     data["forget_level3"].append({**row, "level": "3", "type": kind, "query": query})
-    for i, (question, right, wrong) in enumerate(facts):
+    for i, (question, right, wrong) in enumerate(facts[::2]):
         choices = [str(choice) for choice in rng.permutation([right, *wrong])]
         labels = {"choices": choices, "labels": [int(choice == right) for choice in choices]}
         four = {"choices": choices, "answer": choices.index(right), "task": "facts", "examples": [shot]}
@@ -1278,6 +1279,7 @@ def new_toy(rows, seed):
                                         chat_template=TOY_TEMPLATE, clean_up_tokenization_spaces=False)
     config = LlamaConfig(vocab_size=len(special + words), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
                          num_attention_heads=4, max_position_embeddings=1024, tie_word_embeddings=False,
+                         initializer_range=0.1,  # near 1/sqrt(width); the library's 0.02 takes more steps to learn
                          bos_token_id=None, mask_token_id=0, eos_token_id=1, pad_token_id=1)
     config.is_causal = False
     torch.manual_seed(seed)

@@ -730,7 +730,7 @@ def test_presets_resolve_to_their_documented_numbers():
     assert (o.method, o.tau, o.retain_weight, o.data, o.batch_size, o.mask_sampling) == ("mdu", 1.0, 1.0, "toy", 8, "count")
     assert (o.beta, o.gamma, o.delta, o.null_prompt_rate, o.out) == (None, None, None, 0.0, "out/toy/mdu-tau1")
     o = options("--method", "sft")
-    assert (o.lr, o.epochs, o.batch_size, o.null_prompt_rate, o.out) == (5e-3, 200, 16, 0.1, "out/toy/base")
+    assert (o.lr, o.epochs, o.batch_size, o.null_prompt_rate, o.out) == (5e-3, 150, 16, 0.1, "out/toy/base")
     assert o.tau is None and o.retain_weight is None
     own = {"npo": dict(beta=0.2), "simnpo": dict(beta=4.5, delta=0.0), "wga": dict(gamma=1.0), "dpo": dict(beta=0.1), "gd": {}}
     for method, values in own.items():
