@@ -837,7 +837,8 @@ def read_run(folder):
     if not file.is_file():
         raise ValueError(f"{folder}: no run.json there; a folder that mdu.py made is needed")
     info = parse_json(file.read_bytes(), file)
-    wrong = misfit(info, {"options": {}, "data": {str: {"sha256": str}}, "steps": (int, None)})
+    wrong = misfit(info, {"options": {}, "data": {str: {"sha256": str}}, "steps": (int, None),
+                          "start": ({str: str}, None)})
     if wrong:
         raise ValueError(f"{file}: {wrong}; it was not written by mdu.py")
     options, fields = info["options"], dataclasses.fields(Options)
@@ -1689,19 +1690,23 @@ def keep_out(folder):
 
 
 @contextlib.contextmanager
-def open_folder(o, splits, steps):
+def open_folder(o, splits, steps, start):
     """The run's folder, empty unless it is continued, with run.json; until the end no other program may enter."""
     out = Path(o.out)
     out.mkdir(parents=True, exist_ok=True)
     with keep_out(out):
         check_run(o, splits)  # again: another program may have been at work there since
-        if not (o.resume and (out / "run.json").is_file()):
+        if o.resume and (out / "run.json").is_file():
+            if read_run(out).get("start") != start:
+                raise ValueError(f"--model {o.model}: its weights have changed since the run in {out} started from them; "
+                                 "restore them, or --overwrite the run")
+        else:
             # Half emptied, the folder is no model any more, but still a run's.
             for old in sorted(out.iterdir(), key=lambda f: (f.name == "run.json") - (f.name == "config.json")):
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
             write_json(out / "run.json", {
                 "options": dataclasses.asdict(o), "steps": steps, "rows_per_step": o.batch_size * o.grad_accum,
-                "processes": world_size(),
+                "processes": world_size(), "start": start,
                 "data": {split: {"rows": len(r), "sha256": fingerprint(r)} for split, r in splits.items()},
                 "versions": {"python": sys.version.split()[0], "torch": torch.__version__}})
         yield
@@ -1771,6 +1776,7 @@ def train(o, splits):
         predictor, tokenizer, reference = prepare(o, splits)
         source = o.model and model_folder(o.model, o.revision)  # at the end the hub may be out of reach
         pools = encode_pools(o, splits, predictor, tokenizer)
+    start = digests(source) if source else {}  # whose weights these were
     shard(predictor, compute_dtype(o.dtype))
     params = list(predictor.parameters())
     optimizer = new_optimizer(o, params)
@@ -1783,7 +1789,7 @@ def train(o, splits):
     with contextlib.ExitStack() as stack:  # the folder is this program's own until its end
         with together():
             if rank() == 0:
-                stack.enter_context(open_folder(o, splits, steps))
+                stack.enter_context(open_folder(o, splits, steps, start))
         state = run_state(predictor, optimizer)
         first = load_checkpoint(out, state) if o.resume else 0
         with together():
@@ -1794,7 +1800,7 @@ def train(o, splits):
 
         if o.diagnose and not first:
             log_line(metrics, {"step": 0, "epoch": 0, "kl": diagnose(o, predictor, reference, pools)})
-        start = printed = time.time()
+        began = printed = time.time()
         stop_code = stack.enter_context(signals())
         for step in range(first, steps):
             for group in optimizer.param_groups:
@@ -1823,11 +1829,11 @@ def train(o, splits):
             if o.diagnose and (done == steps or done * rows // n_forget > step * rows // n_forget):
                 kl = {"kl": diagnose(o, predictor, reference, pools)}
             if rank() == 0:
-                rate = (done - first) / (now - start)
+                rate = (done - first) / (now - began)
                 log_line(metrics, {
                     "step": done, "epoch": done * rows / n_forget, "forget": totals[0].item(),
                     "retain": totals[1].item(), "lr": learning_rate(o, step, steps), "grad_norm": norm.item(),
-                    "examples_per_second": rate * rows, "seconds": now - start, **kl})
+                    "examples_per_second": rate * rows, "seconds": now - began, **kl})
                 if done in (first + 1, first + 10, steps) or now - printed > 5:
                     printed = now
                     say(f"step {done:0{len(str(steps))}}/{steps} | forget {totals[0]:8.4f} | retain {totals[1]:8.4f} | "
@@ -1839,7 +1845,7 @@ def train(o, splits):
                     raise Interrupted(f"{o.out}: stopped after step {done}; --resume continues", stop_code() or 143)
         save_model(out, predictor, tokenizer, source)
     peak = f", peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if torch.cuda.is_available() else ""
-    say(f"{o.out}: done in {time.time() - start:.1f}s{peak}")
+    say(f"{o.out}: done in {time.time() - began:.1f}s{peak}")
 
 
 def save_model(out, predictor, tokenizer, source):

@@ -2210,6 +2210,21 @@ def test_resume_wants_the_same_run(six_steps, tofu, base, tmp_path, capsys):
     assert code == 2 and "other forget rows" in err and snapshot(cut) == before, err
 
 
+def test_resume_wants_the_same_start(base, tmp_path, capsys):
+    """The model that a run started from was trained anew since: refused, nothing changed; with it back, it goes on."""
+    start, run = tmp_path / "start", tmp_path / "run"
+    shutil.copytree(base, start)
+    argv = ["--method", "npo", "--model", str(start), "--epochs", "1", "--checkpoint-every", "1"]
+    with pytest.raises(Broken):
+        watch(argv, run, at=2)
+    before, old = snapshot(run), weights(start)
+    safetensors.torch.save_file({k: v + 1e-3 for k, v in old.items()}, start / "model.safetensors", {"format": "pt"})
+    code, err = program([*argv, "--resume", "--out", str(run)], capsys)
+    assert code == 2 and "weights have changed" in err and snapshot(run) == before, err
+    safetensors.torch.save_file(old, start / "model.safetensors", {"format": "pt"})
+    assert program([*argv, "--resume", "--out", str(run)], capsys)[0] == 0 and (run / "config.json").is_file()
+
+
 @pytest.mark.parametrize("full, size, named", [
     ("mdu.save_checkpoint", 100_000, "00000004.partial"), ("mdu.save_checkpoint", 100, "00000004.partial"),
     ("mdu.write_json", 10, "checkpoint.json"), ("mdu.train", 600, "metrics.jsonl"),
