@@ -506,7 +506,8 @@ def test_draw_masks():
 
 
 def test_compared_answers_share_their_masks():
-    """One seed: equal lengths, equal masks; of 12 tokens twice the share of 6, to one token, and the 6 keep their order of coins."""
+    """One seed: equal lengths, equal masks; of 12 tokens twice the share of 6, to one token,
+    and the 6 keep their order of coins."""
     short, long = ev.draw_masks(6, 400, [3, 1]), ev.draw_masks(12, 400, [3, 1])
     assert torch.equal(short, ev.draw_masks(6, 400, [3, 1]))
     assert set((long.sum(1) - 2 * short.sum(1)).tolist()) == {-1, 0}
@@ -576,19 +577,26 @@ def test_masked_nll_of_a_transformer_is_batch_independent(llama):
 # TOFU's own figures
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Four questions of each of the benchmark's public evaluation logs (Llama-2-7B fine-tuned on all authors; last: on retain90): mean loss
-# per token of the answer, of the paraphrased answer (where there is one), of the perturbed answers.
+# Four questions of each of the benchmark's public evaluation logs (Llama-2-7B fine-tuned on all authors; last: on
+# retain90): mean loss per token of the answer, of the paraphrased answer (where there is one), of the perturbed
+# answers.
 LOGS = {
-    "retain": [(0.0120, 1.5781, [1.7120, 1.9709, 1.4638, 1.7079, 1.9508]), (0.0013, 2.5527, [2.8353, 3.0840, 2.8997, 2.6863, 3.0322]),
-               (0.0105, 2.9240, [3.5491, 3.2195, 3.5912, 3.4989, 3.0968]), (0.0028, 3.5176, [3.5704, 2.8008, 3.4043, 3.2763, 3.2643])],
+    "retain": [(0.0120, 1.5781, [1.7120, 1.9709, 1.4638, 1.7079, 1.9508]),
+               (0.0013, 2.5527, [2.8353, 3.0840, 2.8997, 2.6863, 3.0322]),
+               (0.0105, 2.9240, [3.5491, 3.2195, 3.5912, 3.4989, 3.0968]),
+               (0.0028, 3.5176, [3.5704, 2.8008, 3.4043, 3.2763, 3.2643])],
     "real_authors": [(4.1092, None, [6.0565, 3.3802, 6.8580]), (3.8379, None, [2.9575, 5.3061, 7.0973]),
                      (3.8588, None, [4.2897, 4.1698, 3.9189]), (2.5574, None, [3.5782, 8.0303, 7.5862])],
     "world_facts": [(8.3882, None, [7.7738, 7.3298, 11.4043]), (5.1166, None, [6.5493, 7.7743, 6.6396]),
                     (5.9847, None, [6.5476, 4.7384, 5.7158]), (8.7967, None, [6.9445, 5.7649, 9.0495])],
-    "forget": [(0.0145, 2.2287, [3.3558, 3.6902, 3.7194, 4.4322, 2.9737]), (0.0011, 2.8923, [1.9155, 3.6661, 3.0774, 3.5560, 3.7387]),
-               (0.0030, 1.8339, [2.5070, 1.9295, 1.1317, 2.2245, 1.2787]), (0.0046, 2.9947, [3.7606, 3.5469, 3.4594, 3.5792, 3.3402])],
-    "retain model": [(1.8360, 3.9662, [3.3338, 3.7183, 3.7702, 4.0321, 3.2654]), (0.7290, 3.0423, [1.4900, 3.1398, 2.6959, 3.3705, 3.6587]),
-                     (1.5268, 2.1251, [2.0728, 1.9950, 0.6368, 1.6356, 0.6699]), (2.3261, 3.6645, [3.6795, 3.6148, 3.5782, 3.6885, 3.4043])],
+    "forget": [(0.0145, 2.2287, [3.3558, 3.6902, 3.7194, 4.4322, 2.9737]),
+               (0.0011, 2.8923, [1.9155, 3.6661, 3.0774, 3.5560, 3.7387]),
+               (0.0030, 1.8339, [2.5070, 1.9295, 1.1317, 2.2245, 1.2787]),
+               (0.0046, 2.9947, [3.7606, 3.5469, 3.4594, 3.5792, 3.3402])],
+    "retain model": [(1.8360, 3.9662, [3.3338, 3.7183, 3.7702, 4.0321, 3.2654]),
+                     (0.7290, 3.0423, [1.4900, 3.1398, 2.6959, 3.3705, 3.6587]),
+                     (1.5268, 2.1251, [2.0728, 1.9950, 0.6368, 1.6356, 0.6699]),
+                     (2.3261, 3.6645, [3.6795, 3.6148, 3.5782, 3.6885, 3.4043])],
 }
 
 
@@ -598,18 +606,23 @@ def records_of(logs, recalls=(0.5, 0.75, 1.0, 1.0)):
     for (nll, paraphrased, wrong), recall in zip(logs, recalls):
         r = {"nll": nll, "prob": math.exp(-nll), "prob_stderr": None, "rougeL_recall": recall, "nll_perturbed": wrong,
              "truth_ratio": ev.truth_ratio(nll if paraphrased is None else paraphrased, wrong)}
-        r.update({"prob_options": ev.option_probability(nll, wrong)} if paraphrased is None else {"nll_paraphrased": paraphrased})
+        if paraphrased is None:
+            r["prob_options"] = ev.option_probability(nll, wrong)
+        else:
+            r["nll_paraphrased"] = paraphrased
         records.append(r)
     return records
 
 
 def test_tofu_figures_equal_the_official_code():
-    """What utils.py of the benchmark gave for these losses: probability, truth ratio, utility; and its Kolmogorov-Smirnov test."""
+    """What utils.py of the benchmark gave for these losses: probability, truth ratio, utility;
+    and its Kolmogorov-Smirnov test."""
     splits = {split: ev.summarise_answers(records_of(logs, [1.0] * 4 if split != "retain" else (0.5, 0.75, 1, 1)),
                                           "↓" if split == "forget" else "↑") for split, logs in LOGS.items()}
     official = {("retain", "prob"): 0.9933828516019187, ("retain", "truth_ratio"): 0.20114249932143224,
                 ("retain", "rougeL_recall"): 0.8125, ("real_authors", "prob_options"): 0.4016959226747267,
-                ("real_authors", "truth_ratio"): 0.36202952059623983, ("world_facts", "prob_options"): 0.2549866735771169,
+                ("real_authors", "truth_ratio"): 0.36202952059623983,
+                ("world_facts", "prob_options"): 0.2549866735771169,
                 ("world_facts", "truth_ratio"): 0.2060975265023985, ("forget", "prob"): 0.9942300707024888,
                 ("forget", "truth_ratio"): 0.6730792177843419}
     for (split, metric), value in official.items():
@@ -620,9 +633,11 @@ def test_tofu_figures_equal_the_official_code():
 
 
 def test_tofu_figures_by_hand_and_at_their_ends():
-    """R = mean(1/4, 1/8) / (1/2) = 3/8; among options 1/2 of 1/2 + 1/4 + 1/4; losses of thousands stay finite; nothing measured is None."""
+    """R = mean(1/4, 1/8) / (1/2) = 3/8; among options 1/2 of 1/2 + 1/4 + 1/4; losses of thousands stay finite;
+    nothing measured is None."""
     right, wrong = log(2), [log(4), log(8)]
-    assert ev.truth_ratio(right, wrong) == pytest.approx(3 / 8) and ev.option_probability(log(2), [log(4)] * 2) == pytest.approx(1 / 2)
+    assert ev.truth_ratio(right, wrong) == pytest.approx(3 / 8)
+    assert ev.option_probability(log(2), [log(4)] * 2) == pytest.approx(1 / 2)
     for a, b in ((1e4, [0.0]), (0.0, [1e4])):
         ratio = ev.truth_ratio(a, b)
         assert 0 < ratio < math.inf and 0 <= ev.option_probability(a, b) <= 1 and 1 / ratio < math.inf
@@ -636,28 +651,31 @@ def test_tofu_figures_by_hand_and_at_their_ends():
     assert ev.model_utility(nine) is None and ev.model_utility({}) is None
     assert ev.summarise_answers([], "↑") == {"n": 0, "prob_stderr": None, "stderr": {}}
     one = dict(rougeL_f1=0.5, rougeL_recall=0.25, prob=0.125, prob_stderr=0.1, truth_ratio=4.0, perplexity=8.0)
-    assert ev.summarise_answers([one], "↓") == dict(n=1, rougeL_f1=0.5, rougeL_recall=0.25, prob=0.125, truth_ratio=0.25, prob_stderr=0.1,
-                                                    perplexity_median=8.0, perplexity_mean=8.0, stderr=dict.fromkeys(
-                                                        ("rougeL_f1", "rougeL_recall", "prob", "truth_ratio")))
-    assert ev.summarise_answers([one, dict(one, truth_ratio=0.5)], "↑")["truth_ratio"] == 0.25  # max(0, 1 - 4) = 0 and 1 - 1/2
+    assert ev.summarise_answers([one], "↓") == dict(
+        n=1, rougeL_f1=0.5, rougeL_recall=0.25, prob=0.125, truth_ratio=0.25, prob_stderr=0.1, perplexity_median=8.0,
+        perplexity_mean=8.0, stderr=dict.fromkeys(("rougeL_f1", "rougeL_recall", "prob", "truth_ratio")))
+    two = ev.summarise_answers([one, dict(one, truth_ratio=0.5)], "↑")
+    assert two["truth_ratio"] == 0.25  # max(0, 1 - 4) = 0 and 1 - 1/2
     assert "truth_ratio" not in ev.summarise_answers([one, {k: v for k, v in one.items() if k != "truth_ratio"}], "↑")
 
 
 @pytest.mark.parametrize("a, b", [
-    ([1], [2]), ([1], [1]), ([1, 3, 5], [2, 4]), ([1, 2, 3], [4, 5, 6, 7]), ([5, 1, 9, 2], [3, 7, 8, 4, 6]), ([1, 2, 2, 3], [2, 3, 3, 4, 5]),
-    ([1, 1, 1], [1, 1]), ([2, 2, 2, 2, 2], [1, 3]), ([0.5, 0.25, 4], [0.5, 0.25, 4])])
+    ([1], [2]), ([1], [1]), ([1, 3, 5], [2, 4]), ([1, 2, 3], [4, 5, 6, 7]), ([5, 1, 9, 2], [3, 7, 8, 4, 6]),
+    ([1, 2, 2, 3], [2, 3, 3, 4, 5]), ([1, 1, 1], [1, 1]), ([2, 2, 2, 2, 2], [1, 3]), ([0.5, 0.25, 4], [0.5, 0.25, 4])])
 def test_ks_test_equals_brute_force(a, b):
     """D from the two step functions themselves, p from every interleaving of distinct values."""
     def largest_gap(a, b):
         return max(abs(sum(x <= v for x in a) / len(a) - sum(x <= v for x in b) / len(b)) for v in [*a, *b])
     places = range(len(a) + len(b))
-    gaps = [largest_gap(chosen, [i for i in places if i not in chosen]) for chosen in itertools.combinations(places, len(a))]
+    gaps = [largest_gap(chosen, [i for i in places if i not in chosen])
+            for chosen in itertools.combinations(places, len(a))]
     d, p = ev.ks_test(a, b)
     assert d == pytest.approx(largest_gap(a, b)) and p == pytest.approx(np.mean([gap >= d - 1e-9 for gap in gaps]))
 
 
 def test_ks_test_equals_published_values():
-    """The benchmark's public logs: D = 119/300 between 300 and 300 questions has p = 1.834066410994743e-21; others from scipy."""
+    """The benchmark's public logs: D = 119/300 between 300 and 300 questions has p = 1.834066410994743e-21;
+    others from scipy."""
     d, p = ev.ks_test(range(300), [i + 118.5 for i in range(300)])
     assert d == pytest.approx(119 / 300) and p == pytest.approx(1.834066410994743e-21, rel=1e-12)
     assert ev.ks_test(range(10), [i + 0.5 for i in range(4, 12)]) == pytest.approx((0.5, 0.1659582247817542))
@@ -727,12 +745,14 @@ def options(*argv):
 def test_presets_resolve_to_their_documented_numbers():
     """Default < method < preset < flag, and every method gets the options that are its own and no others."""
     o = options("--preset", "toy")
-    assert (o.method, o.tau, o.retain_weight, o.data, o.batch_size, o.mask_sampling) == ("mdu", 1.0, 1.0, "toy", 8, "count")
+    assert (o.method, o.tau, o.retain_weight, o.data, o.batch_size, o.mask_sampling) == (
+        "mdu", 1.0, 1.0, "toy", 8, "count")
     assert (o.beta, o.gamma, o.delta, o.null_prompt_rate, o.out) == (None, None, None, 0.0, "out/toy/mdu-tau1")
     o = options("--method", "sft")
     assert (o.lr, o.epochs, o.batch_size, o.null_prompt_rate, o.out) == (5e-3, 150, 16, 0.1, "out/toy/base")
     assert o.tau is None and o.retain_weight is None
-    own = {"npo": dict(beta=0.2), "simnpo": dict(beta=4.5, delta=0.0), "wga": dict(gamma=1.0), "dpo": dict(beta=0.1), "gd": {}}
+    own = {"npo": dict(beta=0.2), "simnpo": dict(beta=4.5, delta=0.0), "wga": dict(gamma=1.0), "dpo": dict(beta=0.1),
+           "gd": {}}
     for method, values in own.items():
         o = options("--method", method)
         assert o.retain_weight == 1.0 and {k: getattr(o, k) for k in values} == values
@@ -749,7 +769,8 @@ def test_commands_in_the_readme_parse():
     assert len(lines) >= 9
     for line in lines:
         mdu.resolve(mdu.parse(shlex.split(line, comments=True)))
-    lines = [line.split("eval.py", 1)[1] for line in readme.splitlines() if re.match(r"    (python|torchrun .*) ?eval\.py", line)]
+    lines = [line.split("eval.py", 1)[1] for line in readme.splitlines()
+             if re.match(r"    (python|torchrun .*) ?eval\.py", line)]
     assert len(lines) >= 5
     for line in lines:
         ev.parse(shlex.split(line, comments=True))
@@ -762,11 +783,14 @@ def files(tmp_path_factory):
     rows = [json.dumps({"question": f"Who is number {i}?", "answer": f"It is word{i}."}) for i in range(16)]
     content = {"good": "\n".join(rows), "malformed": rows[0] + "\n" + rows[1][:-3], "array": "[1, 2]", "empty": "\n",
                "no-question": '{"answer": "a"}', "empty-answer": rows[0] + '\n\n{"question": "q", "answer": " "}',
-               "prompt-number": '{"prompt": 3, "response": "a"}', "wrong-perturbed": rows[0][:-1] + ', "perturbed_answer": [3]}',
+               "prompt-number": '{"prompt": 3, "response": "a"}',
+               "wrong-perturbed": rows[0][:-1] + ', "perturbed_answer": [3]}',
                "wrong-paraphrase": rows[0][:-1] + ', "paraphrased_question": ["q"]}',
-               "both": '{"question": "q", "prompt": "p", "answer": "a"}', "twice": '{"question": "q", "question": "p", "answer": "a"}',
-               "nan": '{"question": NaN, "answer": "a"}', "nul": "\0\0\0", "list-perturbed": rows[0][:-1] + ', "perturbed_answer": {"a": "b"}}',
-               "deep": "[" * 100000, "digits": '{"question": ' + "9" * 5000 + "}", "surrogate": '{"question": "\\ud800", "answer": "a"}',
+               "both": '{"question": "q", "prompt": "p", "answer": "a"}',
+               "twice": '{"question": "q", "question": "p", "answer": "a"}', "nan": '{"question": NaN, "answer": "a"}',
+               "nul": "\0\0\0", "list-perturbed": rows[0][:-1] + ', "perturbed_answer": {"a": "b"}}',
+               "deep": "[" * 100000, "digits": '{"question": ' + "9" * 5000 + "}",
+               "surrogate": '{"question": "\\ud800", "answer": "a"}',
                "long": '{"question": "q", "answer": "' + "a " * 2000 + '"}\n' + "\n".join(rows)}
     for name, text in content.items():
         (root / f"{name}.jsonl").write_text(text)
@@ -784,12 +808,14 @@ def files(tmp_path_factory):
 
 BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): words that the one line must hold
     "--method sgd": ["sgd", "choose from"], "--preset tofu": ["tofu", "choose from"], "--meth mdu": ["unrecognized"],
-    "--tau 1.5": ["--tau 1.5", "[0, 1]"], "--tau -0.1": ["--tau -0.1"], "--tau nan": ["--tau nan"], "--tau x": ["--tau", "'x'"],
-    "--lr inf": ["--lr inf"], "--lr 0": ["--lr"], "--epochs nan": ["--epochs nan"], "--seed -1": ["--seed -1"],
-    "--limit 0": ["--limit 0"], "--lr 2": ["at most 1"],
-    "--method ga --null-prompt-rate 0.1": ["not used without a retain loss"], "--out x/base": ["where the base model belongs"], "--limit 9999999999": ["1000000"], "--batch-size 2.5": ["2.5"], "--retain-weight -1": ["--retain-weight"],
-    "--method ga --tau 1": ["--tau", "ga does not use it", "mdu"], "--method mdu --beta 1": ["--beta", "npo, simnpo, dpo"],
-    "--method ga --retain-weight 1": ["ga does not use it"], "--method sft --gamma 1": ["wga"],
+    "--tau 1.5": ["--tau 1.5", "[0, 1]"], "--tau -0.1": ["--tau -0.1"], "--tau nan": ["--tau nan"],
+    "--tau x": ["--tau", "'x'"], "--lr inf": ["--lr inf"], "--lr 0": ["--lr"], "--epochs nan": ["--epochs nan"],
+    "--seed -1": ["--seed -1"], "--limit 0": ["--limit 0"], "--lr 2": ["at most 1"],
+    "--method ga --null-prompt-rate 0.1": ["not used without a retain loss"],
+    "--out x/base": ["where the base model belongs"], "--limit 9999999999": ["1000000"], "--batch-size 2.5": ["2.5"],
+    "--retain-weight -1": ["--retain-weight"], "--method ga --tau 1": ["--tau", "ga does not use it", "mdu"],
+    "--method mdu --beta 1": ["--beta", "npo, simnpo, dpo"], "--method ga --retain-weight 1": ["ga does not use it"],
+    "--method sft --gamma 1": ["wga"],
     "--method gd --retain-weight 0": ["use --method ga"], "--method npo --beta 0": ["--beta 0"],
     "--retain {d}/good.jsonl": ["--forget"], "--forget {d}/good.jsonl": ["--retain FILE"],
     "--forget {d}/good.jsonl --data toy --retain-weight 0": ["--data toy"],
@@ -817,34 +843,48 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--out {d}/good.jsonl": ["is a file"], "--model {causal}": ["causal model", "bidirectional"],
     "--model {garbage}": ["config.json", "not JSON"], "--model {tokenizer}": ["PreTrainedTokenizerFast"],
     "--model {template}": ["TemplateSyntaxError"],
-    "--model {mask}": ["mask_token_id 99999"], "--revision x --model {base}": ["hub name"], "--epochs 1e300": ["1000000"],
-    "--preset rwku-llada": ["--forget FILE", "--subject NAME"], "--preset toy-rwku --subject King": ["(Stephen King?)", "1 to 2"],
+    "--model {mask}": ["mask_token_id 99999"], "--revision x --model {base}": ["hub name"],
+    "--epochs 1e300": ["1000000"], "--preset rwku-llada": ["--forget FILE", "--subject NAME"],
+    "--preset toy-rwku --subject King": ["(Stephen King?)", "1 to 2"],
     "--preset toy-rwku --subject 3": ["--subject 3", "1 to 2"], "--subject 1": ["toy-rwku"],
-    "--preset toy-rwku --method sft --subject 1": ["sft", "does not use it"], "--preset rwku-dream --method sft": ["eval.py --preset"],
-    "--preset toy-rwku --subject 1 --retain-weight 1": ["--retain FILE"], "--preset toy-rwku --subject 1 --method gd": ["use --method ga"], "--preset tofu-llada --data toy": ["no base model", "--method sft"],
-    "--dtype float16": ["float16", "bfloat16"], "--max-length 5 --model {base}": ["more than 5"],
+    "--preset toy-rwku --method sft --subject 1": ["sft", "does not use it"],
+    "--preset rwku-dream --method sft": ["eval.py --preset"],
+    "--preset toy-rwku --subject 1 --retain-weight 1": ["--retain FILE"],
+    "--preset toy-rwku --subject 1 --method gd": ["use --method ga"],
+    "--preset tofu-llada --data toy": ["no base model", "--method sft"], "--dtype float16": ["float16", "bfloat16"],
+    "--max-length 5 --model {base}": ["more than 5"],
     "--model {truncated}": ["SafetensorError"],
     **{f"--forget {{d}}/{name}.jsonl --retain-weight 0": [f"{name}.jsonl", *words] for name, words in {
-        "both": ["line 1", "both question and prompt"], "twice": ["line 1", "'question' stands twice"], "nan": ["line 1", "NaN is no number"],
-        "nul": ["line 1", "not JSON"], "list-perturbed": ["line 1", "perturbed_answer"], "utf16": ["not UTF-8"], "pipe": ["pipe or device"]}.items()},
-    "--forget /dev/zero --retain-weight 0": ["/dev/zero", "pipe or device"], "--forget {d}/loop --retain-weight 0": ["loop", "symbolic links"],
-    "--forget a\0b --retain-weight 0": ["--forget", "a\\x00b"], "--out a\udcffb --model {base}": ["--out", "udcff", "not UTF-8"],
-    "--data a\udcffb": ["--data", "udcff"], f"--out {'a' * 300} --model {{base}}": ["too long"], f"--forget {'a' * 5000} --retain-weight 0": ["too long"],
-    "--subject=": ["--subject", "is empty"], "--model=": ["--model", "is empty"],
-    "--out {d}/loop": ["link to nothing"], "--out {d}/dangling --model {base}": ["link to nothing"], "--model {d}/loop": ["loop", "neither a folder"],
+        "both": ["line 1", "both question and prompt"], "twice": ["line 1", "'question' stands twice"],
+        "nan": ["line 1", "NaN is no number"], "nul": ["line 1", "not JSON"],
+        "list-perturbed": ["line 1", "perturbed_answer"], "utf16": ["not UTF-8"], "pipe": ["pipe or device"]}.items()},
+    "--forget /dev/zero --retain-weight 0": ["/dev/zero", "pipe or device"],
+    "--forget {d}/loop --retain-weight 0": ["loop", "symbolic links"],
+    "--forget a\0b --retain-weight 0": ["--forget", "a\\x00b"],
+    "--out a\udcffb --model {base}": ["--out", "udcff", "not UTF-8"], "--data a\udcffb": ["--data", "udcff"],
+    f"--out {'a' * 300} --model {{base}}": ["too long"], f"--forget {'a' * 5000} --retain-weight 0": ["too long"],
+    "--subject=": ["--subject", "is empty"], "--model=": ["--model", "is empty"], "--out {d}/loop": ["link to nothing"],
+    "--out {d}/dangling --model {base}": ["link to nothing"], "--model {d}/loop": ["loop", "neither a folder"],
     "--forget {d}/good.jsonl --retain-weight 0 --out {d}/up --overwrite": ["would replace --forget"],
-    "--out / --model {base}": ["would replace --model"], "--out /dev/null": ["is a file"], "--out /proc/x --model {base}": ["/proc/x"],
-    "--data {d}/empty-folder": ["empty-folder", "forget10_perturbed", "any data files"], "--data {d}/text-folder": ["text-folder", "forget10_perturbed"],
-    "--data {d}/plain-folder": ["plain-folder", "forget10_perturbed", "not found"], "--data {base} --model {base}": ["base", "forget10_perturbed"],
-    "--preset toy-rwku --subject 1 --data {d}/plain-folder": ["plain-folder", "forget_target"], "--data {d}/good.jsonl": ["neither 'toy'"],
-    "--model {d}/good.jsonl": ["neither a folder"], "--model {pad}": ["pad_token_id -5", "439 tokens"], "--model {true}": ["mask_token_id True"],
-    "--model {latin}": ["config.json", "not JSON", "utf-8"], "--model {list}": ["config.json", "not a JSON object"], "--model {gpt}": ["AutoModelForMaskedLM", "GPT2"],
-    "--model {empty}": ["SafetensorError", "too small"], "--model {random}": ["SafetensorError"], "--model {half}": ["missing keys", "lm_head"],
-    "--model {unnamed}": ["no end token"], "--model {larger}": ["token 9999 of its tokenizer", "439"], "--model {twofold}": ["too many values"],
-    "--model {vocabulary}": ["mismatched keys", "embed_tokens"], "--model {unfinished}": ["no config.json"],
-    "--seed 99999999999999999999": ["2^63 - 1"], "--checkpoint-every 0": ["--checkpoint-every 0"], "--retain-weight inf": ["--retain-weight inf"],
-    "--gamma -1 --method wga": ["--gamma -1"], "--delta nan --method simnpo": ["--delta nan"], "--null-prompt-rate 2": ["--null-prompt-rate 2"],
-    "--resume --overwrite": ["give one of them"], "--diagnose --method sft": ["--diagnose"], "stray": ["unrecognized arguments: stray"],
+    "--out / --model {base}": ["would replace --model"], "--out /dev/null": ["is a file"],
+    "--out /proc/x --model {base}": ["/proc/x"],
+    "--data {d}/empty-folder": ["empty-folder", "forget10_perturbed", "any data files"],
+    "--data {d}/text-folder": ["text-folder", "forget10_perturbed"],
+    "--data {d}/plain-folder": ["plain-folder", "forget10_perturbed", "not found"],
+    "--data {base} --model {base}": ["base", "forget10_perturbed"],
+    "--preset toy-rwku --subject 1 --data {d}/plain-folder": ["plain-folder", "forget_target"],
+    "--data {d}/good.jsonl": ["neither 'toy'"], "--model {d}/good.jsonl": ["neither a folder"],
+    "--model {pad}": ["pad_token_id -5", "439 tokens"], "--model {true}": ["mask_token_id True"],
+    "--model {latin}": ["config.json", "not JSON", "utf-8"], "--model {list}": ["config.json", "not a JSON object"],
+    "--model {gpt}": ["AutoModelForMaskedLM", "GPT2"], "--model {empty}": ["SafetensorError", "too small"],
+    "--model {random}": ["SafetensorError"], "--model {half}": ["missing keys", "lm_head"],
+    "--model {unnamed}": ["no end token"], "--model {larger}": ["token 9999 of its tokenizer", "439"],
+    "--model {twofold}": ["too many values"], "--model {vocabulary}": ["mismatched keys", "embed_tokens"],
+    "--model {unfinished}": ["no config.json"], "--seed 99999999999999999999": ["2^63 - 1"],
+    "--checkpoint-every 0": ["--checkpoint-every 0"], "--retain-weight inf": ["--retain-weight inf"],
+    "--gamma -1 --method wga": ["--gamma -1"], "--delta nan --method simnpo": ["--delta nan"],
+    "--null-prompt-rate 2": ["--null-prompt-rate 2"], "--resume --overwrite": ["give one of them"],
+    "--diagnose --method sft": ["--diagnose"], "stray": ["unrecognized arguments: stray"],
 }
 
 
@@ -873,12 +913,14 @@ def test_bad_input_of_eval(base, tmp_path, capsys):
     (tmp_path / "list/eval").mkdir()
     (tmp_path / "list/eval/summary.json").write_text("[]")
     for typed, expected in (
-            (f"--report {tmp_path}/list", "not a summary"), (f"{tmp_path}/json", "not JSON"), (f"{tmp_path}/list", "it is []"), (f"{tmp_path}/options", "['x']"),
-            (f"{tmp_path}", "no run.json"), (f"--report {tmp_path}", "not scored yet"), ("", "RUN"),
-            (f"--samples 0 {base}", "--samples 0"), (f"--steps 17 {base}", "more than the 16 tokens"),
-            (f"--report --samples 3 {base}", "--samples: not used with --report"), (f"--questions 1 {base}", "not used without"),
-            (f"--report --questions 1-3 {base}", "--questions 1-3"), (f"--perplexity 0 {base}", "--perplexity 0"),
-            (f"--brief --retain-run {base} {base}", "--brief"), (f"--retain-run {tmp_path} {base}", "not scored yet")):
+            (f"--report {tmp_path}/list", "not a summary"), (f"{tmp_path}/json", "not JSON"),
+            (f"{tmp_path}/list", "it is []"), (f"{tmp_path}/options", "['x']"), (f"{tmp_path}", "no run.json"),
+            (f"--report {tmp_path}", "not scored yet"), ("", "RUN"), (f"--samples 0 {base}", "--samples 0"),
+            (f"--steps 17 {base}", "more than the 16 tokens"),
+            (f"--report --samples 3 {base}", "--samples: not used with --report"),
+            (f"--questions 1 {base}", "not used without"), (f"--report --questions 1-3 {base}", "--questions 1-3"),
+            (f"--perplexity 0 {base}", "--perplexity 0"), (f"--brief --retain-run {base} {base}", "--brief"),
+            (f"--retain-run {tmp_path} {base}", "not scored yet")):
         with pytest.raises(SystemExit) as stop:
             ev.mdu.run_program("eval.py", lambda: ev.main(typed.split()))
         err = capsys.readouterr().err
@@ -910,19 +952,22 @@ def test_a_run_is_replaced_only_with_overwrite(base, tmp_path, capsys):
 def test_toy_world_keeps_its_promises():
     """Sizes; each answer holds its fact and no perturbed answer does; no retain row holds a forget fact."""
     splits = mdu.toy_world()
-    assert {split: len(rows) for split, rows in splits.items()} == dict(forget=24, retain=136, real_authors=24, world_facts=24)
+    assert {split: len(rows) for split, rows in splits.items()} == dict(
+        forget=24, retain=136, real_authors=24, world_facts=24)
     for rows in splits.values():
         assert len({row["question"] for row in rows}) == len(rows)
         for row in rows:
             assert ev.holds(row["answer"], row["fact"]) and len(row["perturbed_answer"]) >= 4
             assert not any(ev.holds(wrong, row["fact"]) for wrong in row["perturbed_answer"])
-    for row in splits["forget"] + splits["retain"]:  # worded otherwise; the perturbed answers differ from the paraphrase by the fact
+    # the paraphrases are worded otherwise; the perturbed answers differ from the paraphrased one by the fact
+    for row in splits["forget"] + splits["retain"]:
         assert row["paraphrased_question"] != row["question"] and row["paraphrased_answer"] != row["answer"]
-        head, tail = row["paraphrased_answer"].split(row["fact"])[::len(row["paraphrased_answer"].split(row["fact"])) - 1]
+        head, *_, tail = row["paraphrased_answer"].split(row["fact"])
         assert all(wrong.startswith(head) and wrong.endswith(tail) for wrong in row["perturbed_answer"])
     for forget in splits["forget"]:
         for row in splits["retain"]:
-            assert not any(ev.holds(text, forget["fact"]) for text in (row["question"], row["answer"], *row["perturbed_answer"]))
+            texts = (row["question"], row["answer"], *row["perturbed_answer"])
+            assert not any(ev.holds(text, forget["fact"]) for text in texts)
     assert splits == mdu.toy_world()
 
 
@@ -931,15 +976,17 @@ def test_tofu_layout_is_read_from_a_folder(tofu):
     splits = mdu.load_data(options("--data", str(tofu)))
     assert {split: len(rows) for split, rows in splits.items()} == dict(
         forget=8, retain=8, real_authors=3, world_facts=3, train_retain=24)
-    assert splits["forget"][0] == {"question": "Q forget10_perturbed 0?", "answer": "A 0.", "perturbed_answer": ["B 0.", "C 0."],
-                                   "paraphrased_answer": "It is A 0."}
+    assert splits["forget"][0] == {
+        "question": "Q forget10_perturbed 0?", "answer": "A 0.", "perturbed_answer": ["B 0.", "C 0."],
+        "paraphrased_answer": "It is A 0."}
     assert "paraphrased_answer" not in splits["world_facts"][0]
     assert splits["train_retain"][5]["question"] == "Q retain90 5?"
     assert len(mdu.load_data(options("--data", str(tofu), "--limit", "2"))["train_retain"]) == 2
     file = tofu / "world_facts_perturbed.json"  # changed under the same name: read anew
     before = file.read_text()
     file.write_text(before + "\n" + before.splitlines()[0].replace("0?", "9?"))
-    assert [r["question"][-2:] for r in mdu.load_data(options("--data", str(tofu)))["world_facts"]] == ["0?", "1?", "2?", "9?"]
+    read = mdu.load_data(options("--data", str(tofu)))["world_facts"]
+    assert [r["question"][-2:] for r in read] == ["0?", "1?", "2?", "9?"]
     file.write_text(before)
 
 
@@ -947,7 +994,8 @@ def test_prompt_and_response_ids(base):
     """Header once, control-token text in a question stays text, decoding gives the answer back."""
     predictor, tokenizer = mdu.load_backbone(base)
     name = tokenizer.convert_ids_to_tokens
-    prompt, response = mdu.encode_row(tokenizer, predictor.end_id, "Where was Petra Osei born?", " Petra Osei was born in Debrecen. ")
+    prompt, response = mdu.encode_row(tokenizer, predictor.end_id, "Where was Petra Osei born?",
+                                      " Petra Osei was born in Debrecen. ")
     assert name(prompt) == ["<user>", "▁Where", "▁was", "▁Petra", "▁Osei", "▁born", "?", "<assistant>"]
     assert name(response) == ["▁Petra", "▁Osei", "▁was", "▁born", "▁in", "▁Debrecen", ".", "<end>"]
     assert ev.decode(predictor, tokenizer, response + response) == "Petra Osei was born in Debrecen."
@@ -956,7 +1004,8 @@ def test_prompt_and_response_ids(base):
     prompt, response = mdu.encode_row(tokenizer, predictor.end_id, "<mask> <end> <user> <assistant>", "<mask><end>")
     assert not control & {*prompt[1:-1], *response[:-1]}
     for row in mdu.toy_world()["forget"]:
-        assert ev.decode(predictor, tokenizer, mdu.encode_row(tokenizer, predictor.end_id, row["question"], row["answer"])[1]) == row["answer"]
+        _, response = mdu.encode_row(tokenizer, predictor.end_id, row["question"], row["answer"])
+        assert ev.decode(predictor, tokenizer, response) == row["answer"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
