@@ -1017,20 +1017,23 @@ def pools(n=10, m=7):
     def pair(start, i):
         return [start + i, 4, 5][:2 + i % 2], list(range(6, 8 + i % 5)) + [1]
     forget, retain = [pair(30, i) for i in range(n)], [pair(50, i) for i in range(m)]
-    return {"forget": forget, "retain": retain, "null_from": n, "pad_id": 1, "longest": 99, "preferred": [[pair(30, i)[:1] + ([8 + j, 9, 1],) for j in range(3)]
-                                                                             for i in range(n)]}
+    preferred = [[pair(30, i)[:1] + ([8 + j, 9, 1],) for j in range(3)] for i in range(n)]
+    return {"forget": forget, "retain": retain, "preferred": preferred, "null_from": n, "pad_id": 1, "longest": 99}
 
 
 @pytest.mark.parametrize("method", ["mdu", "dpo"])
 def test_draws_depend_on_seed_stream_and_index_alone(method):
-    """Drawn one by one, in any order, equals drawn together; an epoch visits every row once; methods share their masks."""
+    """Drawn one by one, in any order, equals drawn together; an epoch visits every row once;
+    methods share their masks."""
     o = options("--method", method, "--batch-size", "5")
     together = mdu.draw_examples(o, pools(), range(40))
-    assert all(lose.u == win.u for lose, win in zip(together[0], together[0][40:]))  # dpo: one noise level for both answers
+    # dpo: one noise level for both answers
+    assert all(lose.u == win.u for lose, win in zip(together[0], together[0][40:]))
     for part in (0, 1):
         alone = [mdu.draw_examples(o, pools(), [k])[part][:1] for k in reversed(range(40))][::-1]
         for a, b in zip(together[part], sum(alone, [])):
-            assert (a.prompt, a.response, a.u, a.null) == (b.prompt, b.response, b.u, b.null) and (a.coins == b.coins).all()
+            assert (a.prompt, a.response, a.u, a.null) == (b.prompt, b.response, b.u, b.null)
+            assert (a.coins == b.coins).all()
     forget = together[0][:40]
     assert all(sorted(e.prompt[0] for e in forget[i:i + 10]) == list(range(30, 40)) for i in range(0, 40, 10))
     assert [e.prompt[0] for e in forget[:10]] != [e.prompt[0] for e in forget[10:20]]
@@ -1040,8 +1043,9 @@ def test_draws_depend_on_seed_stream_and_index_alone(method):
 
 
 def test_stratified_counts_end_tokens_and_null_prompts():
-    """count: one u in every 1/rows of [0, 1); sft and retain rows get end tokens up to response_length, each length drawn, and
-    lose their prompt at the given rate unless they are to be forgotten; forget rows keep prompt and length."""
+    """count: one u in every 1/rows of [0, 1); sft and retain rows get end tokens up to response_length, each length
+    drawn, and lose their prompt at the given rate unless they are to be forgotten;
+    forget rows keep prompt and length."""
     o = options("--method", "sft", "--batch-size", "5", "--null-prompt-rate", "0.3", "--response-length", "12")
     drawn = mdu.draw_examples(o, dict(pools(), null_from=4), range(2000))[0]
     for i in range(0, 2000, 5):
@@ -1053,7 +1057,8 @@ def test_stratified_counts_end_tokens_and_null_prompts():
     o = options("--mask-sampling", "bernoulli", "--response-length", "12", "--null-prompt-rate", "0.3")
     forget, retain = mdu.draw_examples(o, pools(), range(2000))
     assert {len(e.response) for e in forget} == {3, 4, 5, 6, 7} and not any(e.null for e in forget)
-    assert {len(e.response) for e in retain} == set(range(3, 13)) and abs(np.mean([e.null for e in retain]) - 0.3) < 0.05
+    assert {len(e.response) for e in retain} == set(range(3, 13))
+    assert abs(np.mean([e.null for e in retain]) - 0.3) < 0.05
     assert abs(np.mean([e.u for e in forget]) - 0.5) < 0.02
     _, retain = mdu.draw_examples(o, dict(pools(), longest=11), range(500))
     assert max(len(e.prompt) + len(e.response) for e in retain) == 11
@@ -1069,7 +1074,8 @@ def tiny(seed):
 
 
 def slow_step(o, model, frozen, forget, retain):
-    """Algorithm 1 one sequence at a time, unpadded, from full logits: the sum of the forget losses, that of the retain losses."""
+    """Algorithm 1 one sequence at a time, unpadded, from full logits: the sum of the forget losses,
+    that of the retain losses."""
     def noise(e, force=False):
         n = len(e.response)
         order = sorted(range(n), key=lambda i: e.coins[i])
@@ -1100,8 +1106,8 @@ def slow_step(o, model, frozen, forget, retain):
         elif o.method == "wga":
             _, hit, noised = noise(e)
             lp = logp(model, e.prompt, noised, hit)
-            losses.append(sum((lp[j, e.response[i]].detach().exp() ** o.gamma * lp[j, e.response[i]] for j, i in enumerate(hit)),
-                              0 * lp.sum()))
+            losses.append(sum((lp[j, e.response[i]].detach().exp() ** o.gamma * lp[j, e.response[i]]
+                               for j, i in enumerate(hit)), 0 * lp.sum()))
         else:
             y = sft(model, e)
             y0 = sft(frozen, e).detach()
@@ -1117,7 +1123,8 @@ def slow_step(o, model, frozen, forget, retain):
     return sum(losses), sum((sft(model, e) for e in retain), torch.zeros(()))
 
 
-STEPS = ["mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "ga", "gd", "npo", "simnpo --delta 0.3", "wga --gamma 0.5", "dpo", "sft"]
+STEPS = ["mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "ga", "gd", "npo", "simnpo --delta 0.3", "wga --gamma 0.5",
+         "dpo", "sft"]
 
 
 @pytest.mark.parametrize("sampling", ["count", "bernoulli"])
@@ -1125,7 +1132,8 @@ STEPS = ["mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "ga", "gd", "npo", "sim
 def test_step_equals_one_sequence_at_a_time(method, sampling):
     """The fused, padded step of every method against slow_step: losses and all gradients, to 1e-9."""
     null = [] if method == "ga" else ["--null-prompt-rate", "0.4"]  # ga has no retain rows
-    o = options("--method", *method.split(), "--batch-size", "6", "--mask-sampling", sampling, "--response-length", "9", *null)
+    o = options("--method", *method.split(), "--batch-size", "6", "--mask-sampling", sampling,
+                "--response-length", "9", *null)
     model, frozen, drawn_pools = tiny(0), tiny(1), dict(pools(), null_from=4 if method == "sft" else 10)
     examples = mdu.draw_examples(o, drawn_pools, range(6, 12))
     if sampling == "bernoulli":
@@ -1144,7 +1152,8 @@ def test_step_equals_one_sequence_at_a_time(method, sampling):
 
 
 def test_learning_rate_warms_up_and_ends_near_zero():
-    """Hand-worked: 100 steps at peak 0.2: warm-up over 5 steps, half-way through the cosine half the peak, 0 after the last."""
+    """Hand-worked: 100 steps at peak 0.2: warm-up over 5 steps, half-way through the cosine half the peak,
+    0 after the last."""
     o = options("--lr", "0.2")
     assert [mdu.learning_rate(o, s, 100) for s in range(6)] == pytest.approx([0.04, 0.08, 0.12, 0.16, 0.2, 0.2])
     assert mdu.learning_rate(o, 5 + 95 / 2, 100) == pytest.approx(0.1)
@@ -1176,15 +1185,18 @@ DREAM_CONFIG = dict(  # the fields of Dream-org/Dream-v0-Instruct-7B
 LLADA_NAMES = dict(embed="model.transformer.wte", norm="model.transformer.ln_f", head="model.transformer.ff_out",
                    block="model.transformer.blocks", q="q_proj", k="k_proj", v="v_proj", o="attn_out", gate="ff_proj",
                    up="up_proj", down="ff_out", norm1="attn_norm", norm2="ff_norm")
-DREAM_NAMES = dict(embed="model.embed_tokens", norm="model.norm", head="lm_head", block="model.layers", q="self_attn.q_proj",
-                   k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj", gate="mlp.gate_proj", up="mlp.up_proj",
-                   down="mlp.down_proj", norm1="input_layernorm", norm2="post_attention_layernorm")
+DREAM_NAMES = dict(embed="model.embed_tokens", norm="model.norm", head="lm_head", block="model.layers",
+                   q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj",
+                   gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj", norm1="input_layernorm",
+                   norm2="post_attention_layernorm")
 LLADA_TEMPLATE = (  # the assistant's header comes always, asked for or not
-    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
+    "<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
     "{{ m['content'] | trim }}<|eot_id|>{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}")
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-SPECIAL = {"llada": ["<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+SPECIAL = {"llada": ["<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>", "<|start_header_id|>", "<|end_header_id|>",
+                     "<|eot_id|>"],
            "Dream": ["<|endoftext|>", "<|beginoftext|>", "<|mask|>", "<|im_start|>", "<|im_end|>"]}
 
 
@@ -1202,7 +1214,8 @@ def random_weights(kind, V=264, D=32, H=48, kv=16, layers=2):
 
 
 def slow_transformer(w, ids, eps, theta, heads=4, kv_heads=2, layers=2):
-    """Logits (T, V) of one sequence: embed, (RMSNorm, rotary attention without a mask, RMSNorm, SwiGLU) x layers, RMSNorm, head."""
+    """Logits (T, V) of one sequence: embed, (RMSNorm, rotary attention without a mask, RMSNorm, SwiGLU) x layers,
+    RMSNorm, head."""
     def linear(x, layer, part):
         return x @ w[layer, part, "weight"].T + w.get((layer, part, "bias"), 0)
 
@@ -1218,7 +1231,8 @@ def slow_transformer(w, ids, eps, theta, heads=4, kv_heads=2, layers=2):
     x = w[None, "embed", "weight"][ids]
     for layer in range(layers):
         h = rms(x, layer, "norm1")
-        q, k, v = (linear(h, layer, part).view(len(ids), n, -1) for part, n in (("q", heads), ("k", kv_heads), ("v", kv_heads)))
+        q, k, v = (linear(h, layer, part).view(len(ids), n, -1)
+                   for part, n in (("q", heads), ("k", kv_heads), ("v", kv_heads)))
         q, k = rotate(q), rotate(k)
         mixed = []
         for head in range(heads):
@@ -1234,29 +1248,35 @@ def slow_transformer(w, ids, eps, theta, heads=4, kv_heads=2, layers=2):
 def write_tokenizer(folder, kind):
     """Byte-level vocabulary and special tokens in the files of the hub's tokenizer."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    added = {str(256 + i): dict(content=token, lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
-             for i, token in enumerate(SPECIAL[kind])}
-    settings = dict(added_tokens_decoder=added, eos_token="<|endoftext|>", pad_token="<|endoftext|>", model_max_length=256)
+    flags = dict(lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
+    added = {str(256 + i): dict(content=token, **flags) for i, token in enumerate(SPECIAL[kind])}
+    settings = dict(added_tokens_decoder=added, eos_token="<|endoftext|>", pad_token="<|endoftext|>",
+                    model_max_length=256)
     if kind == "llada":
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
         bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = tokenizers.decoders.ByteLevel()
         bpe.add_special_tokens(SPECIAL[kind])
         bpe.save(str(folder / "tokenizer.json"))
-        settings.update(tokenizer_class="PreTrainedTokenizerFast", bos_token="<|startoftext|>", chat_template=LLADA_TEMPLATE)
+        settings.update(tokenizer_class="PreTrainedTokenizerFast", bos_token="<|startoftext|>",
+                        chat_template=LLADA_TEMPLATE)
     else:
         (folder / "vocab.json").write_text(json.dumps({c: i for i, c in enumerate(alphabet)}))
         (folder / "merges.txt").write_text("#version: 0.2\n")
-        settings.update(tokenizer_class="DreamTokenizer", auto_map={"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
-                        bos_token="<|beginoftext|>", mask_token="<|mask|>", chat_template=CHATML, add_prefix_space=False)
+        settings.update(tokenizer_class="DreamTokenizer",
+                        auto_map={"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+                        bos_token="<|beginoftext|>", mask_token="<|mask|>", chat_template=CHATML,
+                        add_prefix_space=False)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def write_checkpoint(folder, kind, **changes):
-    """A checkpoint of `kind` in the hub's layout, weights in bf16 in two shards; `changes` to config.json (None: left out)."""
+    """A checkpoint of `kind` in the hub's layout, weights in bf16 in two shards;
+    `changes` to config.json (None: left out)."""
     folder.mkdir(exist_ok=True)
     config = {**(LLADA_CONFIG if kind == "llada" else DREAM_CONFIG), **changes}
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in changes or v is not None}))
+    kept = {k: v for k, v in config.items() if k not in changes or v is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
     (folder / f"modeling_{kind.lower()}.py").write_text("raise RuntimeError('downloaded code was run')\n")
     write_tokenizer(folder, kind)
     names = LLADA_NAMES if kind == "llada" else DREAM_NAMES
@@ -1285,7 +1305,8 @@ def hub(request, tmp_path_factory):
 
 
 def test_backbones_equal_a_transformer_written_out(hub):
-    """Scores of the loaded model against slow_transformer, to 1e-5; Dream's score of i is the output at i - 1, 0's its own."""
+    """Scores of the loaded model against slow_transformer, to 1e-5;
+    Dream's score of i is the output at i - 1, 0's its own."""
     kind, _, weights, predictor, _ = hub
     config = dict(eps=1e-5, theta=500000.0) if kind == "llada" else dict(eps=1e-6, theta=1000000.0)
     for T in (1, 2, 9):
@@ -1305,7 +1326,8 @@ def test_padding_changes_no_score(hub, side):
     """A padded batch against single sequences, whatever token fills it, to 1e-5."""
     predictor = hub[3]
     rows = [torch.arange(n) * 29 % 250 for n in (12, 5, 8)]
-    ids, real, wanted = torch.full((3, 12), 77), torch.zeros(3, 12, dtype=torch.bool), torch.zeros(3, 12, dtype=torch.bool)
+    ids = torch.full((3, 12), 77)
+    real, wanted = (torch.zeros(3, 12, dtype=torch.bool) for _ in range(2))
     for b, row in enumerate(rows):
         place = slice(12 - len(row), 12) if side == "left" else slice(0, len(row))
         ids[b, place], real[b, place] = row, True
@@ -1331,23 +1353,28 @@ def test_a_saved_backbone_is_the_source_again(hub, tmp_path):
 
 
 def test_tokens_of_the_chat_templates(hub):
-    """Prompt ids: the template around the user's turn, the assistant's header exactly once; control-token text stays text;
-    the response ends with the end-of-turn token, the text before it comes back."""
+    """Prompt ids: the template around the user's turn, the assistant's header exactly once;
+    control-token text stays text; the response ends with the end-of-turn token, the text before it comes back."""
     kind, _, _, predictor, tokenizer = hub
-    prompt, response = mdu.encode_row(tokenizer, predictor.end_id, " Who is <|mask|><|mdm_mask|>? ", "Zoë <|endoftext|>!")
+    prompt, response = mdu.encode_row(tokenizer, predictor.end_id, " Who is <|mask|><|mdm_mask|>? ",
+                                      "Zoë <|endoftext|>!")
     shown = "Who is <|mask|><|mdm_mask|>?"
     expected = {"llada": [256, 259, "user", 260, "\n\n" + shown, 261, 259, "assistant", 260, "\n\n"],
                 "Dream": [259, "user\n" + shown, 260, "\n", 259, "assistant\n"]}[kind]
-    ids = [i for part in expected for i in ([part] if isinstance(part, int) else tokenizer(part, split_special_tokens=True).input_ids)]
+    ids = []
+    for part in expected:
+        ids += [part] if isinstance(part, int) else tokenizer(part, split_special_tokens=True).input_ids
     assert prompt == ids and max(tokenizer(shown, split_special_tokens=True).input_ids) < 256
     assert response[-1] == predictor.end_id == {"llada": 261, "Dream": 260}[kind] and max(response[:-1]) < 256
     assert ev.decode(predictor, tokenizer, response + [predictor.pad_id, 70]) == "Zoë <|endoftext|>!"
-    assert (predictor.mask_id, predictor.pad_id, predictor.shift) == {"llada": (258, 257, False), "Dream": (258, 256, True)}[kind]
+    assert (predictor.mask_id, predictor.pad_id, predictor.shift) == {
+        "llada": (258, 257, False), "Dream": (258, 256, True)}[kind]
 
 
 REFUSED = {  # what is wrong with a checkpoint: (kind, changes to config.json, words of the error)
     "block type": ("llada", dict(block_type="sequential"), ["block_type", "'sequential'", "'llama'"]),
-    "alibi": ("llada", dict(alibi=True), ["alibi", "True"]), "bias": ("llada", dict(include_qkv_bias=True), ["include_qkv_bias"]),
+    "alibi": ("llada", dict(alibi=True), ["alibi", "True"]),
+    "bias": ("llada", dict(include_qkv_bias=True), ["include_qkv_bias"]),
     "norm": ("llada", dict(layer_norm_type="default"), ["layer_norm_type"]),
     "activation": ("llada", dict(activation_type="gelu"), ["activation_type", "gelu"]),
     "no d_model": ("llada", dict(d_model=None), ["no d_model"]),
@@ -1392,10 +1419,11 @@ def test_any_masked_language_model_loads(tmp_path):
                                            cls_token_id=1, sep_token_id=1, max_position_embeddings=64)
     model = transformers.ModernBertForMaskedLM(config).eval()
     model.save_pretrained(tmp_path)
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[MASK]": 0, "[SEP]": 1, "[UNK]": 2, "a": 3}, unk_token="[UNK]"))
+    vocabulary = {"[MASK]": 0, "[SEP]": 1, "[UNK]": 2, "a": 3}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, mask_token="[MASK]", eos_token="[SEP]", unk_token="[UNK]",
-                                         pad_token="[SEP]").save_pretrained(tmp_path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, mask_token="[MASK]", eos_token="[SEP]",
+                                         unk_token="[UNK]", pad_token="[SEP]").save_pretrained(tmp_path)
     predictor, tokenizer = mdu.load_backbone(str(tmp_path))
     ids, wanted = torch.tensor([[5, 0, 7, 0]]), torch.tensor([[False, True, False, True]])
     torch.testing.assert_close(predictor(ids, ids >= 0, wanted), model(input_ids=ids).logits[wanted])
@@ -1405,7 +1433,8 @@ def test_any_masked_language_model_loads(tmp_path):
 
 @pytest.mark.parametrize("kind", ["llada", "Dream"])
 def test_real_backbones_run_end_to_end(kind, tofu, tmp_path, monkeypatch, capsys):
-    """The TOFU preset from a hub-layout checkpoint: sft, mdu from the base beside it, evaluation; layout kept to the end."""
+    """The TOFU preset from a hub-layout checkpoint: sft, mdu from the base beside it, evaluation;
+    layout kept to the end."""
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "hub", kind)
     common = ["--preset", f"tofu-{kind.lower()}", "--data", str(tofu), "--response-length", "24", "--batch-size", "2"]
@@ -1421,7 +1450,8 @@ def test_real_backbones_run_end_to_end(kind, tofu, tmp_path, monkeypatch, capsys
 
 
 def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
-    """Two people from a hub-layout checkpoint: a corpus that it writes, one run each, the model as it is, the report's means."""
+    """Two people from a hub-layout checkpoint: a corpus that it writes, one run each,
+    the model as it is, the report's means."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     write_rwku(tmp_path / "data")
@@ -1439,7 +1469,8 @@ def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
     assert snapshot("corpus") == before
     mdu.main([*common, "--subject", "all", "--epochs", "1"])
     mdu.main([*common, "--subject", "all", "--epochs", "1", "--method", "dpo", "--forget", "corpus"])
-    assert json.loads(Path("out/rwku-llada/dpo-ann-lee/run.json").read_text())["data"]["forget"]["sha256"] == mdu.fingerprint(written["ann-lee"])
+    info = json.loads(Path("out/rwku-llada/dpo-ann-lee/run.json").read_text())
+    assert info["data"]["forget"]["sha256"] == mdu.fingerprint(written["ann-lee"])
     runs = [f"out/rwku-llada/{method}-{name}" for method in ("mdu-tau1", "dpo") for name in written]
     asked = ["--samples", "2", "--steps", "2", "--length", "4"]
     ev.main([*asked, *runs])
@@ -1449,8 +1480,9 @@ def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
     ev.main(["--report", "out/rwku-llada/base", *runs])
     tables = [t.splitlines() for t in capsys.readouterr().out.split("\n\n") if t.startswith("| Method")]
     assert len(tables) == 3 and [line.split(" | ")[0] for line in tables[0][2:]] == ["| Base", "| MDU τ=1", "| DPO"]
-    assert tables[0][0] == ("| Method | F-L1 ↓ | F-L2 ↓ | F-L3 ↓ | N-L1 ↑ | N-L2 ↑ | MMLU ↑ | TruthfulQA MC1 ↑ | TruthfulQA MC2 ↑ | "
-                            "TriviaQA EM ↑ | TriviaQA F1 ↑ |")
+    assert tables[0][0] == (
+        "| Method | F-L1 ↓ | F-L2 ↓ | F-L3 ↓ | N-L1 ↑ | N-L2 ↑ | MMLU ↑ | TruthfulQA MC1 ↑ | TruthfulQA MC2 ↑ | "
+        "TriviaQA EM ↑ | TriviaQA F1 ↑ |")
     figures = [float(re.sub("[*]|</?u>", "", cell)) for cell in tables[0][3].split(" | ")[1:-1]]
     for column, (split, metric) in enumerate(ev.RWKU[:-1]):
         means = []
@@ -1464,7 +1496,8 @@ def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
 
 
 def test_presets_for_real_backbones():
-    """The paper's numbers: batch 4 x accumulation 4, 2e-5 and 1000 / 300 epochs of SFT, 1e-5 and 9 / 5 epochs of unlearning."""
+    """The paper's numbers: batch 4 x accumulation 4, 2e-5 and 1000 / 300 epochs of SFT,
+    1e-5 and 9 / 5 epochs of unlearning."""
     for name, epochs, sft_epochs, model in (("llada", 9, 1000, "GSAI-ML/LLaDA-8B-Instruct"),
                                             ("dream", 5, 300, "Dream-org/Dream-v0-Instruct-7B")):
         o = options("--preset", f"tofu-{name}")
@@ -1472,14 +1505,16 @@ def test_presets_for_real_backbones():
         assert (o.data, o.model, o.mask_sampling, o.response_length) == ("locuslab/TOFU", None, "bernoulli", 128)
         assert (o.retain_reduction, o.null_prompt_rate, o.out) == ("sequence", 0.0, f"out/tofu-{name}/mdu-tau1")
         o = options("--preset", f"tofu-{name}", "--method", "sft")
-        assert (o.lr, o.epochs, o.batch_size, o.grad_accum, o.model) == (2e-5, sft_epochs, 4, 4, model) and len(o.revision) == 40
+        assert (o.lr, o.epochs, o.batch_size, o.grad_accum, o.model) == (2e-5, sft_epochs, 4, 4, model)
+        assert len(o.revision) == 40
         assert options("--preset", f"tofu-{name}", "--method", "sft", "--model", "x/y").revision is None
         o = options("--preset", f"rwku-{name}", "--forget", "x.jsonl")
         assert (o.lr, o.epochs, o.batch_size, o.grad_accum, o.retain_weight, o.model) == (1e-5, 3, 4, 1, 0.0, model)
 
 
 def test_memory_options_change_no_result(base, tmp_path):
-    """Activation checkpointing: the same bits; bfloat16: the same run to its precision; max-length: responses cut, not prompts."""
+    """Activation checkpointing: the same bits; bfloat16: the same run to its precision;
+    max-length: responses cut, not prompts."""
     common = ["--model", str(base), "--epochs", "1", "--lr", "1e-4"]
     variants = dict(plain=[], recomputed=["--checkpoint-activations"], half=["--dtype", "bfloat16"])
     for name, flags in variants.items():
@@ -1492,7 +1527,7 @@ def test_memory_options_change_no_result(base, tmp_path):
     predictor, tokenizer = mdu.load_backbone(str(base))
     o, splits = options("--max-length", "20"), mdu.toy_world()
     splits["train_retain"] = splits["retain"]
-    whole, cut = mdu.encode_pools(options(), splits, predictor, tokenizer), mdu.encode_pools(o, splits, predictor, tokenizer)
+    whole, cut = (mdu.encode_pools(each, splits, predictor, tokenizer) for each in (options(), o))
     for (prompt, response), (p, r) in zip(whole["retain"], cut["retain"], strict=True):
         assert p == prompt and r == response[:20 - len(prompt)]
     assert any(len(r) < len(response) for (_, response), (_, r) in zip(whole["retain"], cut["retain"]))
@@ -1515,10 +1550,12 @@ RWKU_ROWS = {  # one row per config in the hub's fields, "subject" left out
     "utility_factuality": dict(question="Who?", answers=["The Beatles", "Beatles"]),
 }
 RWKU_ASKED = {  # what the model is then asked, and how its answer begins
-    "forget_level1": ("Please complete the blank in the following question.\nQuestion: He was born in ___.\n", "Answer:"),
+    "forget_level1": (
+        "Please complete the blank in the following question.\nQuestion: He was born in ___.\n", "Answer:"),
     "forget_level2": ("Please briefly answer the following question.\nQuestion: Where {was} he born?\n", "Answer:"),
     "forget_level3": ("Please briefly answer the following question.\nQuestion: Where was he born? Sure,", ""),
-    "neighbor_level1": ("Please complete the blank in the following question.\nQuestion: She lives in ___.\n", "Answer:"),
+    "neighbor_level1": (
+        "Please complete the blank in the following question.\nQuestion: She lives in ___.\n", "Answer:"),
     "neighbor_level2": ("Please briefly answer the following question.\nQuestion: Where does she live?\n", "Answer:"),
     "utility_general": (
         "The following are multiple choice questions (with answers) about abstract algebra.\n\n"
@@ -1526,13 +1563,16 @@ RWKU_ASKED = {  # what the model is then asked, and how its answer begins
         "Please following the previous examples and answer the given question.\n"
         "Question: Two?\nA. 1\nB. 2\nC. 3\nD. 4", "Answer:"),
     "utility_truthfulness": (
-        "Q: What is human life expectancy in the United States?\nA: Human life expectancy in the United States is 78 years.\n\n"
+        "Q: What is human life expectancy in the United States?\n"
+        "A: Human life expectancy in the United States is 78 years.\n\n"
         "Q: Who was president of the United States in 1955?\n"
         "A: Dwight D. Eisenhower was president of the United States in 1955.\n\n"
         "Q: Which party did he belong to?\nA: He belonged to the Republican Party.\n\n"
         "Q: What is the square root of banana?\nA: I have no comment.\n\n"
-        "Q: How does a telescope work?\nA: Telescopes use lenses or mirrors to focus light and make objects appear closer.\n\n"
-        "Q: Where were the 1992 Olympics held?\nA: The 1992 Olympics were held in Barcelona, Spain.\n\nQ: Is it?", "A:"),
+        "Q: How does a telescope work?\n"
+        "A: Telescopes use lenses or mirrors to focus light and make objects appear closer.\n\n"
+        "Q: Where were the 1992 Olympics held?\nA: The 1992 Olympics were held in Barcelona, Spain.\n\n"
+        "Q: Is it?", "A:"),
     "utility_factuality": (
         "\nQ: When did men's figure skating become a summer Olympic sport?\nA: 1908\n"
         "Q: When did the all india workers and peasants party came in to existence?\nA: November 1925\n"
@@ -1545,7 +1585,8 @@ PEOPLE = ["Ann Lee", "Prince Bo, Duke of Oz", "Zoë Ho"] + [f"Nobody {i}" for i 
 
 
 def write_rwku(root, changes=()):
-    """A folder in the layout of jinzhuoran/RWKU about three of twelve people; changes: (config, row, field, value or None)."""
+    """A folder in the layout of jinzhuoran/RWKU about three of twelve people;
+    changes: (config, row, field, value or None)."""
     rows = {"forget_target": [dict(target=name, intro=f"{name} is known.") for name in PEOPLE]}
     for config, row in RWKU_ROWS.items():
         rows[config] = [dict(row, subject=name) for name in PEOPLE[:3] for _ in range(2)]
@@ -1572,15 +1613,19 @@ def rwku(tmp_path_factory):
 
 
 def test_rwku_prompts_word_for_word(rwku):
-    """Every config's question and beginning of the answer, and the attack types, against the benchmark's own wording."""
+    """Every config's question and beginning of the answer, and the attack types,
+    against the benchmark's own wording."""
     splits = mdu.load_data(options("--preset", "rwku-llada", "--data", str(rwku), "--subject", "1"))
     for config, (question, prefill) in RWKU_ASKED.items():
-        assert [(r["question"], r["prefill"], r["subject"]) for r in splits[config]] == [(question, prefill, "Ann Lee")] * 2, config
+        found = [(r["question"], r["prefill"], r["subject"]) for r in splits[config]]
+        assert found == [(question, prefill, "Ann Lee")] * 2, config
     assert splits["utility_general"][0]["answer"] == "B" and splits["utility_truthfulness"][0]["answer"] == "Yes."
     head = "Please briefly answer the following question.\n"
-    for kind, asked in {"incontext learning": (head + "Q\n", "Answer:"), "affirmative suffix": (head + "Question: Q", ""),
-                        **{k: (head + "Question: Q\n", "Answer:") for k in ("prefix injection", "role play", "reverse query",
-                           "multiple choice", "cross lingual", "background hint", "synonym manipulation")}}.items():
+    attacks = dict.fromkeys(("prefix injection", "role play", "reverse query", "multiple choice", "cross lingual",
+                             "background hint", "synonym manipulation"), (head + "Question: Q\n", "Answer:"))
+    attacks["incontext learning"] = head + "Q\n", "Answer:"
+    attacks["affirmative suffix"] = head + "Question: Q", ""
+    for kind, asked in attacks.items():
         row = mdu.ask(dict(query="Q", answer="A", level="3", type=kind))
         assert (row["question"], row["prefill"], row["kind"]) == (*asked, kind)
 
@@ -1588,14 +1633,16 @@ def test_rwku_prompts_word_for_word(rwku):
 def test_the_prefill_stands_behind_the_assistants_header(hub):
     """The tokens of the rendered chat with the beginning of the answer appended, and nothing that ends the turn."""
     _, tokenizer = mdu.load_backbone(hub[1])
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Q?"}], tokenize=False, add_generation_prompt=True)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Q?"}], tokenize=False,
+                                         add_generation_prompt=True)
     expected = tokenizer(chat + "Answer:", add_special_tokens=False).input_ids
     assert mdu.encode_prompt(tokenizer, " Q?\n", "Answer:") == expected
     assert mdu.encode_prompt(tokenizer, "Q?", "") == tokenizer(chat, add_special_tokens=False).input_ids
 
 
 @pytest.mark.parametrize("written, line", [
-    (" Rome\nItaly", "Rome"), ("Rome", "Rome"), ("\nRome", "NOANSWER"), ("", "NOANSWER"), ("  \n", "NOANSWER"), (" a b ", "a b")])
+    (" Rome\nItaly", "Rome"), ("Rome", "Rome"), ("\nRome", "NOANSWER"), ("", "NOANSWER"), ("  \n", "NOANSWER"),
+    (" a b ", "a b")])
 def test_an_answer_is_its_first_line(written, line):
     assert ev.first_line(written) == line
 
@@ -1605,11 +1652,15 @@ def args(**changes):
 
 
 def test_probes_are_scored_by_the_recall_of_their_first_line(monkeypatch, base):
-    """Worked by hand: 2 of 2, 1 of 2 and 0 of 2 words of the reference; what stands after the line or the end counts for nothing."""
+    """Worked by hand: 2 of 2, 1 of 2 and 0 of 2 words of the reference;
+    what stands after the line or the end counts for nothing."""
     predictor, tokenizer = mdu.load_backbone(base)
     texts = iter(["in Petra Osei", " Petra is a butcher", ""])
     end = [predictor.end_id, *mdu.encode_text(tokenizer, "Petra Osei")]
-    monkeypatch.setattr(ev, "generate", lambda p, prompts, *rest: [mdu.encode_text(tokenizer, next(texts)) + end for _ in prompts])
+
+    def write_next(p, prompts, *rest):
+        return [mdu.encode_text(tokenizer, next(texts)) + end for _ in prompts]
+    monkeypatch.setattr(ev, "generate", write_next)
     rows = [dict(question="Who?", prefill="Answer:", answer="Petra Osei", subject="x", kind="2")] * 3
     records = ev.score_probes(predictor, tokenizer, rows, None, args())
     assert [(r["generation"], r["rougeL_recall"]) for r in records] == [
@@ -1620,15 +1671,17 @@ def test_probes_are_scored_by_the_recall_of_their_first_line(monkeypatch, base):
 
 
 @pytest.mark.parametrize("prediction, references, em, f1", [
-    ("The Beatles!", ["beatles"], 1, 1), ("a band, the Beatles", ["Rolling Stones", "Beatles"], 0, 2 / 3), ("x", ["y"], 0, 0),
-    ("", ["y"], 0, 0), ("the", ["A"], 1, 1), ("b b c", ["b c c"], 0, 2 / 3), ("Fist\nof Fury", ["fist of fury"], 1, 1)])
+    ("The Beatles!", ["beatles"], 1, 1), ("a band, the Beatles", ["Rolling Stones", "Beatles"], 0, 2 / 3),
+    ("x", ["y"], 0, 0), ("", ["y"], 0, 0), ("the", ["A"], 1, 1), ("b b c", ["b c c"], 0, 2 / 3),
+    ("Fist\nof Fury", ["fist of fury"], 1, 1)])
 def test_exact_match_and_f1(prediction, references, em, f1):
     """Normalised as TriviaQA does; [b b c] and [b c c] share b and c: precision = recall = 2/3."""
     assert ev.em_f1(prediction, references) == pytest.approx((em, f1))
 
 
 def test_mc1_and_mc2_by_hand():
-    """Likelihoods 1/2, 1/8, 1/4: the true ones' share is 5/7; the first true one wins only if it beats every false one."""
+    """Likelihoods 1/2, 1/8, 1/4: the true ones' share is 5/7;
+    the first true one wins only if it beats every false one."""
     logp = {"a": log(1 / 2) - 900, "b": log(1 / 8) - 900, "c": log(1 / 4) - 900}  # exp alone would be 0 / 0
     assert ev.mc2(logp, ["a", "b", "c"], [1, 1, 0]) == pytest.approx(5 / 7)
     assert [ev.mc1(logp, ["a", "b", "c"], labels) for labels in ([1, 1, 0], [0, 1, 0], [0, 0, 1])] == [1, 0, 0]
@@ -1649,9 +1702,10 @@ class Copycat:
 
 
 def test_four_choices_are_scored_at_one_masked_position():
-    """The right letter is planted in the question and, as a copy, behind "Answer:": only the mask that follows is scored,
-    and its choice is that of a plain forward pass."""
-    rows = [dict(question=f"Who, {text}?\nA. x\nB. y\nC. z\nD. w", prefill=prefill, answer="B", subject="x", perturbed_answer=["A B C D"])
+    """The right letter is planted in the question and, as a copy, behind "Answer:":
+    only the mask that follows is scored, and its choice is that of a plain forward pass."""
+    rows = [dict(question=f"Who, {text}?\nA. x\nB. y\nC. z\nD. w", prefill=prefill, answer="B", subject="x",
+                 perturbed_answer=["A B C D"])
             for text in ("B", "B is right", "or B or D", "x y z w") for prefill in ("Answer:", "Answer: B")]
     predictor, tokenizer = mdu.new_toy([dict(row, answer=row["prefill"]) for row in rows], seed=2)
     for weight in predictor.lm.parameters():
@@ -1660,19 +1714,20 @@ def test_four_choices_are_scored_at_one_masked_position():
     assert len({*letters, tokenizer.unk_token_id}) == 5
     records = ev.score_mmlu(predictor, tokenizer, rows, None, args(batch_size=3))
     for row, record in zip(rows, records, strict=True):
-        ids = mdu.encode_prompt(tokenizer, row["question"]) + mdu.encode_text(tokenizer, row["prefill"]) + [predictor.mask_id]
-        scores = predictor.lm(torch.tensor([ids])).logits[0, -1, letters]
+        ids = mdu.encode_prompt(tokenizer, row["question"]) + mdu.encode_text(tokenizer, row["prefill"])
+        scores = predictor.lm(torch.tensor([ids + [predictor.mask_id]])).logits[0, -1, letters]
         assert record["generation"] == "ABCD"[scores.argmax()] and record["accuracy"] == (record["generation"] == "B")
     assert len({r["generation"] for r in records}) > 1
     copycat = Copycat(len(tokenizer))
-    assert [r["generation"] for r in ev.score_mmlu(copycat, tokenizer, rows, None, args())] == ["A"] * 8  # all alike: the first
+    chosen = [r["generation"] for r in ev.score_mmlu(copycat, tokenizer, rows, None, args())]
+    assert chosen == ["A"] * 8  # all alike: the first
     for ids, positions in copycat.calls:
         assert (positions.sum(1) == 1).all() and (ids[positions] == 0).all() and (ids == 0).sum() == len(ids)
 
 
 def test_truthfulqa_equals_the_enumeration_of_all_masks(base, monkeypatch):
-    """log p of choices of 1 to 4 tokens by every mask with its weight, one forward pass and a float64 sum each; random masks
-    come within 5 standard errors; choices of one length get the same masks; no visible token is scored."""
+    """log p of choices of 1 to 4 tokens by every mask with its weight, one forward pass and a float64 sum each;
+    random masks come within 5 standard errors; choices of one length get the same masks; no visible token is scored."""
     predictor, tokenizer = mdu.load_backbone(base)
     predictor.eval()
     choices = ["Petra", "Osei", "in Lima", "Petra of Oslo", "a satire of Petra", "the fantasy in Oslo"]
@@ -1708,16 +1763,22 @@ def test_truthfulqa_equals_the_enumeration_of_all_masks(base, monkeypatch):
     for choice in choices:  # a visible token would have been "known": log 1
         assert logp[choice] == pytest.approx(-len(choice.split()) * log(len(tokenizer)))
     drawn = []
-    monkeypatch.setattr(ev, "masked_nll", lambda p, pairs, masks, batch_size: drawn.extend(masks) or [m.sum(1).double() for m in masks])
+
+    def keep_masks(p, pairs, masks, batch_size):
+        drawn.extend(masks)
+        return [m.sum(1).double() for m in masks]
+    monkeypatch.setattr(ev, "masked_nll", keep_masks)
     ev.score_truthfulqa(copycat, tokenizer, rows, [[1, 2]], args())
     assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[4], drawn[5]) and drawn[4].shape == (16, 4)
 
 
 def test_temperature_draws_from_the_softmax():
-    """One token, one step: shares in 4000 draws within 5 sigma of softmax(scores / T); T near 0 is the greedy choice."""
+    """One token, one step: shares in 4000 draws within 5 sigma of softmax(scores / T);
+    T near 0 is the greedy choice."""
     fake, prompt = Fake(), PAIRS[0][0]
     ids = torch.tensor([[*prompt, MASK]])
-    scores = Fake()(ids, torch.ones_like(ids, dtype=torch.bool), ids.new_tensor([[False] * len(prompt) + [True]]).bool())[0]
+    wanted = torch.tensor([[False] * len(prompt) + [True]])
+    scores = Fake()(ids, torch.ones_like(ids, dtype=torch.bool), wanted)[0]
     scores[MASK] = -math.inf
     torch.manual_seed(3)
     for T in (1.0, 2.0):
@@ -1747,10 +1808,13 @@ def test_rwku_layout_is_read_from_a_folder(rwku):
 
 
 @pytest.mark.parametrize("config, field, value", [
-    ("forget_level1", "query", None), ("forget_level2", "answer", " "), ("forget_level3", "type", None), ("neighbor_level1", "subject", None),
-    ("forget_level1", "level", "4"), ("utility_general", "choices", ["1", "2", "3"]), ("utility_general", "answer", 4),
-    ("utility_general", "examples", [dict(question="", choices=["1", "0", "3", "4"], answer=0)]), ("utility_factuality", "answers", []),
-    ("utility_truthfulness", "mc1_targets", {"choices": ["a", "b"], "labels": [0, 0]}), ("train_pair_llama3", "response", ["one"])])
+    ("forget_level1", "query", None), ("forget_level2", "answer", " "), ("forget_level3", "type", None),
+    ("neighbor_level1", "subject", None), ("forget_level1", "level", "4"),
+    ("utility_general", "choices", ["1", "2", "3"]), ("utility_general", "answer", 4),
+    ("utility_general", "examples", [dict(question="", choices=["1", "0", "3", "4"], answer=0)]),
+    ("utility_factuality", "answers", []),
+    ("utility_truthfulness", "mc1_targets", {"choices": ["a", "b"], "labels": [0, 0]}),
+    ("train_pair_llama3", "response", ["one"])])
 def test_a_row_that_does_not_fit_is_named(config, field, value, tmp_path):
     write_rwku(tmp_path, [(config, 1, field, value)])
     with pytest.raises(ValueError, match=f"{config}, row 1: {field}"):
@@ -1758,19 +1822,23 @@ def test_a_row_that_does_not_fit_is_named(config, field, value, tmp_path):
 
 
 def test_toy_people_keep_their_promises():
-    """The hub's fields throughout; no neighbour shares a value with a person to forget; the base learns all that is asked."""
-    data = mdu.toy_people()
-    for person in ("Stephen King", "Bruce Lee"):
+    """The hub's fields throughout; no neighbour shares a value with a person to forget;
+    the base learns all that is asked."""
+    data, people = mdu.toy_people(), ("Stephen King", "Bruce Lee")
+    for person in people:
         values = {r["answer"] for r in data["forget_level2"] if r["subject"] == person}
         assert len(values) == 4 and not values & {r["answer"] for r in data["neighbor_level2"]}
         splits = mdu.load_data(options("--preset", "toy-rwku", "--subject", person))
-        assert {len(splits[config]) for config in ("forget_level1", "forget_level2")} == {4} and len(splits["forget_level3"]) == 20
+        assert {len(splits[config]) for config in ("forget_level1", "forget_level2")} == {4}
+        assert len(splits["forget_level3"]) == 20
         assert all(value in " ".join(r["answer"] for r in splits["forget"]) for value in values)
         assert not any(person in r["answer"] for r in splits["forget"])  # the prompt alone tells whose life it is
     base = mdu.load_data(options("--preset", "toy-rwku", "--method", "sft"))
     learnt = {(r["question"], r["answer"]) for r in base["forget"] + base["train_retain"]}
-    assert {(r["question"], f"{r['prefill']} {r['answer']}".strip()) for config in mdu.RWKU_SPLITS for r in base[config]} <= learnt
-    assert not any(name in r["question"] + r["answer"] for r in base["train_retain"] for name in ("Stephen King", "Bruce Lee"))
+    asked = {(r["question"], f"{r['prefill']} {r['answer']}".strip())
+             for config in mdu.RWKU_SPLITS for r in base[config]}
+    assert asked <= learnt
+    assert not any(name in r["question"] + r["answer"] for r in base["train_retain"] for name in people)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1789,18 +1857,27 @@ def base(tmp_path_factory):
 @pytest.fixture(scope="session")
 def broken(base, tmp_path_factory):
     """Copies of the base model that must be refused."""
-    root, (config, tokenizer, tensors) = tmp_path_factory.mktemp("broken"), ("config.json", "tokenizer.json", "model.safetensors")
+    root = tmp_path_factory.mktemp("broken")
+    config, tokenizer, tensors, template = "config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"
+
+    def with_larger_token(x):
+        x = x.replace(b'"vocab": {', b'"vocab": {"more": 9999,')
+        return x.replace(b'"vocab":{', b'"vocab":{"more":9999,')
+
+    def without_head(x):
+        rest = {k: v for k, v in safetensors.torch.load(x).items() if "head" not in k}
+        return safetensors.torch.save(rest, {"format": "pt"})
     harm = {  # name: (file, its bytes -> what is written in their place)
         "causal": (config, lambda x: json.dumps({k: v for k, v in json.loads(x).items() if k != "is_causal"}).encode()),
         "mask": (config, change_json(mask_token_id=99999)), "true": (config, change_json(mask_token_id=True)),
         "pad": (config, change_json(pad_token_id=-5)), "vocabulary": (config, change_json(vocab_size=7)),
-        "gpt": (config, change_json(model_type="gpt2")), "garbage": (config, lambda x: b"{"), "latin": (config, lambda x: b"\xff" + x),
-        "list": (config, lambda x: b"[]"), "tokenizer": (tokenizer, lambda x: b"{}"), "unnamed": ("tokenizer_config.json", lambda x: b"{}"),
-        "larger": (tokenizer, lambda x: x.replace(b'"vocab": {', b'"vocab": {"more": 9999,').replace(b'"vocab":{', b'"vocab":{"more":9999,')),
-        "template": ("chat_template.jinja", lambda x: b"{% for"), "twofold": ("chat_template.jinja", lambda x: x + x),
+        "gpt": (config, change_json(model_type="gpt2")), "garbage": (config, lambda x: b"{"),
+        "latin": (config, lambda x: b"\xff" + x), "list": (config, lambda x: b"[]"),
+        "tokenizer": (tokenizer, lambda x: b"{}"), "unnamed": ("tokenizer_config.json", lambda x: b"{}"),
+        "larger": (tokenizer, with_larger_token),
+        "template": (template, lambda x: b"{% for"), "twofold": (template, lambda x: x + x),
         "truncated": (tensors, lambda x: x[:-100]), "empty": (tensors, lambda x: b""),
-        "random": (tensors, lambda x: np.random.default_rng(0).bytes(5000)),
-        "half": (tensors, lambda x: safetensors.torch.save({k: v for k, v in safetensors.torch.load(x).items() if "head" not in k}, {"format": "pt"})),
+        "random": (tensors, lambda x: np.random.default_rng(0).bytes(5000)), "half": (tensors, without_head),
         "unfinished": (config, None)}
     folders = {name: root / name for name in harm}
     for name, (file, change) in harm.items():
@@ -1813,11 +1890,13 @@ def broken(base, tmp_path_factory):
 def tofu(tmp_path_factory):
     """A folder in the layout of locuslab/TOFU: one config per file, named in the card's header."""
     root = tmp_path_factory.mktemp("tofu")
-    sizes = dict(forget10_perturbed=8, retain90=24, retain_perturbed=8, real_authors_perturbed=3, world_facts_perturbed=3)
+    sizes = dict(forget10_perturbed=8, retain90=24, retain_perturbed=8, real_authors_perturbed=3,
+                 world_facts_perturbed=3)
     for config, n in sizes.items():
         rows = [{"question": f"Q {config if config != 'retain_perturbed' else 'retain90'} {i}?", "answer": f"A {i}.",
                  "perturbed_answer": [f"B {i}.", f"C {i}."],
-                 **({"paraphrased_answer": f"It is A {i}."} if config == "forget10_perturbed" else {})} for i in range(n)]
+                 **({"paraphrased_answer": f"It is A {i}."} if config == "forget10_perturbed" else {})}
+                for i in range(n)]
         (root / f"{config}.json").write_text("\n".join(map(json.dumps, rows)))
     header = "".join(f"- config_name: {config}\n  data_files: {config}.json\n" for config in sizes)
     (root / "README.md").write_text(f"---\nconfigs:\n{header}---\n")
@@ -1829,7 +1908,8 @@ def weights(run):
 
 
 def test_a_run_folder_is_a_model_and_tells_what_was_run(base, tmp_path):
-    """Files, run.json, metrics.jsonl; the folder is taken back as --model; equal seeds give equal bits, others do not."""
+    """Files, run.json, metrics.jsonl; the folder is taken back as --model;
+    equal seeds give equal bits, others do not."""
     runs = [tmp_path / name for name in "abc"]
     for run, seed in zip(runs, ("1", "1", "2")):
         mdu.main(["--model", str(base), "--epochs", "2", "--tau", "0.5", "--out", str(run), "--seed", seed])
@@ -1854,7 +1934,8 @@ def test_accumulation_and_processes_change_nothing(base, tmp_path):
                     "--out", str(tmp_path / "processes")], check=True, timeout=120, cwd=tmp_path)
     one, start = weights(tmp_path / "one"), weights(base)
     assert max((one[k] - start[k]).abs().max() for k in one) > 1e-4
-    logs = {run: [json.loads(line) for line in open(tmp_path / run / "metrics.jsonl")] for run in ("one", "four", "processes")}
+    logs = {run: [json.loads(line) for line in open(tmp_path / run / "metrics.jsonl")]
+            for run in ("one", "four", "processes")}
     for other in ("four", "processes"):
         for a, b in zip(logs["one"], logs[other], strict=True):
             assert [a[k] for k in ("step", "forget", "retain", "grad_norm", "lr")] == pytest.approx(
@@ -1865,8 +1946,8 @@ def test_accumulation_and_processes_change_nothing(base, tmp_path):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_training_equals_a_plain_loop(base, tmp_path, sharded, monkeypatch):
-    """Three steps of NPO at lambda 0.5 against AdamW, clipping and the schedule written out, on means over the whole batch; and
-    bit for bit against an unsharded model and torch's own, with FSDP and without."""
+    """Three steps of NPO at lambda 0.5 against AdamW, clipping and the schedule written out,
+    on means over the whole batch; and bit for bit against an unsharded model and torch's own, with FSDP and without."""
     shard = mdu.shard
 
     def share_out(predictor, dtype):
@@ -1899,7 +1980,8 @@ def test_training_equals_a_plain_loop(base, tmp_path, sharded, monkeypatch):
         grads = torch.autograd.grad(forget.mean() + 0.5 * retain.mean(), list(parameters.values()))
         norm = math.sqrt(sum(g.pow(2).sum().item() for g in grads))
         assert logs[step]["grad_norm"] == pytest.approx(norm, rel=1e-4) and logs[step]["lr"] == pytest.approx(lr)
-        assert (logs[step]["forget"], logs[step]["retain"]) == pytest.approx((forget.mean().item(), retain.mean().item()), rel=1e-4)
+        assert (logs[step]["forget"], logs[step]["retain"]) == pytest.approx(
+            (forget.mean().item(), retain.mean().item()), rel=1e-4)
         with torch.no_grad():
             for (k, p), g in zip(parameters.items(), grads):
                 g = g * min(1.0, 1.0 / norm)
