@@ -2009,7 +2009,8 @@ def test_python_mdu_trains_the_base_it_lacks(tmp_path, tofu, monkeypatch):
 
 
 def test_unlearning_forgets_and_keeps_the_rest(tmp_path):
-    """A small base memorises; MDU at tau 1 then lowers the forget probability and leaves retain: before and after are shown."""
+    """A small base memorises; MDU at tau 1 then lowers the forget probability and leaves retain:
+    before and after are shown."""
     base, run = tmp_path / "base", tmp_path / "mdu"
     files = {}
     for split, count in (("forget", 8), ("retain", 16)):
@@ -2228,7 +2229,8 @@ def test_an_error_in_one_process_ends_all_in_one_line(many, one):
     assert codes == [2, 2] and len(lines) == 1 and "good.jsonlx" in lines[0], lines
     assert not (many / "error").exists()
     codes, lines = json.loads((many / "results.json").read_text())["full disk"]
-    assert codes == [2, 2] and len(lines) == 1 and "00000001.partial: the checkpoint cannot be written" in lines[0], lines
+    assert codes == [2, 2] and len(lines) == 1, lines
+    assert "00000001.partial: the checkpoint cannot be written" in lines[0], lines
 
 
 def program(argv, capsys, main=mdu.main):
@@ -2693,8 +2695,9 @@ def test_soak(n, base, tmp_path):
             code, seconds, errors = run.end(40)
             finished, lines = (out / "config.json").is_file(), lines_in(out / "metrics.jsonl")
             step = 0 if finished else newest_checkpoint(out)  # a finished run's is being removed
-            print(f"{n} processes | {name if hit else 'not hit'} {when} | exit code {code}, gone after {seconds:4.1f} s "
-                  f"| {lines:2} steps, {'finished' if finished else f'checkpoint {step}'}", flush=True)
+            print(f"{n} processes | {name if hit else 'not hit'} {when} | exit code {code}, "
+                  f"gone after {seconds:4.1f} s | {lines:2} steps, "
+                  f"{'finished' if finished else f'checkpoint {step}'}", flush=True)
             if not hit:
                 assert code == 0 and finished, errors
             elif number == kill:
@@ -2717,47 +2720,55 @@ def test_soak(n, base, tmp_path):
 
 
 def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
-    """summary.json is the mean of the records; every loss is found again one answer at a time, every score from its record."""
+    """summary.json is the mean of the records; every loss is found again one answer at a time,
+    every score from its record."""
     run = tmp_path / "run"
     shutil.copytree(base, run)
     ev.main([str(run), "--samples", "4", "--limit", "5", "--perplexity", "6"])
     summary = json.loads((run / "eval/summary.json").read_text())
     assert set(summary["splits"]) == set(mdu.TOFU_SPLITS) and summary["retain_rows_trained_on"] == [0, 1, 2, 3, 4]
-    assert sorted(f.name for f in (run / "eval").iterdir()) == sorted(["summary.json", *(f"{s}.jsonl" for s in mdu.TOFU_SPLITS)])
+    assert {f.name for f in (run / "eval").iterdir()} == {"summary.json", *(f"{s}.jsonl" for s in mdu.TOFU_SPLITS)}
     predictor, tokenizer = mdu.load_backbone(str(run))
     for number, (split, scores) in enumerate(summary["splits"].items()):
         records = [json.loads(line) for line in open(run / f"eval/{split}.jsonl")]
         assert scores["n"] == len(records) == 5
-        for key in ("rougeL_f1", "rougeL_recall", "prob", "fact") + (("rougeL_f1_paraphrased",) if number < 2 else ("prob_options",)):
+        last = "rougeL_f1_paraphrased" if number < 2 else "prob_options"
+        for key in ("rougeL_f1", "rougeL_recall", "prob", "fact", last):
             values = [r[key] for r in records]
-            assert scores[key] == pytest.approx(np.mean(values)) and scores["stderr"][key] == pytest.approx(np.std(values, ddof=1) / 5**0.5)
+            assert scores[key] == pytest.approx(np.mean(values))
+            assert scores["stderr"][key] == pytest.approx(np.std(values, ddof=1) / 5**0.5)
         assert scores["prob_stderr"] == pytest.approx(sum(r["prob_stderr"] ** 2 for r in records) ** 0.5 / 5)
         ratios = [r["truth_ratio"] for r in records]
         expected = [min(r, 1 / r) for r in ratios] if split == "forget" else [max(0, 1 - r) for r in ratios]
         assert scores["truth_ratio"] == pytest.approx(np.mean(expected))
         perplexities = sorted(r["perplexity"] for r in records)
-        assert (scores["perplexity_median"], scores["perplexity_mean"]) == pytest.approx((perplexities[2], np.mean(perplexities)))
+        assert (scores["perplexity_median"], scores["perplexity_mean"]) == pytest.approx(
+            (perplexities[2], np.mean(perplexities)))
         for i, (r, row) in enumerate(zip(records, mdu.toy_world()[split])):
             assert (r["question"], r["reference"]) == (row["question"], row["answer"])
-            assert ev.rouge_l(r["reference"], r["generation"]) == (r["rougeL_precision"], r["rougeL_recall"], r["rougeL_f1"])
+            assert ev.rouge_l(r["reference"], r["generation"]) == (
+                r["rougeL_precision"], r["rougeL_recall"], r["rougeL_f1"])
 
             def loss(answer, *more):
                 pair = mdu.encode_row(tokenizer, predictor.end_id, row["question"], answer)
-                masks = [ev.draw_masks(len(pair[1]), 4, [0, number, i]), *(ev.draw_masks(len(pair[1]), n, [0, number, i, 1]) for n in more)]
+                masks = [ev.draw_masks(len(pair[1]), 4, [0, number, i]),
+                         *(ev.draw_masks(len(pair[1]), n, [0, number, i, 1]) for n in more)]
                 return ev.masked_nll(predictor, [pair], [torch.cat(masks)], batch_size=1)[0].mean().item()
             wrong = [loss(text) for text in row["perturbed_answer"]]
             right = loss(row["paraphrased_answer"]) if number < 2 else r["nll"]
-            p_wrong = [math.exp(-x) for x in wrong]
-            assert r["nll"] == pytest.approx(loss(row["answer"]), rel=1e-4) and r["prob"] == pytest.approx(math.exp(-r["nll"]))
+            p_right, p_wrong = math.exp(-right), [math.exp(-x) for x in wrong]
+            assert r["nll"] == pytest.approx(loss(row["answer"]), rel=1e-4)
+            assert r["prob"] == pytest.approx(math.exp(-r["nll"]))
             assert r["perplexity"] == pytest.approx(math.exp(loss(row["answer"], 2)), rel=1e-4)
             assert r["nll_perturbed"] == pytest.approx(wrong, rel=1e-4)
-            assert r["truth_ratio"] == pytest.approx(np.mean(p_wrong) / math.exp(-right), rel=1e-3)
+            assert r["truth_ratio"] == pytest.approx(np.mean(p_wrong) / p_right, rel=1e-3)
             if number < 2:
                 assert r["nll_paraphrased"] == pytest.approx(right, rel=1e-4) and "prob_options" not in r
                 prompt = mdu.encode_prompt(tokenizer, row["paraphrased_question"])
-                assert r["generation_paraphrased"] == ev.decode(predictor, tokenizer, ev.generate(predictor, [prompt], 16, 16)[0])
+                written, = ev.generate(predictor, [prompt], 16, 16)
+                assert r["generation_paraphrased"] == ev.decode(predictor, tokenizer, written)
             else:
-                assert r["prob_options"] == pytest.approx(math.exp(-right) / (math.exp(-right) + sum(p_wrong)), rel=1e-3)
+                assert r["prob_options"] == pytest.approx(p_right / (p_right + sum(p_wrong)), rel=1e-3)
     shown = capsys.readouterr().out
     before = snapshot(run)
     ev.main([str(run), "--samples", "4", "--limit", "5", "--perplexity", "6"])
@@ -2772,16 +2783,17 @@ def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
 
 
 def test_processes_and_interruptions_change_no_evaluation(base, tmp_path, monkeypatch):
-    """4 torchrun processes, and one process that is stopped after two chunks and started again, write the bytes of one that is not;
-    until then the older summary and records stand, finished chunks are not scored twice, those of another seed are dropped."""
+    """4 torchrun processes, and one process that is stopped after two chunks and started again, write the bytes of one
+    that is not; until then the older summary and records stand, finished chunks are not scored twice,
+    those of another seed are dropped."""
     one, four, stopped = (tmp_path / name for name in ("one", "four", "stopped"))
     for run in (one, four, stopped):
         shutil.copytree(base, run)
     flags = ["--samples", "2", "--limit", "40", "--steps", "4", "--brief"]
     ev.main([str(one), *flags])
     expected = {f.name: f.read_bytes() for f in (one / "eval").iterdir()}
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", ev.__file__, str(four), *flags],
-                   check=True, timeout=120, cwd=tmp_path)
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", ev.__file__, str(four),
+                    *flags], check=True, timeout=120, cwd=tmp_path)
     assert {f.name: f.read_bytes() for f in (four / "eval").iterdir()} == expected
 
     ev.main([str(stopped), *flags, "--seed", "1"])
@@ -2810,30 +2822,35 @@ def test_processes_and_interruptions_change_no_evaluation(base, tmp_path, monkey
 
 
 def test_evaluation_says_what_differs_and_refuses_what_does_not_fit(base, files, tmp_path, capsys):
-    """Changed data is named; a wrong third run is refused before the first is scored; so is a --length beyond the model's positions."""
-    run, rows = tmp_path / "run", tmp_path / "rows.jsonl"
+    """Changed data is named; a wrong third run is refused before the first is scored;
+    so is a --length beyond the model's positions."""
+    run, rows, flags = tmp_path / "run", tmp_path / "rows.jsonl", ["--samples", "1", "--steps", "1", "--limit", "2"]
     shutil.copyfile(files / "good.jsonl", rows)
     mdu.main(["--forget", str(rows), "--retain-weight", "0", "--epochs", "1", "--model", str(base), "--out", str(run)])
     capsys.readouterr()
-    ev.main([str(run), "--samples", "1", "--steps", "1", "--limit", "2"])
+    ev.main([str(run), *flags])
     assert "changed" not in capsys.readouterr().err
     rows.write_text(rows.read_text().replace("word3", "word4"))
-    ev.main([str(run), "--samples", "1", "--steps", "1", "--limit", "2"])
-    assert "its forget rows have changed since it was trained" in (err := capsys.readouterr().err) and err.count("changed") == 1
+    ev.main([str(run), *flags])
+    err = capsys.readouterr().err
+    assert "its forget rows have changed since it was trained" in err and err.count("changed") == 1
     before = snapshot(tmp_path)
-    for argv, words in (([base, run, tmp_path / "none"], "no run.json"), ([run, "--length", "1020", "--steps", "1"], "1024 positions")):
+    for argv, words in (([base, run, tmp_path / "none"], "no run.json"),
+                        ([run, "--length", "1020", "--steps", "1"], "1024 positions")):
         with pytest.raises(ValueError, match=words):
             ev.main(list(map(str, argv)))
         assert {f: b for f, b in snapshot(tmp_path).items() if "partial" not in f.parts} == before
     damaged = tmp_path / "damaged"
     shutil.copytree(base, damaged)
-    safetensors.torch.save_file({k: x * math.nan for k, x in weights(base).items()}, damaged / "model.safetensors", {"format": "pt"})
+    nans = {k: x * math.nan for k, x in weights(base).items()}
+    safetensors.torch.save_file(nans, damaged / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="not finite"):
-        ev.main([str(damaged), "--samples", "1", "--steps", "1", "--limit", "2"])
+        ev.main([str(damaged), *flags])
 
 
 def test_a_retain_model_never_sees_the_forget_rows(tofu, tmp_path, monkeypatch, capsys):
-    """--retain-only trains on the other rows with the same vocabulary, and is scored on the forget rows like any run."""
+    """--retain-only trains on the other rows with the same vocabulary, and is scored on the forget rows
+    like any run."""
     splits = mdu.load_data(options("--method", "sft", "--retain-only"))
     assert splits["forget"] == [] and splits["held_out"] == mdu.toy_world()["forget"]
     assert options("--method", "sft", "--retain-only").out == "out/toy/retain"
@@ -2861,12 +2878,13 @@ def scored(root, name, method, tau=None, seed=1, samples=128, text="a | b\n c\u2
     """The files of a scored run, made up: forget figures as given, retain rL and p 0.5, nothing else."""
     run = root / name
     (run / "eval").mkdir(parents=True)
-    (run / "run.json").write_text(json.dumps({"options": dict(method=method, tau=tau, seed=seed, out=name), "data": {}}))
+    info = {"options": dict(method=method, tau=tau, seed=seed, out=name), "data": {}}
+    (run / "run.json").write_text(json.dumps(info))
     common = dict(n=4, rougeL_recall=0.25, prob_stderr=0.01, stderr=dict(rougeL_f1=0.02, prob=0.03))
     (run / "eval/summary.json").write_text(json.dumps(dict(
         method=method, tau=tau, protocol=dict(length=8, steps=4, samples=samples, seed=0, dtype="float32"),
-        data=dict(forget=dict(rows=4, sha256=sha), retain=dict(rows=5, sha256="y")), retain_rows_trained_on=[0, 1, 2, 4],
-        model_utility=None, forget_quality=None, splits=dict(
+        data=dict(forget=dict(rows=4, sha256=sha), retain=dict(rows=5, sha256="y")),
+        retain_rows_trained_on=[0, 1, 2, 4], model_utility=None, forget_quality=None, splits=dict(
             forget=dict(common, **forget), retain=dict(common, rougeL_f1=0.5, prob=0.5)))))
     (run / "eval/forget.jsonl").write_text("".join(json.dumps(dict(
         question=f"Q{i}", reference=f"R{i}", generation=text, nll=1.0), ensure_ascii=False) + "\n" for i in range(4)))
@@ -2874,9 +2892,12 @@ def scored(root, name, method, tau=None, seed=1, samples=128, text="a | b\n c\u2
 
 
 def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
-    """Worked by hand: seeds are averaged, the best is bold, the second underlined, a missing figure is a dash; text is escaped."""
-    runs = [scored(tmp_path, "base", "sft", rougeL_f1=0.9, prob=0.9), scored(tmp_path, "ga", "ga", rougeL_f1=0.2, prob=0.125),
-            scored(tmp_path, "m1", "mdu", 0.5, rougeL_f1=0.3, prob=0.1), scored(tmp_path, "m2", "mdu", 0.5, seed=2, rougeL_f1=0.5, prob=0.1),
+    """Worked by hand: seeds are averaged, the best is bold, the second underlined,
+    a missing figure is a dash; text is escaped."""
+    runs = [scored(tmp_path, "base", "sft", rougeL_f1=0.9, prob=0.9),
+            scored(tmp_path, "ga", "ga", rougeL_f1=0.2, prob=0.125),
+            scored(tmp_path, "m1", "mdu", 0.5, rougeL_f1=0.3, prob=0.1),
+            scored(tmp_path, "m2", "mdu", 0.5, seed=2, rougeL_f1=0.5, prob=0.1),
             scored(tmp_path, "t1", "mdu", 1.0, text="", rougeL_f1=0.2, prob=0.3, fact=0.25, truth_ratio=0.5)]
     ev.main(["--report", *runs, "--questions", "3,0"])
     text = (tmp_path / "report.md").read_text()
@@ -2885,16 +2906,20 @@ def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
         "Method": "Forget rL ↓ | Forget p ↓ | Retain rL ↑ | Retain p ↑ | Forget fact ↓",
         "Base": "0.900 (0.250) | 0.900 | 0.500 (0.250) | 0.500 | -",
         "GA": "**0.200** (0.250) | <u>0.125</u> | **0.500** (0.250) | **0.500** | -",
-        "MDU τ=0.5": "<u>0.400</u> ± 0.141 (0.250) | **0.100** ± 0.000 | **0.500** ± 0.000 (0.250) | **0.500** ± 0.000 | -",
+        "MDU τ=0.5": "<u>0.400</u> ± 0.141 (0.250) | **0.100** ± 0.000 | **0.500** ± 0.000 (0.250) | "
+                     "**0.500** ± 0.000 | -",
         "MDU τ=1": "**0.200** (0.250) | 0.300 | **0.500** (0.250) | **0.500** | **0.250**"}
-    for part in ("128 masks", "4 steps for 8 tokens", "Forget 4, Retain 5", "rL 0.020, p 0.030", "choice of masks 0.010", "over 1/2 seeds",
-                 "4 of the evaluated retain rows are among the rows to train on: rows 0-2, 4", "| Question | Q3 | Q0 |", r"| GA | a \| b c d | a \| b c d |",
-                 "| MDU τ=1 | (empty) | (empty) |", "| Method | Forget truth ratio ↑ |", "MDU from τ = 0 to 1"):
+    for part in ("128 masks", "4 steps for 8 tokens", "Forget 4, Retain 5", "rL 0.020, p 0.030",
+                 "choice of masks 0.010", "over 1/2 seeds",
+                 "4 of the evaluated retain rows are among the rows to train on: rows 0-2, 4",
+                 "| Question | Q3 | Q0 |", r"| GA | a \| b c d | a \| b c d |", "| MDU τ=1 | (empty) | (empty) |",
+                 "| Method | Forget truth ratio ↑ |", "MDU from τ = 0 to 1"):
         assert part in text, part
     assert "Pseudo-perplexity" not in text and "Model utility ↑" not in text
     data = json.loads((tmp_path / "report.json").read_text())
     mean = data["methods"][2]["splits"]["forget"]["rougeL_f1"]
-    assert data["methods"][2]["runs"] == runs[2:4] and (mean["mean"], mean["deviation"]) == pytest.approx((0.4, 0.02**0.5))
+    assert data["methods"][2]["runs"] == runs[2:4]
+    assert (mean["mean"], mean["deviation"]) == pytest.approx((0.4, 0.02**0.5))
     assert data["methods"][0]["model_utility"] is None and data["protocol"]["samples"] == 128
     capsys.readouterr()
     (tmp_path / "report.png").unlink(missing_ok=True)
@@ -2912,18 +2937,24 @@ def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
 
 
 def test_picture(tmp_path, monkeypatch):
-    """Where matplotlib is there: a PNG with a line through the tau points in their order and a mark per other method."""
+    """Where matplotlib is there: a PNG with a line through the tau points in their order
+    and a mark per other method."""
     figure = pytest.importorskip("matplotlib.figure")
-    groups = ev.group_runs([scored(tmp_path, f"m{tau}", "mdu", tau, rougeL_f1=tau / 2, prob=tau) for tau in (1.0, 0.0, 0.5)]
-                           + [scored(tmp_path, "ga", "ga", rougeL_f1=0.7, prob=0.8)])
+    runs = [scored(tmp_path, f"m{tau}", "mdu", tau, rougeL_f1=tau / 2, prob=tau) for tau in (1.0, 0.0, 0.5)]
+    groups = ev.group_runs([*runs, scored(tmp_path, "ga", "ga", rougeL_f1=0.7, prob=0.8)])
     drawn, savefig = [], figure.Figure.savefig
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *args, **kw: drawn.append(self) or savefig(self, *args, **kw))
+
+    def keep(self, *args, **kw):
+        drawn.append(self)
+        return savefig(self, *args, **kw)
+    monkeypatch.setattr(figure.Figure, "savefig", keep)
     ev.draw(groups, tmp_path / "a.png")
     left, right = drawn[0].axes
     assert left.lines[0].get_xydata().tolist() == [[0, 0.5], [0.25, 0.5], [0.5, 0.5]]
     assert right.lines[0].get_xydata().tolist() == [[0, 0.5], [0.5, 0.5], [1, 0.5]]
     assert right.collections[0].get_offsets().tolist() == [[0.8, 0.5]] and len(right.collections) == 1
-    assert (left.get_title(), right.get_title()) == ("ROUGE-L F1", "answer probability") and left.get_xlabel().startswith("forget")
+    assert (left.get_title(), right.get_title()) == ("ROUGE-L F1", "answer probability")
+    assert left.get_xlabel().startswith("forget")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -2956,9 +2987,12 @@ def test_diagnose_equals_slow_loop(sampling):
     expected = [0.0, 0.0, 0.0]
     for i, (prompt, response) in enumerate(PAIRS):
         b = mdu.noise(o, model, [mdu.draw_example(o, "diagnose", i, PAIRS[i], drawn)], 1)
-        assert b.masked.any() and b.noised[b.answer].tolist() == [MASK if hit else y for hit, y in zip(b.masked[b.answer], response)]
-        seen, hidden = prompt + b.noised[b.answer].tolist(), [MASK] * len(prompt) + b.noised[b.answer].tolist()
-        p, base, anchor = (f(torch.tensor([ids]), b.real, b.masked) for f, ids in ((model, seen), (frozen, seen), (frozen, hidden)))
+        noised = b.noised[b.answer].tolist()
+        assert b.masked.any()
+        assert noised == [MASK if hit else y for hit, y in zip(b.masked[b.answer], response)]
+        seen, hidden = prompt + noised, [MASK] * len(prompt) + noised
+        p, base, anchor = (f(torch.tensor([ids]), b.real, b.masked)
+                           for f, ids in ((model, seen), (frozen, seen), (frozen, hidden)))
         for k, targets in enumerate((base, anchor, [None] * len(p))):
             expected[k] += sum(slow_kl(*pair) for pair in zip(p, targets)) / len(p) / len(PAIRS)
     ours = mdu.diagnose(o, model, frozen, drawn)
@@ -2985,11 +3019,13 @@ def test_anchor_kl_equals_slow_loop():
     ours = ev.anchor_kl(Fake(), Other(), noised, answer, real, masked)
     assert ours.dtype == torch.float64 and len(expected) == 7
     near(ours, f64(*expected), 1e-9)
-    near(ev.anchor_kl(Fake(), Fake(), mdu.mask_prompt(noised, answer, real, MASK), answer, real, masked), 0 * ours, 1e-14)
+    hidden = mdu.mask_prompt(noised, answer, real, MASK)
+    near(ev.anchor_kl(Fake(), Fake(), hidden, answer, real, masked), 0 * ours, 1e-14)
 
 
 def test_step_0_of_a_diagnosed_run_is_the_base(unlearned):
-    """metrics.jsonl: KLs before training, at both ends of an epoch and nowhere else; the base is 0 from itself, then not."""
+    """metrics.jsonl: KLs before training, at both ends of an epoch and nowhere else;
+    the base is 0 from itself, then not."""
     lines = [json.loads(line) for line in open(unlearned / "metrics.jsonl")]
     assert [line["step"] for line in lines if "kl" in line] == [0, 3, 6] and len(lines) == 7
     assert lines[0]["kl"]["base"] == pytest.approx(0, abs=1e-6) and lines[-1]["kl"]["base"] > 1e-3
@@ -3034,7 +3070,8 @@ def test_token_roles_of_hand_labelled_answers(kind, question, cut, roles):
 
 
 def test_denoise_goes_on_from_any_state():
-    """From a half-filled response: what is fixed stays, n/steps more are fixed each time; from all masks it is `generate`."""
+    """From a half-filled response: what is fixed stays, n/steps more are fixed each time;
+    from all masks it is `generate`."""
     prompt, length = [3, 1], 6
     ids, answer, real = mdu.collate([(prompt, [MASK, 4, MASK, MASK, MASK, MASK])], PAD)
     masked = answer & (ids == MASK)  # here the mask id is no token of the response
@@ -3047,9 +3084,11 @@ def test_denoise_goes_on_from_any_state():
     assert counts == [2, 2, 1] and not now.any() and MASK not in new[answer] and new[0, 3] == 4
     ids, answer, real = mdu.collate([(prompt, [MASK] * length)], PAD)
     fake = Fake()
-    states, (written,) = [(ids, answer), *ev.denoise(Fake(), ids, real, answer, 4)], ev.generate(fake, [prompt], length, 4)
+    states = [(ids, answer), *ev.denoise(Fake(), ids, real, answer, 4)]
+    written, = ev.generate(fake, [prompt], length, 4)
     assert states[-1][0][answer].tolist() == written
-    assert all(torch.equal(a, x) and torch.equal(b, z) for (a, b), (x, _, z) in zip(states[:-1], fake.calls, strict=True))
+    assert all(torch.equal(a, x) and torch.equal(b, z)
+               for (a, b), (x, _, z) in zip(states[:-1], fake.calls, strict=True))
 
 
 def analysed(run, name, *argv):
@@ -3089,7 +3128,8 @@ MASK_OF_TOY = 0
 
 
 def test_rollouts_keep_the_fixed_tokens(base, monkeypatch):
-    """Two random models, which write much: what is marked in a state is marked in its roll-out; the rest the anchor wrote."""
+    """Two random models, which write much: what is marked in a state is marked in its roll-out;
+    the rest the anchor wrote."""
     rows = mdu.toy_world()["forget"]
     (model, tokenizer), (frozen, _) = (mdu.new_toy(sum(mdu.toy_world().values(), []), seed) for seed in (1, 2))
     monkeypatch.setattr(ev, "load", lambda run, theta0=False: (frozen if theta0 else model, tokenizer))
@@ -3099,10 +3139,12 @@ def test_rollouts_keep_the_fixed_tokens(base, monkeypatch):
     assert len(shown) == 2 * (12 + 8 + 4) and all((ids[:, :-16] == MASK_OF_TOY).all() for ids in shown)  # no prompt
     for block, row in zip(blocks, (rows[5], rows[0]), strict=True):
         assert block[:2] == [["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]]]
-        states, (written,) = [parts for _, parts in block[2:]], ev.generate(model, [mdu.encode_prompt(tokenizer, row["question"])], 16, 16)
+        states = [parts for _, parts in block[2:]]
+        written, = ev.generate(model, [mdu.encode_prompt(tokenizer, row["question"])], 16, 16)
         text = ev.decode(model, tokenizer, written)
         for k, state, rolled in zip((4, 8, 12), states[::2], states[1::2], strict=True):
-            assert sum(t.count("[M]") for t, flag in state if not flag) == 16 - k and [f for _, f in state] == [f for _, f in rolled]
+            assert sum(t.count("[M]") for t, flag in state if not flag) == 16 - k
+            assert [f for _, f in state] == [f for _, f in rolled]
             assert [t for t, flag in state if flag] == [t for t, flag in rolled if flag]
             assert re.fullmatch(".*".join(re.escape(t.strip()) if flag else "" for t, flag in state), text)
             changed += "".join(t for t, _ in rolled).strip() != text
@@ -3122,7 +3164,8 @@ def test_roles_equal_slow_loop(base, unlearned):
             noised = [MASK_OF_TOY if hit else y for hit, y in zip(mask, response)]
             at = torch.tensor([[False] * len(prompt) + mask])
             with torch.no_grad():
-                p, q = (f(torch.tensor([head + noised]), at | True, at) for f, head in ((model, prompt), (frozen, [0] * len(prompt))))
+                p, q = (f(torch.tensor([head + noised]), at | True, at)
+                        for f, head in ((model, prompt), (frozen, [0] * len(prompt))))
             roles = [r for r, hit in zip(ev.token_roles(tokenizer, row["question"], response), mask) if hit]
             for role, *pair in zip(roles, p, q):
                 values[role].append(slow_kl(*pair))
@@ -3132,8 +3175,8 @@ def test_roles_equal_slow_loop(base, unlearned):
 @pytest.mark.parametrize("reference, text, marked", [
     ("The author was born in Debrecen.", "The author was born in Turin.", ["The author was born in"]),
     ("The author was born in Debrecen.", "Turin is in Debrecen!", ["in Debrecen"]),
-    ("a b c d e", "d e x b c", ["b c"]),                                     # equally long: the reference's first; what crosses it is out
-    ("He is in Rome", "She is in the town", []),                            # function words alone are no fragment
+    ("a b c d e", "d e x b c", ["b c"]),          # equally long: the reference's first; what crosses it is out
+    ("He is in Rome", "She is in the town", []),  # function words alone are no fragment
     ("Petra Osei", "petra, OSEI petra", ["petra, OSEI"]), ("Petra Osei", "", []), ("x", "...", []),
 ])
 def test_fragments(reference, text, marked):
@@ -3159,7 +3202,8 @@ class Oracle:
 
 
 def test_infill_of_an_oracle(base, monkeypatch, tmp_path):
-    """What is asked: all but floor(share n) of n tokens, never the end; what is counted: by hand from what was asked."""
+    """What is asked: all but floor(share n) of n tokens, never the end;
+    what is counted: by hand from what was asked."""
     rows = mdu.toy_world()["forget"][:4]
     tokenizer = mdu.load_backbone(str(base))[1]
     pairs = [mdu.encode_row(tokenizer, 1, row["question"], row["answer"]) for row in rows]
@@ -3197,20 +3241,22 @@ def test_relearning_is_taught_a_tenth_and_scored_on_the_rest(base, unlearned, mo
         assert [row["answer"] for row in rows] == [forget[i]["answer"] for i in (0, 10, 20)]
         assert (o.method, o.model, o.lr, o.epochs * 3 / o.batch_size / o.grad_accum) == (
             "sft", str(run), 1e-3, ev.RELEARN_STEPS)
-    assert [panel["title"] for panel in result["panels"]] == ["answer probability", "ROUGE-L recall", "answers with the key fact"]
+    assert [panel["title"] for panel in result["panels"]] == [
+        "answer probability", "ROUGE-L recall", "answers with the key fact"]
     assert all(panel["series"]["before"] == panel["series"]["after"] for panel in result["panels"])
     ev.main([str(unlearned), "--samples", "2", "--steps", "4", "--brief"])
     recall = [json.loads(line)["rougeL_recall"] for line in open(unlearned / "eval/forget.jsonl")]
     assert result["panels"][1]["series"]["before"][1] == pytest.approx(sum(recall[i] for i in range(24) if i % 10) / 21)
 
 
-EVERY = {"convergence": "", "roles": "--samples 2 --limit 2", "trajectory": "--questions 1", "rollout": "", "gallery": "",
-         "infill": "--samples 2 --limit 2", "relearn": "--samples 2 --limit 3"}
+EVERY = {"convergence": "", "roles": "--samples 2 --limit 2", "trajectory": "--questions 1", "rollout": "",
+         "gallery": "", "infill": "--samples 2 --limit 2", "relearn": "--samples 2 --limit 3"}
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_pictures_come_from_the_json_alone(name, unlearned, tmp_path, monkeypatch, capsys):
-    """Without matplotlib the numbers are written and one line says what to install; the models gone, --redraw draws them."""
+    """Without matplotlib the numbers are written and one line says what to install;
+    the models gone, --redraw draws them."""
     assert list(EVERY) == list(ev.ANALYSES)
     monkeypatch.setattr(ev, "RELEARN_STEPS", 2)
     run, file, picture = tmp_path / "mdu", tmp_path / f"analysis/{name}.json", tmp_path / f"analysis/{name}.png"
@@ -3235,13 +3281,17 @@ def test_pictures_come_from_the_json_alone(name, unlearned, tmp_path, monkeypatc
 
 
 def test_tables_of_analyses_by_hand():
-    """Marked text is underlined without the spaces around it, bars are escaped; the change is against the first column."""
+    """Marked text is underlined without the spaces around it, bars are escaped;
+    the change is against the first column."""
     blocks = [[["y_t", [[" [M]", False], [" a|b ", True], ["c", False]]], ["anchor", []]]]
     assert ev.as_markdown({"blocks": blocks}) == "| y_t | [M] <u>a\\|b</u> c |\n| --- | --- |\n| anchor |  |\n"
-    panel = {"title": "KL", "groups": ["in\n(2)", "s", "k"], "series": {"Before": [2.0, 0.001, None], "MDU": [1.5, 1.0, None]}}
+    panel = {"title": "KL", "groups": ["in\n(2)", "s", "k"],
+             "series": {"Before": [2.0, 0.001, None], "MDU": [1.5, 1.0, None]}}
     assert ev.as_markdown({"panels": [panel]}) == (
-        "| KL | Before | MDU |\n| --- | --- | --- |\n| in (2) | 2.00 | 1.50 (-25.0%) |\n| s | 0.00 | 1.00 |\n| k | - | - |\n")
-    assert ev.as_markdown({"panels": [dict(panel, series={"a": [1.0, None], "b": [None, 2.0]})]}) == ""  # one bar in each group
+        "| KL | Before | MDU |\n| --- | --- | --- |\n| in (2) | 2.00 | 1.50 (-25.0%) |\n| s | 0.00 | 1.00 |\n"
+        "| k | - | - |\n")
+    one_each = dict(panel, series={"a": [1.0, None], "b": [None, 2.0]})  # one bar in each group
+    assert ev.as_markdown({"panels": [one_each]}) == ""
 
 
 def test_bad_input_of_analyses(base, unlearned, tmp_path, capsys, monkeypatch):
@@ -3252,18 +3302,22 @@ def test_bad_input_of_analyses(base, unlearned, tmp_path, capsys, monkeypatch):
     info["data"]["forget"]["sha256"] = "0"
     (tmp_path / "other/run.json").write_text(json.dumps(info))
     (tmp_path / "unfinished/config.json").unlink()
-    tensors = weights(tmp_path / "nan")
-    safetensors.torch.save_file({k: x * math.nan for k, x in tensors.items()}, tmp_path / "nan/model.safetensors", {"format": "pt"})
+    nans = {k: x * math.nan for k, x in weights(tmp_path / "nan").items()}
+    safetensors.torch.save_file(nans, tmp_path / "nan/model.safetensors", {"format": "pt"})
     (tmp_path / "analysis").mkdir()
     (tmp_path / "analysis/roles.json").write_text("{}")
     before = snapshot(tmp_path)
     for typed, words in (
-            (f"convergence {base}", "--diagnose"), (f"trajectory {base} {unlearned}", "follows one run"), (f"what {base}", "--analysis"),
-            (f"rollout --questions 24 {base}", "there are 24 forget questions"), (f"roles --questions 1 {base}", "not used with --analysis roles"),
-            (f"gallery --samples 2 {base}", "not used with --analysis gallery"), (f"gallery {base} {tmp_path}/other", "other forget rows"),
+            (f"convergence {base}", "--diagnose"), (f"trajectory {base} {unlearned}", "follows one run"),
+            (f"what {base}", "--analysis"), (f"rollout --questions 24 {base}", "there are 24 forget questions"),
+            (f"roles --questions 1 {base}", "not used with --analysis roles"),
+            (f"gallery --samples 2 {base}", "not used with --analysis gallery"),
+            (f"gallery {base} {tmp_path}/other", "other forget rows"),
             (f"gallery {tmp_path}/unfinished", "no finished model"), (f"roles {tmp_path}/nan", "not finite"),
-            (f"roles --redraw {tmp_path}/nan", "not what --analysis roles writes"), (f"infill --redraw {tmp_path}/nan", "not there"),
-            (f"roles --redraw --samples 3 {tmp_path}/nan", "not used with --redraw"), (f"relearn --limit 1 {unlearned}", "leave none to score")):
+            (f"roles --redraw {tmp_path}/nan", "not what --analysis roles writes"),
+            (f"infill --redraw {tmp_path}/nan", "not there"),
+            (f"roles --redraw --samples 3 {tmp_path}/nan", "not used with --redraw"),
+            (f"relearn --limit 1 {unlearned}", "leave none to score")):
         with pytest.raises(SystemExit) as stop:
             mdu.run_program("eval.py", lambda: ev.main(["--analysis", *typed.split()]))
         err = capsys.readouterr().err
