@@ -3357,33 +3357,59 @@ def put(path, value=...):
     return change
 
 
-SCORE, REPORT, REDRAW, COMPARE = "{run} --samples 1", "--report {run} {base}", "--analysis roles --redraw {run}", "{base} --samples 1 --steps 1 --limit 2 --retain-run {run}"
-RUN, SUMMARY, RECORDS, ANALYSIS = "run/run.json", "run/eval/summary.json", "run/eval/forget.jsonl", "analysis/roles.json"
+SCORE, REPORT, REDRAW = "{run} --samples 1", "--report {run} {base}", "--analysis roles --redraw {run}"
+COMPARE = "{base} --samples 1 --steps 1 --limit 2 --retain-run {run}"
+ROLES, CONVERGENCE = "--analysis roles {run} --samples 1", "--analysis convergence {run}"
+RUN, SUMMARY, RECORDS = "run/run.json", "run/eval/summary.json", "run/eval/forget.jsonl"
+ANALYSIS = "analysis/roles.json"
 DAMAGED_RUNS = [  # command, file, what becomes of it (None: removed), words of the one line
-    (SCORE, RUN, lambda x: b"\xff" + x, "run.json: not JSON"), (SCORE, RUN, put("options", None), "options is None"), (SCORE, RUN, put("options", ["tau"]), "options is ['tau']"),
-    (SCORE, RUN, put("data", []), "data is []"), (SCORE, RUN, put("data.forget", 3), "data.forget is 3"), (SCORE, RUN, put("steps", "x"), "steps is 'x'"),
+    (SCORE, RUN, lambda x: b"\xff" + x, "run.json: not JSON"), (SCORE, RUN, put("options", None), "options is None"),
+    (SCORE, RUN, put("options", ["tau"]), "options is ['tau']"), (SCORE, RUN, put("data", []), "data is []"),
+    (SCORE, RUN, put("data.forget", 3), "data.forget is 3"), (SCORE, RUN, put("steps", "x"), "steps is 'x'"),
     *((SCORE, RUN, put(f"options.{name}", value), f"run.json: {name} is {value!r}") for name, value in dict(
-        tau="x", method=["mdu"], preset=3, dtype="int8", response_length="9", forget=0, model=[1], retain_only=0, epochs=True).items()),
-    (SCORE, RUN, put("options.tau", None), "tau is None"), (SCORE, RUN, put("options.tau", 7), "run.json: tau 7: must be"), (SCORE, RUN, put("options.limit", -3), "limit -3"),
-    (SCORE, RUN, put("options.model", "a\0b"), "run.json: model"), (SCORE, RUN, put("options.forget", "nowhere.jsonl"), "nowhere.jsonl"),
-    (SCORE, "run/config.json", None, "no finished model"), (SCORE, "run/tokenizer.json", None, "cannot be loaded"), (SCORE, "run/model.safetensors", lambda x: x[:99], "SafetensorError"),
-    ("--analysis roles {run} --samples 1", RUN, put("options.model", None), "from which model"), ("--analysis roles {run} --samples 1", RUN, put("options.model", "nowhere"), "nowhere"),
-    (REPORT, SUMMARY, lambda x: b"\xff" + x, "summary.json: not JSON"), (REPORT, SUMMARY, put("method", ["mdu"]), "method is ['mdu']"), (REPORT, SUMMARY, put("method", "zz"), "method is 'zz'"),
-    (REPORT, SUMMARY, put("tau", "x"), "tau is 'x'"), (REPORT, SUMMARY, put("tau", None), "tau is None"), (REPORT, SUMMARY, put("splits.forget", 3), "splits.forget is 3"),
-    (REPORT, SUMMARY, put("splits.forget.prob", "x"), "splits.forget.prob is 'x'"), (REPORT, SUMMARY, put("splits.forget.prob", math.nan), "NaN is no number"),
-    (REPORT, SUMMARY, lambda x: x.replace(b'"prob": ', b'"prob": 1e999, "p": ', 1), "splits.forget.prob is inf"), (REPORT, SUMMARY, put("splits.forget.stderr"), "damaged (KeyError: 'stderr')"),
-    (REPORT, SUMMARY, put("data.more", {"rows": 1}), "damaged (KeyError: 'more')"), (REPORT, SUMMARY, put("data.forget", 3), "score them alike"), (REPORT, SUMMARY, put("protocol.samples"), "damaged"),
-    (REPORT, SUMMARY, put("retain_rows_trained_on", "x"), "damaged"), (REPORT, RECORDS, lambda x: b"\xff" + x, "forget.jsonl: not JSON"), (REPORT, RECORDS, lambda x: b"[1]", "forget.jsonl: row 0 is [1]"),
-    (REPORT, RECORDS, lambda x: b'{"question": "q"}', "damaged (KeyError: 'reference')"), (REPORT, RECORDS, lambda x: x.replace(b'"question": ', b'"question": [], "q": '), "damaged (TypeError"),
-    ("--report {run} {run}", RUN, lambda x: x, "stands there twice"), (COMPARE, RECORDS, None, "no truth ratios"), (COMPARE, RECORDS, lambda x: x.replace(b"_perturbed\": [", b"_perturbed\": [\"x\","), "no truth ratios"),
-    (COMPARE, RECORDS, lambda x: re.sub(rb'(_perturbed": \[)[^]]*', rb"\1", x), "no truth ratios"), ("--analysis convergence {run}", "run/metrics.jsonl", lambda x: b"[1]\n", "row 0 is [1]"),
-    ("--analysis convergence {run}", "run/metrics.jsonl", lambda x: b'{"epoch": 1, "kl": 3}', "0.kl is 3"), ("--analysis convergence {run}", "run/metrics.jsonl", None, "metrics.jsonl"),
-    (REDRAW, ANALYSIS, lambda x: b"\xff" + x, "roles.json: not JSON"), (REDRAW, ANALYSIS, put("panels", 3), "damaged (TypeError"), (REDRAW, ANALYSIS, put("panels", []), "damaged (IndexError"),
-    (REDRAW, ANALYSIS, put("ylabel"), "damaged (KeyError: 'ylabel')"), (REDRAW, ANALYSIS, put("panels.0.series", [1]), "damaged (AttributeError"),
+        tau="x", method=["mdu"], preset=3, dtype="int8", response_length="9", forget=0, model=[1], retain_only=0,
+        epochs=True).items()),
+    (SCORE, RUN, put("options.tau", None), "tau is None"),
+    (SCORE, RUN, put("options.tau", 7), "run.json: tau 7: must be"), (SCORE, RUN, put("options.limit", -3), "limit -3"),
+    (SCORE, RUN, put("options.model", "a\0b"), "run.json: model"),
+    (SCORE, RUN, put("options.forget", "nowhere.jsonl"), "nowhere.jsonl"),
+    (SCORE, "run/config.json", None, "no finished model"), (SCORE, "run/tokenizer.json", None, "cannot be loaded"),
+    (SCORE, "run/model.safetensors", lambda x: x[:99], "SafetensorError"),
+    (ROLES, RUN, put("options.model", None), "from which model"),
+    (ROLES, RUN, put("options.model", "nowhere"), "nowhere"),
+    (REPORT, SUMMARY, lambda x: b"\xff" + x, "summary.json: not JSON"),
+    (REPORT, SUMMARY, put("method", ["mdu"]), "method is ['mdu']"),
+    (REPORT, SUMMARY, put("method", "zz"), "method is 'zz'"), (REPORT, SUMMARY, put("tau", "x"), "tau is 'x'"),
+    (REPORT, SUMMARY, put("tau", None), "tau is None"),
+    (REPORT, SUMMARY, put("splits.forget", 3), "splits.forget is 3"),
+    (REPORT, SUMMARY, put("splits.forget.prob", "x"), "splits.forget.prob is 'x'"),
+    (REPORT, SUMMARY, put("splits.forget.prob", math.nan), "NaN is no number"),
+    (REPORT, SUMMARY, lambda x: x.replace(b'"prob": ', b'"prob": 1e999, "p": ', 1), "splits.forget.prob is inf"),
+    (REPORT, SUMMARY, put("splits.forget.stderr"), "damaged (KeyError: 'stderr')"),
+    (REPORT, SUMMARY, put("data.more", {"rows": 1}), "damaged (KeyError: 'more')"),
+    (REPORT, SUMMARY, put("data.forget", 3), "score them alike"),
+    (REPORT, SUMMARY, put("protocol.samples"), "damaged"),
+    (REPORT, SUMMARY, put("retain_rows_trained_on", "x"), "damaged"),
+    (REPORT, RECORDS, lambda x: b"\xff" + x, "forget.jsonl: not JSON"),
+    (REPORT, RECORDS, lambda x: b"[1]", "forget.jsonl: row 0 is [1]"),
+    (REPORT, RECORDS, lambda x: b'{"question": "q"}', "damaged (KeyError: 'reference')"),
+    (REPORT, RECORDS, lambda x: x.replace(b'"question": ', b'"question": [], "q": '), "damaged (TypeError"),
+    ("--report {run} {run}", RUN, lambda x: x, "stands there twice"), (COMPARE, RECORDS, None, "no truth ratios"),
+    (COMPARE, RECORDS, lambda x: x.replace(b"_perturbed\": [", b"_perturbed\": [\"x\","), "no truth ratios"),
+    (COMPARE, RECORDS, lambda x: re.sub(rb'(_perturbed": \[)[^]]*', rb"\1", x), "no truth ratios"),
+    (CONVERGENCE, "run/metrics.jsonl", lambda x: b"[1]\n", "row 0 is [1]"),
+    (CONVERGENCE, "run/metrics.jsonl", lambda x: b'{"epoch": 1, "kl": 3}', "0.kl is 3"),
+    (CONVERGENCE, "run/metrics.jsonl", None, "metrics.jsonl"),
+    (REDRAW, ANALYSIS, lambda x: b"\xff" + x, "roles.json: not JSON"),
+    (REDRAW, ANALYSIS, put("panels", 3), "damaged (TypeError"),
+    (REDRAW, ANALYSIS, put("panels", []), "damaged (IndexError"),
+    (REDRAW, ANALYSIS, put("ylabel"), "damaged (KeyError: 'ylabel')"),
+    (REDRAW, ANALYSIS, put("panels.0.series", [1]), "damaged (AttributeError"),
 ]
 
 
-@pytest.mark.parametrize("typed, file, change, words", DAMAGED_RUNS, ids=[f"{i}: {case[1]}" for i, case in enumerate(DAMAGED_RUNS)])
+@pytest.mark.parametrize("typed, file, change, words", DAMAGED_RUNS,
+                         ids=[f"{i}: {case[1]}" for i, case in enumerate(DAMAGED_RUNS)])
 def test_a_damaged_run_is_named_in_one_line(typed, file, change, words, finished, tmp_path, capsys):
     """What eval.py reads, damaged: one line that names it, exit code 2, and nothing else changed or left there."""
     if typed == REDRAW:
@@ -3392,18 +3418,22 @@ def test_a_damaged_run_is_named_in_one_line(typed, file, change, words, finished
     file = tmp_path / "root" / file
     edit(file, change) if change else file.unlink()
     before = snapshot(tmp_path)
+    argv = typed.format(run=tmp_path / "root/run", base=tmp_path / "root/base").split()
     with pytest.raises(SystemExit) as stop:
-        mdu.run_program("eval.py", lambda: ev.main(typed.format(**{name: tmp_path / "root" / name for name in ("run", "base")}).split()))
+        mdu.run_program("eval.py", lambda: ev.main(argv))
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.startswith("eval.py: ") and err.count("\n") == 1 and words in err, err
     after = snapshot(tmp_path)
-    assert {f: after.get(f) for f in before} == before and not [f for f in after.keys() - before.keys() if f.name != "report.png"]
+    assert {f: after.get(f) for f in before} == before
+    assert not [f for f in after.keys() - before.keys() if f.name != "report.png"]
 
 
 HARMED_DATA = {  # a file of RWKU's layout: (what stands in it, words)
-    "empty": (b"", "forget_level2 cannot be read"), "cut": (b'{"query": "q"', "forget_level2 cannot be read (ArrowInvalid: JSON"),
-    "bytes": (b"\xff\x00" * 50, "forget_level2 cannot be read"), "numbers": (b"3\n4", "forget_level2 cannot be read"), "list": (b"[1, 2]", "row 0: subject is None"),
-    "no subject": (b'{"query": "q"}', "row 0: subject is None"), "number": (b'{"subject": "Ann Lee", "level": "2", "query": 3, "answer": "a"}', "row 0: query is 3"),
+    "empty": (b"", "forget_level2 cannot be read"),
+    "cut": (b'{"query": "q"', "forget_level2 cannot be read (ArrowInvalid: JSON"),
+    "bytes": (b"\xff\x00" * 50, "forget_level2 cannot be read"), "numbers": (b"3\n4", "forget_level2 cannot be read"),
+    "list": (b"[1, 2]", "row 0: subject is None"), "no subject": (b'{"query": "q"}', "row 0: subject is None"),
+    "number": (b'{"subject": "Ann Lee", "level": "2", "query": 3, "answer": "a"}', "row 0: query is 3"),
     "removed": (None, "forget_level2 cannot be read (FileNotFoundError"),
 }
 
@@ -3416,15 +3446,17 @@ def test_a_damaged_dataset_is_named_in_one_line(harm, base, tmp_path, capfd):
     file.unlink()
     if content is not None:
         file.write_bytes(content)
+    argv = ["--preset", "toy-rwku", "--data", str(tmp_path), "--subject", "1", "--model", str(base)]
     with pytest.raises(SystemExit) as stop:
-        mdu.run_program("mdu.py", lambda: mdu.main(["--preset", "toy-rwku", "--data", str(tmp_path), "--subject", "1", "--model", str(base)]))
+        mdu.run_program("mdu.py", lambda: mdu.main(argv))
     err = capfd.readouterr().err
     assert stop.value.code == 2 and err.count("\n") == 1 and str(tmp_path) in err and words in err, err
 
 
-@pytest.mark.parametrize("config, field, value", [("utility_truthfulness", "mc1_targets", {"choices": ["a", "b"], "labels": ["0", "1"]}),
-                                                  ("utility_general", "answer", 1.5), ("utility_general", "examples", ["x"]),
-                                                  ("forget_target", "target", None), ("train_positive_llama3", "subject", None)])
+@pytest.mark.parametrize("config, field, value", [
+    ("utility_truthfulness", "mc1_targets", {"choices": ["a", "b"], "labels": ["0", "1"]}),
+    ("utility_general", "answer", 1.5), ("utility_general", "examples", ["x"]), ("forget_target", "target", None),
+    ("train_positive_llama3", "subject", None)])
 def test_fields_of_another_kind_are_named(config, field, value, tmp_path):
     """In every row, so that the library makes a column of that kind of it."""
     write_rwku(tmp_path, [(config, i, field, value) for i in range(6)])
@@ -3453,8 +3485,10 @@ def test_a_checkpoint_of_another_run_and_damaged_metrics(six_steps, tmp_path, ca
 
 
 def test_backbone_configs_of_other_types(tmp_path):
-    """Fields of config.json that the native class does not take are one ValueError, of whatever class the library's is."""
-    for kind, change in (("llada", dict(d_model="x")), ("llada", dict(n_heads=0)), ("Dream", dict(num_hidden_layers=-1)), ("Dream", dict(eos_token_id="x"))):
+    """Fields of config.json that the native class does not take are one ValueError,
+    of whatever class the library's is."""
+    for kind, change in (("llada", dict(d_model="x")), ("llada", dict(n_heads=0)),
+                         ("Dream", dict(num_hidden_layers=-1)), ("Dream", dict(eos_token_id="x"))):
         write_checkpoint(tmp_path / "model", kind, **change)
         with pytest.raises(ValueError, match="config.json fits no"):
             mdu.load_backbone(str(tmp_path / "model"))
@@ -3518,24 +3552,29 @@ def test_nobody_takes_what_is_printed(full, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "root")
     read, write = os.pipe()
     os.close(read)
+    argv = [sys.executable, ev.__file__, "--report", str(tmp_path / "root/run")]
     with open("/dev/full", "wb") if full else open(write, "wb") as out:
-        done = subprocess.run([sys.executable, ev.__file__, "--report", str(tmp_path / "root/run")], stdout=out, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(argv, stdout=out, stderr=subprocess.PIPE, text=True)
     os.close(write) if full else None
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and ("No space left" if full else "Broken pipe") in done.stderr, done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert ("No space left" if full else "Broken pipe") in done.stderr, done.stderr
 
 
 def test_the_sources_run_no_code_and_no_shell():
-    """No eval, exec, compile or import by name, no shell or other program, no pickle, nothing that fetches; the libraries
-    that could run a model folder's code are told not to."""
+    """No eval, exec, compile or import by name, no shell or other program, no pickle, nothing that fetches;
+    the libraries that could run a model folder's code are told not to."""
     for module in (mdu, ev):
         tree = ast.parse(inspect.getsource(module))
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         assert not names & {"eval", "exec", "compile", "__import__", "input", "importlib", "runpy"}
         attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        assert not attributes & {"system", "popen", "Popen", "spawnv", "execv", "fork", "import_module", "urlopen", "hub", "allow_pickle"}
-        imported = {alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names} | {
-            (node.module or "").split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert not imported & {"pickle", "dill", "joblib", "cloudpickle", "marshal", "shelve", "subprocess", "ctypes", "urllib", "http", "requests", "httpx", "ssl"}
+        assert not attributes & {"system", "popen", "Popen", "spawnv", "execv", "fork", "import_module", "urlopen",
+                                 "hub", "allow_pickle"}
+        modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not {name.split(".")[0] for name in modules} & {
+            "pickle", "dill", "joblib", "cloudpickle", "marshal", "shelve", "subprocess", "ctypes", "urllib", "http",
+            "requests", "httpx", "ssl"}
         for node in ast.walk(tree):
             if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "shell"):
                 assert node.value.value is False
@@ -3547,7 +3586,8 @@ def test_code_in_a_folder_is_never_run_nor_asked_for(where, base, tmp_path, monk
     question whether to, whatever stdin would answer."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
     (model := tmp_path / "model").mkdir()
-    config = transformers.BertConfig(vocab_size=40, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    config = transformers.BertConfig(vocab_size=40, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                     num_attention_heads=1)
     transformers.BertForMaskedLM(config).save_pretrained(model)
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     shutil.copy(tmp_path / "code.py", model / "code.py")
@@ -3556,17 +3596,20 @@ def test_code_in_a_folder_is_never_run_nor_asked_for(where, base, tmp_path, monk
         shutil.copy(model / "code.py", model / "model.py")
         argv = ["--preset", "toy-rwku", "--subject", "1", "--data", str(model), "--model", str(base)]
     elif where == "config.json":
-        edit(model / where, change_json(model_type="new", auto_map=dict(AutoConfig="code.C", AutoModelForMaskedLM="code.M")))
+        auto_map = dict(AutoConfig="code.C", AutoModelForMaskedLM="code.M")
+        edit(model / where, change_json(model_type="new", auto_map=auto_map))
         argv = ["--model", str(model)]
     else:
-        (model / where).write_text(json.dumps(dict(tokenizer_class="New", auto_map=dict(AutoTokenizer=["code.T", None]))))
+        settings = dict(tokenizer_class="New", auto_map=dict(AutoTokenizer=["code.T", None]))
+        (model / where).write_text(json.dumps(settings))
         argv = ["--model", str(model)]
     code, err = program(argv, capsys)
     assert code == 2 and not (tmp_path / "ran").exists(), err
 
 
 def test_no_network_without_a_hub_name(finished, tmp_path, capfd, monkeypatch):
-    """Training, scoring and reports open no connection even where they may; a hub name tries, and out of reach is one line."""
+    """Training, scoring and reports open no connection even where they may;
+    a hub name tries, and out of reach is one line."""
     import datasets
     import huggingface_hub
     tried = []
@@ -3574,8 +3617,8 @@ def test_no_network_without_a_hub_name(finished, tmp_path, capfd, monkeypatch):
     def refuse(*args, **kwargs):
         tried.append(args)
         raise OSError("no network here")
-    for name in ("getaddrinfo", "create_connection", "socket.connect"):
-        monkeypatch.setattr(pkgutil.resolve_name(f"socket:{name.rpartition('.')[0]}") if "." in name else socket, name.rpartition(".")[2], refuse)
+    for owner, name in ((socket, "getaddrinfo"), (socket, "create_connection"), (socket.socket, "connect")):
+        monkeypatch.setattr(owner, name, refuse)
     for settings in (huggingface_hub.constants, datasets.config):
         monkeypatch.setattr(settings, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
@@ -3596,7 +3639,8 @@ def test_no_network_without_a_hub_name(finished, tmp_path, capfd, monkeypatch):
 
 
 def test_control_tokens_in_user_data_are_text(hub):
-    """In a question, answer, perturbed answer and RWKU's prefill: the only control tokens are the template's and the end."""
+    """In a question, answer, perturbed answer and RWKU's prefill: the only control tokens are the
+    template's and the end."""
     kind, _, _, predictor, tokenizer = hub
     control = " ".join([*SPECIAL[kind], "<|im_start|>system", "\0"])
     row = {"question": control, "answer": control, "perturbed_answer": [control]}
@@ -3609,11 +3653,13 @@ def test_control_tokens_in_user_data_are_text(hub):
     assert max(mdu.encode_prompt(tokenizer, "x", control)[len(mdu.encode_prompt(tokenizer, "x")):]) < 256
 
 
-ANYTHING = [None, True, -1, 0, 3, 1.5, 1e308, math.nan, "", "x", "mdu", "a\0b", "\ud800", [], [1], {}, {"a": 1}, [["x"]], [{}]]
+ANYTHING = [None, True, -1, 0, 3, 1.5, 1e308, math.nan, "", "x", "mdu", "a\0b", "\ud800", [], [1], {}, {"a": 1},
+            [["x"]], [{}]]
 
 
 def mutated(data, rng):
-    """Other bytes than the file's: random ones, fewer, flipped, another value or key in its JSON, a line twice or gone."""
+    """Other bytes than the file's: random ones, fewer, flipped, another value or key in its JSON,
+    a line twice or gone."""
     def inside(value):
         if rng.random() < 0.3 or not value or not isinstance(value, (dict, list)):
             return rng.choice(ANYTHING)
@@ -3652,9 +3698,12 @@ def mutated(data, rng):
 
 def random_options(rng, module, places):
     """Up to four flags of a program, with values of any kind."""
-    flags = [f"--{field.name.replace('_', '-')}" for field in mdu.dataclasses.fields(mdu.Options)] if module is mdu else re.findall(
-        r'add_argument\("(--[\w-]+)"', inspect.getsource(ev.parse))
-    values = ["", "0", "1", "2", "-1", "0.5", "nan", "inf", "1e9", "99999999999", "x", "a\0b", "\udcff", "all", "toy", "0,1", "ä",
+    if module is mdu:
+        flags = [f"--{field.name.replace('_', '-')}" for field in mdu.dataclasses.fields(mdu.Options)]
+    else:
+        flags = re.findall(r'add_argument\("(--[\w-]+)"', inspect.getsource(ev.parse))
+    values = ["", "0", "1", "2", "-1", "0.5", "nan", "inf", "1e9", "99999999999", "x", "a\0b", "\udcff", "all", "toy",
+              "0,1", "ä",
               *mdu.PRESETS, *mdu.METHOD_OPTIONS, *ev.ANALYSES, *places, *places]
     argv = [[], [rng.choice(places)]][module is ev]
     for flag in rng.sample(flags, rng.randrange(5)):
@@ -3664,8 +3713,9 @@ def random_options(rng, module, places):
 
 @pytest.mark.fuzz
 def test_fuzz(finished, six_steps, tofu, rwku, files, tmp_path, capsys, monkeypatch):
-    """A minute of random bytes in every file that is read and of random options, with a fixed seed: exit code 0 or 2, at
-    most one line on stderr, no exception and no hang, and nothing changed outside the folder that is worked in."""
+    """A minute of random bytes in every file that is read and of random options, with a fixed seed:
+    exit code 0 or 2, at most one line on stderr, no exception and no hang, and nothing changed outside the folder
+    that is worked in."""
     start, counts, seed = time.time(), {}, 0
     outside = snapshot(finished, *six_steps[1:], tofu, rwku, files)
 
@@ -3685,25 +3735,33 @@ def test_fuzz(finished, six_steps, tofu, rwku, files, tmp_path, capsys, monkeypa
         module, flags = rng.choice([mdu, ev]), ["--samples", "1", "--steps", "1", "--limit", "2"]
         if rng.random() < 0.5:
             shutil.copytree(finished, root / "in")
-            argv = random_options(rng, module, [str(root / "in/base"), str(root / "in/run"), str(root / "new"), str(tofu), str(files / "good.jsonl")])
+            places = [str(root / "in/base"), str(root / "in/run"), str(root / "new"), str(tofu),
+                      str(files / "good.jsonl")]
+            argv = random_options(rng, module, places)
             argv += flags if module is ev and rng.random() < 0.7 else []
             if module is ev and not set(flags[::2]) & set(argv):
                 argv += rng.choice([flags, ["--report"], ["--analysis", "roles", "--redraw"]])
         else:
+            new = ["--model", str(finished / "base"), "--out", "new"]
+            person = ["--preset", "toy-rwku", "--subject", "1", "--data", "in", "--batch-size", "2", *new]
             source, file, module, argv = rng.choice([
                 *((finished, name, mdu, ["--model", "in/run", "--out", "new"]) for name in (
-                    "run/config.json", "run/tokenizer.json", "run/tokenizer_config.json", "run/chat_template.jinja", "run/model.safetensors")),
-                *((finished, name, ev, [*flags, "in/run"]) for name in (RUN, "run/config.json", "run/model.safetensors", RECORDS)),
+                    "run/config.json", "run/tokenizer.json", "run/tokenizer_config.json", "run/chat_template.jinja",
+                    "run/model.safetensors")),
+                *((finished, name, ev, [*flags, "in/run"]) for name in (
+                    RUN, "run/config.json", "run/model.safetensors", RECORDS)),
                 *((finished, name, ev, ["--report", "in/run", "in/base"]) for name in (RUN, SUMMARY, SUMMARY, RECORDS)),
                 (finished, RECORDS, ev, ["--report", "in/base", "--retain-run", "in/run"]),
                 (finished, ANALYSIS, ev, ["--analysis", "roles", "--redraw", "in/run"]),
                 (finished, "run/metrics.jsonl", ev, ["--analysis", "convergence", "in/run"]),
                 *((six_steps[2], name, mdu, [*six_steps[0], "--resume", "--out", "in"]) for name in (
                     RUN[4:], "metrics.jsonl", f"checkpoint/00000002/{INFO}", f"checkpoint/00000002/{SHARD}")),
-                (files, "good.jsonl", mdu, ["--forget", "in/good.jsonl", "--retain-weight", "0", "--model", str(finished / "base"), "--out", "new"]),
-                *((tofu, f"{name}_perturbed.json", mdu, ["--data", "in", "--model", str(finished / "base"), "--out", "new"]) for name in ("forget10", "real_authors")),
-                *((rwku, name, mdu, ["--preset", "toy-rwku", "--subject", "1", "--data", "in", "--model", str(finished / "base"), "--batch-size", "2", "--out", "new"])
-                  for name in ("README.md", "forget_target.jsonl", "forget_level3.jsonl", "utility_truthfulness.jsonl", "train_positive_llama3.jsonl"))])
+                (files, "good.jsonl", mdu, ["--forget", "in/good.jsonl", "--retain-weight", "0", *new]),
+                *((tofu, f"{name}_perturbed.json", mdu, ["--data", "in", *new])
+                  for name in ("forget10", "real_authors")),
+                *((rwku, name, mdu, person) for name in (
+                    "README.md", "forget_target.jsonl", "forget_level3.jsonl", "utility_truthfulness.jsonl",
+                    "train_positive_llama3.jsonl"))])
             shutil.copytree(source, root / "in", ignore=shutil.ignore_patterns("*pipe*", "loop", "dangling", "up"))
             edit(root / "in" / file, lambda data: mutated(data, rng))
         signal.alarm(30)
@@ -3714,7 +3772,8 @@ def test_fuzz(finished, six_steps, tofu, rwku, files, tmp_path, capsys, monkeypa
             signal.alarm(0)
             print(f"seed {seed}: {argv}" * (sys.exc_info()[0] is not None))
         err = capsys.readouterr().err
-        assert end.value.code in (0, 2) and err.count("\n") <= (end.value.code == 2) and "Traceback" not in err, (seed, argv, err)
+        assert end.value.code in (0, 2) and err.count("\n") <= (end.value.code == 2), (seed, argv, err)
+        assert "Traceback" not in err, (seed, argv, err)
         counts[module.__name__, end.value.code] = counts.get((module.__name__, end.value.code), 0) + 1
         monkeypatch.chdir(tmp_path)
         shutil.rmtree(root)
@@ -3729,7 +3788,8 @@ def test_fuzz(finished, six_steps, tofu, rwku, files, tmp_path, capsys, monkeypa
 # ---------------------------------------------------------------------------------------------------------------------
 
 def plain_step(o, model, frozen, b, n):
-    """Algorithm 1 read plainly: scores of the whole vocabulary at every position in float32, one pass per set of rows."""
+    """Algorithm 1 read plainly: scores of the whole vocabulary at every position in float32,
+    one pass per set of rows."""
     def scores(net, ids, rows):
         return net(input_ids=ids[rows], attention_mask=b.real[rows].long()).logits.float()  # (B, T, V)
 
@@ -3775,8 +3835,8 @@ def bench_pools(V, rows=16, response=(20, 90), prompt=(20, 45)):
 
     def pair():
         return [list(map(int, rng.integers(2, V, rng.integers(*lengths)))) for lengths in (prompt, response)]
-    return {"forget": [pair() for _ in range(rows)], "retain": [pair() for _ in range(rows)], "pad_id": 1, "longest": 1024,
-            "preferred": [[pair()] for _ in range(rows)], "null_from": 0}
+    return {"forget": [pair() for _ in range(rows)], "retain": [pair() for _ in range(rows)], "pad_id": 1,
+            "longest": 1024, "preferred": [[pair()] for _ in range(rows)], "null_from": 0}
 
 
 def peak_memory(function):
@@ -3855,15 +3915,16 @@ def trainers(o, V, **lengths):
 
 
 def bench_training(V, rate, rounds):
-    print(f"\n| training step | ms | tokens/s | MB above weights | share of the floor | plain: ms | MB | plain/ours: time | memory |"
-          "\n|---|---|---|---|---|---|---|---|---|")
+    print("\n| training step | ms | tokens/s | MB above weights | share of the floor | plain: ms | MB | "
+          "plain/ours: time | memory |\n|---|---|---|---|---|---|---|---|---|")
     for method in mdu.METHOD_OPTIONS:
         o = options("--method", method, "--batch-size", "4", *(["--null-prompt-rate", "0"] if method == "sft" else []))
         ours, plain, tokens, flops = trainers(o, V)
         (s, m), (sp, mp) = in_turn([ours, plain], rounds)
-        print(f"| {method} | {spread([1e3 * x for x in s], '{:.0f}')} | {tokens / np.median(s):.0f} | {np.median(m) / 1e6:.0f} | "
-              f"{flops / rate / np.median(s):.0%} | {1e3 * np.median(sp):.0f} | {np.median(mp) / 1e6:.0f} | "
-              f"{spread([b / a for a, b in zip(s, sp)])} | {np.median(mp) / np.median(m):.2f} |", flush=True)
+        print(f"| {method} | {spread([1e3 * x for x in s], '{:.0f}')} | {tokens / np.median(s):.0f} | "
+              f"{np.median(m) / 1e6:.0f} | {flops / rate / np.median(s):.0%} | {1e3 * np.median(sp):.0f} | "
+              f"{np.median(mp) / 1e6:.0f} | {spread([b / a for a, b in zip(s, sp)])} | "
+              f"{np.median(mp) / np.median(m):.2f} |", flush=True)
 
 
 def plain_sampling(lm, prompt, length, steps):
@@ -3908,9 +3969,9 @@ def bench_evaluation(V, rounds, questions=8, length=32, samples=8):
     for name, (ours, plain) in tasks.items():
         assert np.allclose(ours(), plain(), rtol=1e-4), f"{name}: the two give different results"
         (s, m), (sp, mp) = in_turn([ours, plain], rounds)
-        print(f"| {name} | {questions / np.median(s):.2f} | {np.median(m) / 1e6:.0f} | {questions / np.median(sp):.2f} | "
-              f"{np.median(mp) / 1e6:.0f} | {spread([b / a for a, b in zip(s, sp)])} | {np.median(mp) / np.median(m):.2f} |",
-              flush=True)
+        print(f"| {name} | {questions / np.median(s):.2f} | {np.median(m) / 1e6:.0f} | "
+              f"{questions / np.median(sp):.2f} | {np.median(mp) / 1e6:.0f} | "
+              f"{spread([b / a for a, b in zip(s, sp)])} | {np.median(mp) / np.median(m):.2f} |", flush=True)
 
 
 def bench_growth(rounds):
@@ -3929,16 +3990,17 @@ def bench_growth(rounds):
             points.append((1e3 * np.median(s), np.median(m) / 1e6))
         ms = np.array([p[0] for p in points])
         slope, start = np.polyfit(values, ms, 1)
-        print(f"| {title} | " + ", ".join(f"{value}: {p[0]:.0f}, {p[1]:.0f}" for value, p in zip(values, points)) +
-              f" | {start:.0f} + {slope:.3g} n | {np.abs(start + slope * np.array(values) - ms).max() / ms.max():.0%} |", flush=True)
+        shown = ", ".join(f"{value}: {p[0]:.0f}, {p[1]:.0f}" for value, p in zip(values, points))
+        missed = np.abs(start + slope * np.array(values) - ms).max() / ms.max()
+        print(f"| {title} | {shown} | {start:.0f} + {slope:.3g} n | {missed:.0%} |", flush=True)
 
 
 def bench():
     torch.set_num_threads(1)
     with mdu.processes():
         rate, rounds = matrix_rate(), 3
-        print(f"On {mdu.this_device()}, one thread, matrix products at {rate / 1e9:.0f} GFLOP/s; ours and the plain reading in "
-              f"turn, medians (and extremes) of {rounds} rounds:")
+        print(f"On {mdu.this_device()}, one thread, matrix products at {rate / 1e9:.0f} GFLOP/s; ours and the plain "
+              f"reading in turn, medians (and extremes) of {rounds} rounds:")
         bench_training(126464, rate, rounds)
         bench_evaluation(126464, rounds)
         bench_growth(rounds)
