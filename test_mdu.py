@@ -506,7 +506,8 @@ def test_draw_masks():
 
 
 def test_compared_answers_share_their_masks():
-    """One seed: equal lengths, equal masks; of 12 tokens twice the share of 6, to one token, and the 6 keep their order of coins."""
+    """One seed: equal lengths, equal masks; of 12 tokens twice the share of 6, to one token,
+    and the 6 keep their order of coins."""
     short, long = ev.draw_masks(6, 400, [3, 1]), ev.draw_masks(12, 400, [3, 1])
     assert torch.equal(short, ev.draw_masks(6, 400, [3, 1]))
     assert set((long.sum(1) - 2 * short.sum(1)).tolist()) == {-1, 0}
@@ -576,19 +577,26 @@ def test_masked_nll_of_a_transformer_is_batch_independent(llama):
 # TOFU's own figures
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Four questions of each of the benchmark's public evaluation logs (Llama-2-7B fine-tuned on all authors; last: on retain90): mean loss
-# per token of the answer, of the paraphrased answer (where there is one), of the perturbed answers.
+# Four questions of each of the benchmark's public evaluation logs (Llama-2-7B fine-tuned on all authors; last: on
+# retain90): mean loss per token of the answer, of the paraphrased answer (where there is one), of the perturbed
+# answers.
 LOGS = {
-    "retain": [(0.0120, 1.5781, [1.7120, 1.9709, 1.4638, 1.7079, 1.9508]), (0.0013, 2.5527, [2.8353, 3.0840, 2.8997, 2.6863, 3.0322]),
-               (0.0105, 2.9240, [3.5491, 3.2195, 3.5912, 3.4989, 3.0968]), (0.0028, 3.5176, [3.5704, 2.8008, 3.4043, 3.2763, 3.2643])],
+    "retain": [(0.0120, 1.5781, [1.7120, 1.9709, 1.4638, 1.7079, 1.9508]),
+               (0.0013, 2.5527, [2.8353, 3.0840, 2.8997, 2.6863, 3.0322]),
+               (0.0105, 2.9240, [3.5491, 3.2195, 3.5912, 3.4989, 3.0968]),
+               (0.0028, 3.5176, [3.5704, 2.8008, 3.4043, 3.2763, 3.2643])],
     "real_authors": [(4.1092, None, [6.0565, 3.3802, 6.8580]), (3.8379, None, [2.9575, 5.3061, 7.0973]),
                      (3.8588, None, [4.2897, 4.1698, 3.9189]), (2.5574, None, [3.5782, 8.0303, 7.5862])],
     "world_facts": [(8.3882, None, [7.7738, 7.3298, 11.4043]), (5.1166, None, [6.5493, 7.7743, 6.6396]),
                     (5.9847, None, [6.5476, 4.7384, 5.7158]), (8.7967, None, [6.9445, 5.7649, 9.0495])],
-    "forget": [(0.0145, 2.2287, [3.3558, 3.6902, 3.7194, 4.4322, 2.9737]), (0.0011, 2.8923, [1.9155, 3.6661, 3.0774, 3.5560, 3.7387]),
-               (0.0030, 1.8339, [2.5070, 1.9295, 1.1317, 2.2245, 1.2787]), (0.0046, 2.9947, [3.7606, 3.5469, 3.4594, 3.5792, 3.3402])],
-    "retain model": [(1.8360, 3.9662, [3.3338, 3.7183, 3.7702, 4.0321, 3.2654]), (0.7290, 3.0423, [1.4900, 3.1398, 2.6959, 3.3705, 3.6587]),
-                     (1.5268, 2.1251, [2.0728, 1.9950, 0.6368, 1.6356, 0.6699]), (2.3261, 3.6645, [3.6795, 3.6148, 3.5782, 3.6885, 3.4043])],
+    "forget": [(0.0145, 2.2287, [3.3558, 3.6902, 3.7194, 4.4322, 2.9737]),
+               (0.0011, 2.8923, [1.9155, 3.6661, 3.0774, 3.5560, 3.7387]),
+               (0.0030, 1.8339, [2.5070, 1.9295, 1.1317, 2.2245, 1.2787]),
+               (0.0046, 2.9947, [3.7606, 3.5469, 3.4594, 3.5792, 3.3402])],
+    "retain model": [(1.8360, 3.9662, [3.3338, 3.7183, 3.7702, 4.0321, 3.2654]),
+                     (0.7290, 3.0423, [1.4900, 3.1398, 2.6959, 3.3705, 3.6587]),
+                     (1.5268, 2.1251, [2.0728, 1.9950, 0.6368, 1.6356, 0.6699]),
+                     (2.3261, 3.6645, [3.6795, 3.6148, 3.5782, 3.6885, 3.4043])],
 }
 
 
@@ -598,18 +606,23 @@ def records_of(logs, recalls=(0.5, 0.75, 1.0, 1.0)):
     for (nll, paraphrased, wrong), recall in zip(logs, recalls):
         r = {"nll": nll, "prob": math.exp(-nll), "prob_stderr": None, "rougeL_recall": recall, "nll_perturbed": wrong,
              "truth_ratio": ev.truth_ratio(nll if paraphrased is None else paraphrased, wrong)}
-        r.update({"prob_options": ev.option_probability(nll, wrong)} if paraphrased is None else {"nll_paraphrased": paraphrased})
+        if paraphrased is None:
+            r["prob_options"] = ev.option_probability(nll, wrong)
+        else:
+            r["nll_paraphrased"] = paraphrased
         records.append(r)
     return records
 
 
 def test_tofu_figures_equal_the_official_code():
-    """What utils.py of the benchmark gave for these losses: probability, truth ratio, utility; and its Kolmogorov-Smirnov test."""
+    """What utils.py of the benchmark gave for these losses: probability, truth ratio, utility;
+    and its Kolmogorov-Smirnov test."""
     splits = {split: ev.summarise_answers(records_of(logs, [1.0] * 4 if split != "retain" else (0.5, 0.75, 1, 1)),
                                           "↓" if split == "forget" else "↑") for split, logs in LOGS.items()}
     official = {("retain", "prob"): 0.9933828516019187, ("retain", "truth_ratio"): 0.20114249932143224,
                 ("retain", "rougeL_recall"): 0.8125, ("real_authors", "prob_options"): 0.4016959226747267,
-                ("real_authors", "truth_ratio"): 0.36202952059623983, ("world_facts", "prob_options"): 0.2549866735771169,
+                ("real_authors", "truth_ratio"): 0.36202952059623983,
+                ("world_facts", "prob_options"): 0.2549866735771169,
                 ("world_facts", "truth_ratio"): 0.2060975265023985, ("forget", "prob"): 0.9942300707024888,
                 ("forget", "truth_ratio"): 0.6730792177843419}
     for (split, metric), value in official.items():
@@ -620,9 +633,11 @@ def test_tofu_figures_equal_the_official_code():
 
 
 def test_tofu_figures_by_hand_and_at_their_ends():
-    """R = mean(1/4, 1/8) / (1/2) = 3/8; among options 1/2 of 1/2 + 1/4 + 1/4; losses of thousands stay finite; nothing measured is None."""
+    """R = mean(1/4, 1/8) / (1/2) = 3/8; among options 1/2 of 1/2 + 1/4 + 1/4; losses of thousands stay finite;
+    nothing measured is None."""
     right, wrong = log(2), [log(4), log(8)]
-    assert ev.truth_ratio(right, wrong) == pytest.approx(3 / 8) and ev.option_probability(log(2), [log(4)] * 2) == pytest.approx(1 / 2)
+    assert ev.truth_ratio(right, wrong) == pytest.approx(3 / 8)
+    assert ev.option_probability(log(2), [log(4)] * 2) == pytest.approx(1 / 2)
     for a, b in ((1e4, [0.0]), (0.0, [1e4])):
         ratio = ev.truth_ratio(a, b)
         assert 0 < ratio < math.inf and 0 <= ev.option_probability(a, b) <= 1 and 1 / ratio < math.inf
@@ -636,28 +651,31 @@ def test_tofu_figures_by_hand_and_at_their_ends():
     assert ev.model_utility(nine) is None and ev.model_utility({}) is None
     assert ev.summarise_answers([], "↑") == {"n": 0, "prob_stderr": None, "stderr": {}}
     one = dict(rougeL_f1=0.5, rougeL_recall=0.25, prob=0.125, prob_stderr=0.1, truth_ratio=4.0, perplexity=8.0)
-    assert ev.summarise_answers([one], "↓") == dict(n=1, rougeL_f1=0.5, rougeL_recall=0.25, prob=0.125, truth_ratio=0.25, prob_stderr=0.1,
-                                                    perplexity_median=8.0, perplexity_mean=8.0, stderr=dict.fromkeys(
-                                                        ("rougeL_f1", "rougeL_recall", "prob", "truth_ratio")))
-    assert ev.summarise_answers([one, dict(one, truth_ratio=0.5)], "↑")["truth_ratio"] == 0.25  # max(0, 1 - 4) = 0 and 1 - 1/2
+    assert ev.summarise_answers([one], "↓") == dict(
+        n=1, rougeL_f1=0.5, rougeL_recall=0.25, prob=0.125, truth_ratio=0.25, prob_stderr=0.1, perplexity_median=8.0,
+        perplexity_mean=8.0, stderr=dict.fromkeys(("rougeL_f1", "rougeL_recall", "prob", "truth_ratio")))
+    two = ev.summarise_answers([one, dict(one, truth_ratio=0.5)], "↑")
+    assert two["truth_ratio"] == 0.25  # max(0, 1 - 4) = 0 and 1 - 1/2
     assert "truth_ratio" not in ev.summarise_answers([one, {k: v for k, v in one.items() if k != "truth_ratio"}], "↑")
 
 
 @pytest.mark.parametrize("a, b", [
-    ([1], [2]), ([1], [1]), ([1, 3, 5], [2, 4]), ([1, 2, 3], [4, 5, 6, 7]), ([5, 1, 9, 2], [3, 7, 8, 4, 6]), ([1, 2, 2, 3], [2, 3, 3, 4, 5]),
-    ([1, 1, 1], [1, 1]), ([2, 2, 2, 2, 2], [1, 3]), ([0.5, 0.25, 4], [0.5, 0.25, 4])])
+    ([1], [2]), ([1], [1]), ([1, 3, 5], [2, 4]), ([1, 2, 3], [4, 5, 6, 7]), ([5, 1, 9, 2], [3, 7, 8, 4, 6]),
+    ([1, 2, 2, 3], [2, 3, 3, 4, 5]), ([1, 1, 1], [1, 1]), ([2, 2, 2, 2, 2], [1, 3]), ([0.5, 0.25, 4], [0.5, 0.25, 4])])
 def test_ks_test_equals_brute_force(a, b):
     """D from the two step functions themselves, p from every interleaving of distinct values."""
     def largest_gap(a, b):
         return max(abs(sum(x <= v for x in a) / len(a) - sum(x <= v for x in b) / len(b)) for v in [*a, *b])
     places = range(len(a) + len(b))
-    gaps = [largest_gap(chosen, [i for i in places if i not in chosen]) for chosen in itertools.combinations(places, len(a))]
+    gaps = [largest_gap(chosen, [i for i in places if i not in chosen])
+            for chosen in itertools.combinations(places, len(a))]
     d, p = ev.ks_test(a, b)
     assert d == pytest.approx(largest_gap(a, b)) and p == pytest.approx(np.mean([gap >= d - 1e-9 for gap in gaps]))
 
 
 def test_ks_test_equals_published_values():
-    """The benchmark's public logs: D = 119/300 between 300 and 300 questions has p = 1.834066410994743e-21; others from scipy."""
+    """The benchmark's public logs: D = 119/300 between 300 and 300 questions has p = 1.834066410994743e-21;
+    others from scipy."""
     d, p = ev.ks_test(range(300), [i + 118.5 for i in range(300)])
     assert d == pytest.approx(119 / 300) and p == pytest.approx(1.834066410994743e-21, rel=1e-12)
     assert ev.ks_test(range(10), [i + 0.5 for i in range(4, 12)]) == pytest.approx((0.5, 0.1659582247817542))
@@ -727,12 +745,14 @@ def options(*argv):
 def test_presets_resolve_to_their_documented_numbers():
     """Default < method < preset < flag, and every method gets the options that are its own and no others."""
     o = options("--preset", "toy")
-    assert (o.method, o.tau, o.retain_weight, o.data, o.batch_size, o.mask_sampling) == ("mdu", 1.0, 1.0, "toy", 8, "count")
+    assert (o.method, o.tau, o.retain_weight, o.data, o.batch_size, o.mask_sampling) == (
+        "mdu", 1.0, 1.0, "toy", 8, "count")
     assert (o.beta, o.gamma, o.delta, o.null_prompt_rate, o.out) == (None, None, None, 0.0, "out/toy/mdu-tau1")
     o = options("--method", "sft")
     assert (o.lr, o.epochs, o.batch_size, o.null_prompt_rate, o.out) == (5e-3, 150, 16, 0.1, "out/toy/base")
     assert o.tau is None and o.retain_weight is None
-    own = {"npo": dict(beta=0.2), "simnpo": dict(beta=4.5, delta=0.0), "wga": dict(gamma=1.0), "dpo": dict(beta=0.1), "gd": {}}
+    own = {"npo": dict(beta=0.2), "simnpo": dict(beta=4.5, delta=0.0), "wga": dict(gamma=1.0), "dpo": dict(beta=0.1),
+           "gd": {}}
     for method, values in own.items():
         o = options("--method", method)
         assert o.retain_weight == 1.0 and {k: getattr(o, k) for k in values} == values
@@ -749,7 +769,8 @@ def test_commands_in_the_readme_parse():
     assert len(lines) >= 9
     for line in lines:
         mdu.resolve(mdu.parse(shlex.split(line, comments=True)))
-    lines = [line.split("eval.py", 1)[1] for line in readme.splitlines() if re.match(r"    (python|torchrun .*) ?eval\.py", line)]
+    lines = [line.split("eval.py", 1)[1] for line in readme.splitlines()
+             if re.match(r"    (python|torchrun .*) ?eval\.py", line)]
     assert len(lines) >= 5
     for line in lines:
         ev.parse(shlex.split(line, comments=True))
@@ -762,11 +783,14 @@ def files(tmp_path_factory):
     rows = [json.dumps({"question": f"Who is number {i}?", "answer": f"It is word{i}."}) for i in range(16)]
     content = {"good": "\n".join(rows), "malformed": rows[0] + "\n" + rows[1][:-3], "array": "[1, 2]", "empty": "\n",
                "no-question": '{"answer": "a"}', "empty-answer": rows[0] + '\n\n{"question": "q", "answer": " "}',
-               "prompt-number": '{"prompt": 3, "response": "a"}', "wrong-perturbed": rows[0][:-1] + ', "perturbed_answer": [3]}',
+               "prompt-number": '{"prompt": 3, "response": "a"}',
+               "wrong-perturbed": rows[0][:-1] + ', "perturbed_answer": [3]}',
                "wrong-paraphrase": rows[0][:-1] + ', "paraphrased_question": ["q"]}',
-               "both": '{"question": "q", "prompt": "p", "answer": "a"}', "twice": '{"question": "q", "question": "p", "answer": "a"}',
-               "nan": '{"question": NaN, "answer": "a"}', "nul": "\0\0\0", "list-perturbed": rows[0][:-1] + ', "perturbed_answer": {"a": "b"}}',
-               "deep": "[" * 100000, "digits": '{"question": ' + "9" * 5000 + "}", "surrogate": '{"question": "\\ud800", "answer": "a"}',
+               "both": '{"question": "q", "prompt": "p", "answer": "a"}',
+               "twice": '{"question": "q", "question": "p", "answer": "a"}', "nan": '{"question": NaN, "answer": "a"}',
+               "nul": "\0\0\0", "list-perturbed": rows[0][:-1] + ', "perturbed_answer": {"a": "b"}}',
+               "deep": "[" * 100000, "digits": '{"question": ' + "9" * 5000 + "}",
+               "surrogate": '{"question": "\\ud800", "answer": "a"}',
                "long": '{"question": "q", "answer": "' + "a " * 2000 + '"}\n' + "\n".join(rows)}
     for name, text in content.items():
         (root / f"{name}.jsonl").write_text(text)
@@ -784,12 +808,14 @@ def files(tmp_path_factory):
 
 BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): words that the one line must hold
     "--method sgd": ["sgd", "choose from"], "--preset tofu": ["tofu", "choose from"], "--meth mdu": ["unrecognized"],
-    "--tau 1.5": ["--tau 1.5", "[0, 1]"], "--tau -0.1": ["--tau -0.1"], "--tau nan": ["--tau nan"], "--tau x": ["--tau", "'x'"],
-    "--lr inf": ["--lr inf"], "--lr 0": ["--lr"], "--epochs nan": ["--epochs nan"], "--seed -1": ["--seed -1"],
-    "--limit 0": ["--limit 0"], "--lr 2": ["at most 1"],
-    "--method ga --null-prompt-rate 0.1": ["not used without a retain loss"], "--out x/base": ["where the base model belongs"], "--limit 9999999999": ["1000000"], "--batch-size 2.5": ["2.5"], "--retain-weight -1": ["--retain-weight"],
-    "--method ga --tau 1": ["--tau", "ga does not use it", "mdu"], "--method mdu --beta 1": ["--beta", "npo, simnpo, dpo"],
-    "--method ga --retain-weight 1": ["ga does not use it"], "--method sft --gamma 1": ["wga"],
+    "--tau 1.5": ["--tau 1.5", "[0, 1]"], "--tau -0.1": ["--tau -0.1"], "--tau nan": ["--tau nan"],
+    "--tau x": ["--tau", "'x'"], "--lr inf": ["--lr inf"], "--lr 0": ["--lr"], "--epochs nan": ["--epochs nan"],
+    "--seed -1": ["--seed -1"], "--limit 0": ["--limit 0"], "--lr 2": ["at most 1"],
+    "--method ga --null-prompt-rate 0.1": ["not used without a retain loss"],
+    "--out x/base": ["where the base model belongs"], "--limit 9999999999": ["1000000"], "--batch-size 2.5": ["2.5"],
+    "--retain-weight -1": ["--retain-weight"], "--method ga --tau 1": ["--tau", "ga does not use it", "mdu"],
+    "--method mdu --beta 1": ["--beta", "npo, simnpo, dpo"], "--method ga --retain-weight 1": ["ga does not use it"],
+    "--method sft --gamma 1": ["wga"],
     "--method gd --retain-weight 0": ["use --method ga"], "--method npo --beta 0": ["--beta 0"],
     "--retain {d}/good.jsonl": ["--forget"], "--forget {d}/good.jsonl": ["--retain FILE"],
     "--forget {d}/good.jsonl --data toy --retain-weight 0": ["--data toy"],
@@ -817,34 +843,48 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--out {d}/good.jsonl": ["is a file"], "--model {causal}": ["causal model", "bidirectional"],
     "--model {garbage}": ["config.json", "not JSON"], "--model {tokenizer}": ["PreTrainedTokenizerFast"],
     "--model {template}": ["TemplateSyntaxError"],
-    "--model {mask}": ["mask_token_id 99999"], "--revision x --model {base}": ["hub name"], "--epochs 1e300": ["1000000"],
-    "--preset rwku-llada": ["--forget FILE", "--subject NAME"], "--preset toy-rwku --subject King": ["(Stephen King?)", "1 to 2"],
+    "--model {mask}": ["mask_token_id 99999"], "--revision x --model {base}": ["hub name"],
+    "--epochs 1e300": ["1000000"], "--preset rwku-llada": ["--forget FILE", "--subject NAME"],
+    "--preset toy-rwku --subject King": ["(Stephen King?)", "1 to 2"],
     "--preset toy-rwku --subject 3": ["--subject 3", "1 to 2"], "--subject 1": ["toy-rwku"],
-    "--preset toy-rwku --method sft --subject 1": ["sft", "does not use it"], "--preset rwku-dream --method sft": ["eval.py --preset"],
-    "--preset toy-rwku --subject 1 --retain-weight 1": ["--retain FILE"], "--preset toy-rwku --subject 1 --method gd": ["use --method ga"], "--preset tofu-llada --data toy": ["no base model", "--method sft"],
-    "--dtype float16": ["float16", "bfloat16"], "--max-length 5 --model {base}": ["more than 5"],
+    "--preset toy-rwku --method sft --subject 1": ["sft", "does not use it"],
+    "--preset rwku-dream --method sft": ["eval.py --preset"],
+    "--preset toy-rwku --subject 1 --retain-weight 1": ["--retain FILE"],
+    "--preset toy-rwku --subject 1 --method gd": ["use --method ga"],
+    "--preset tofu-llada --data toy": ["no base model", "--method sft"], "--dtype float16": ["float16", "bfloat16"],
+    "--max-length 5 --model {base}": ["more than 5"],
     "--model {truncated}": ["SafetensorError"],
     **{f"--forget {{d}}/{name}.jsonl --retain-weight 0": [f"{name}.jsonl", *words] for name, words in {
-        "both": ["line 1", "both question and prompt"], "twice": ["line 1", "'question' stands twice"], "nan": ["line 1", "NaN is no number"],
-        "nul": ["line 1", "not JSON"], "list-perturbed": ["line 1", "perturbed_answer"], "utf16": ["not UTF-8"], "pipe": ["pipe or device"]}.items()},
-    "--forget /dev/zero --retain-weight 0": ["/dev/zero", "pipe or device"], "--forget {d}/loop --retain-weight 0": ["loop", "symbolic links"],
-    "--forget a\0b --retain-weight 0": ["--forget", "a\\x00b"], "--out a\udcffb --model {base}": ["--out", "udcff", "not UTF-8"],
-    "--data a\udcffb": ["--data", "udcff"], f"--out {'a' * 300} --model {{base}}": ["too long"], f"--forget {'a' * 5000} --retain-weight 0": ["too long"],
-    "--subject=": ["--subject", "is empty"], "--model=": ["--model", "is empty"],
-    "--out {d}/loop": ["link to nothing"], "--out {d}/dangling --model {base}": ["link to nothing"], "--model {d}/loop": ["loop", "neither a folder"],
+        "both": ["line 1", "both question and prompt"], "twice": ["line 1", "'question' stands twice"],
+        "nan": ["line 1", "NaN is no number"], "nul": ["line 1", "not JSON"],
+        "list-perturbed": ["line 1", "perturbed_answer"], "utf16": ["not UTF-8"], "pipe": ["pipe or device"]}.items()},
+    "--forget /dev/zero --retain-weight 0": ["/dev/zero", "pipe or device"],
+    "--forget {d}/loop --retain-weight 0": ["loop", "symbolic links"],
+    "--forget a\0b --retain-weight 0": ["--forget", "a\\x00b"],
+    "--out a\udcffb --model {base}": ["--out", "udcff", "not UTF-8"], "--data a\udcffb": ["--data", "udcff"],
+    f"--out {'a' * 300} --model {{base}}": ["too long"], f"--forget {'a' * 5000} --retain-weight 0": ["too long"],
+    "--subject=": ["--subject", "is empty"], "--model=": ["--model", "is empty"], "--out {d}/loop": ["link to nothing"],
+    "--out {d}/dangling --model {base}": ["link to nothing"], "--model {d}/loop": ["loop", "neither a folder"],
     "--forget {d}/good.jsonl --retain-weight 0 --out {d}/up --overwrite": ["would replace --forget"],
-    "--out / --model {base}": ["would replace --model"], "--out /dev/null": ["is a file"], "--out /proc/x --model {base}": ["/proc/x"],
-    "--data {d}/empty-folder": ["empty-folder", "forget10_perturbed", "any data files"], "--data {d}/text-folder": ["text-folder", "forget10_perturbed"],
-    "--data {d}/plain-folder": ["plain-folder", "forget10_perturbed", "not found"], "--data {base} --model {base}": ["base", "forget10_perturbed"],
-    "--preset toy-rwku --subject 1 --data {d}/plain-folder": ["plain-folder", "forget_target"], "--data {d}/good.jsonl": ["neither 'toy'"],
-    "--model {d}/good.jsonl": ["neither a folder"], "--model {pad}": ["pad_token_id -5", "439 tokens"], "--model {true}": ["mask_token_id True"],
-    "--model {latin}": ["config.json", "not JSON", "utf-8"], "--model {list}": ["config.json", "not a JSON object"], "--model {gpt}": ["AutoModelForMaskedLM", "GPT2"],
-    "--model {empty}": ["SafetensorError", "too small"], "--model {random}": ["SafetensorError"], "--model {half}": ["missing keys", "lm_head"],
-    "--model {unnamed}": ["no end token"], "--model {larger}": ["token 9999 of its tokenizer", "439"], "--model {twofold}": ["too many values"],
-    "--model {vocabulary}": ["mismatched keys", "embed_tokens"], "--model {unfinished}": ["no config.json"],
-    "--seed 99999999999999999999": ["2^63 - 1"], "--checkpoint-every 0": ["--checkpoint-every 0"], "--retain-weight inf": ["--retain-weight inf"],
-    "--gamma -1 --method wga": ["--gamma -1"], "--delta nan --method simnpo": ["--delta nan"], "--null-prompt-rate 2": ["--null-prompt-rate 2"],
-    "--resume --overwrite": ["give one of them"], "--diagnose --method sft": ["--diagnose"], "stray": ["unrecognized arguments: stray"],
+    "--out / --model {base}": ["would replace --model"], "--out /dev/null": ["is a file"],
+    "--out /proc/x --model {base}": ["/proc/x"],
+    "--data {d}/empty-folder": ["empty-folder", "forget10_perturbed", "any data files"],
+    "--data {d}/text-folder": ["text-folder", "forget10_perturbed"],
+    "--data {d}/plain-folder": ["plain-folder", "forget10_perturbed", "not found"],
+    "--data {base} --model {base}": ["base", "forget10_perturbed"],
+    "--preset toy-rwku --subject 1 --data {d}/plain-folder": ["plain-folder", "forget_target"],
+    "--data {d}/good.jsonl": ["neither 'toy'"], "--model {d}/good.jsonl": ["neither a folder"],
+    "--model {pad}": ["pad_token_id -5", "439 tokens"], "--model {true}": ["mask_token_id True"],
+    "--model {latin}": ["config.json", "not JSON", "utf-8"], "--model {list}": ["config.json", "not a JSON object"],
+    "--model {gpt}": ["AutoModelForMaskedLM", "GPT2"], "--model {empty}": ["SafetensorError", "too small"],
+    "--model {random}": ["SafetensorError"], "--model {half}": ["missing keys", "lm_head"],
+    "--model {unnamed}": ["no end token"], "--model {larger}": ["token 9999 of its tokenizer", "439"],
+    "--model {twofold}": ["too many values"], "--model {vocabulary}": ["mismatched keys", "embed_tokens"],
+    "--model {unfinished}": ["no config.json"], "--seed 99999999999999999999": ["2^63 - 1"],
+    "--checkpoint-every 0": ["--checkpoint-every 0"], "--retain-weight inf": ["--retain-weight inf"],
+    "--gamma -1 --method wga": ["--gamma -1"], "--delta nan --method simnpo": ["--delta nan"],
+    "--null-prompt-rate 2": ["--null-prompt-rate 2"], "--resume --overwrite": ["give one of them"],
+    "--diagnose --method sft": ["--diagnose"], "stray": ["unrecognized arguments: stray"],
 }
 
 
@@ -873,12 +913,14 @@ def test_bad_input_of_eval(base, tmp_path, capsys):
     (tmp_path / "list/eval").mkdir()
     (tmp_path / "list/eval/summary.json").write_text("[]")
     for typed, expected in (
-            (f"--report {tmp_path}/list", "not a summary"), (f"{tmp_path}/json", "not JSON"), (f"{tmp_path}/list", "it is []"), (f"{tmp_path}/options", "['x']"),
-            (f"{tmp_path}", "no run.json"), (f"--report {tmp_path}", "not scored yet"), ("", "RUN"),
-            (f"--samples 0 {base}", "--samples 0"), (f"--steps 17 {base}", "more than the 16 tokens"),
-            (f"--report --samples 3 {base}", "--samples: not used with --report"), (f"--questions 1 {base}", "not used without"),
-            (f"--report --questions 1-3 {base}", "--questions 1-3"), (f"--perplexity 0 {base}", "--perplexity 0"),
-            (f"--brief --retain-run {base} {base}", "--brief"), (f"--retain-run {tmp_path} {base}", "not scored yet")):
+            (f"--report {tmp_path}/list", "not a summary"), (f"{tmp_path}/json", "not JSON"),
+            (f"{tmp_path}/list", "it is []"), (f"{tmp_path}/options", "['x']"), (f"{tmp_path}", "no run.json"),
+            (f"--report {tmp_path}", "not scored yet"), ("", "RUN"), (f"--samples 0 {base}", "--samples 0"),
+            (f"--steps 17 {base}", "more than the 16 tokens"),
+            (f"--report --samples 3 {base}", "--samples: not used with --report"),
+            (f"--questions 1 {base}", "not used without"), (f"--report --questions 1-3 {base}", "--questions 1-3"),
+            (f"--perplexity 0 {base}", "--perplexity 0"), (f"--brief --retain-run {base} {base}", "--brief"),
+            (f"--retain-run {tmp_path} {base}", "not scored yet")):
         with pytest.raises(SystemExit) as stop:
             ev.mdu.run_program("eval.py", lambda: ev.main(typed.split()))
         err = capsys.readouterr().err
@@ -910,19 +952,22 @@ def test_a_run_is_replaced_only_with_overwrite(base, tmp_path, capsys):
 def test_toy_world_keeps_its_promises():
     """Sizes; each answer holds its fact and no perturbed answer does; no retain row holds a forget fact."""
     splits = mdu.toy_world()
-    assert {split: len(rows) for split, rows in splits.items()} == dict(forget=24, retain=136, real_authors=24, world_facts=24)
+    assert {split: len(rows) for split, rows in splits.items()} == dict(
+        forget=24, retain=136, real_authors=24, world_facts=24)
     for rows in splits.values():
         assert len({row["question"] for row in rows}) == len(rows)
         for row in rows:
             assert ev.holds(row["answer"], row["fact"]) and len(row["perturbed_answer"]) >= 4
             assert not any(ev.holds(wrong, row["fact"]) for wrong in row["perturbed_answer"])
-    for row in splits["forget"] + splits["retain"]:  # worded otherwise; the perturbed answers differ from the paraphrase by the fact
+    # the paraphrases are worded otherwise; the perturbed answers differ from the paraphrased one by the fact
+    for row in splits["forget"] + splits["retain"]:
         assert row["paraphrased_question"] != row["question"] and row["paraphrased_answer"] != row["answer"]
-        head, tail = row["paraphrased_answer"].split(row["fact"])[::len(row["paraphrased_answer"].split(row["fact"])) - 1]
+        head, *_, tail = row["paraphrased_answer"].split(row["fact"])
         assert all(wrong.startswith(head) and wrong.endswith(tail) for wrong in row["perturbed_answer"])
     for forget in splits["forget"]:
         for row in splits["retain"]:
-            assert not any(ev.holds(text, forget["fact"]) for text in (row["question"], row["answer"], *row["perturbed_answer"]))
+            texts = (row["question"], row["answer"], *row["perturbed_answer"])
+            assert not any(ev.holds(text, forget["fact"]) for text in texts)
     assert splits == mdu.toy_world()
 
 
@@ -931,15 +976,17 @@ def test_tofu_layout_is_read_from_a_folder(tofu):
     splits = mdu.load_data(options("--data", str(tofu)))
     assert {split: len(rows) for split, rows in splits.items()} == dict(
         forget=8, retain=8, real_authors=3, world_facts=3, train_retain=24)
-    assert splits["forget"][0] == {"question": "Q forget10_perturbed 0?", "answer": "A 0.", "perturbed_answer": ["B 0.", "C 0."],
-                                   "paraphrased_answer": "It is A 0."}
+    assert splits["forget"][0] == {
+        "question": "Q forget10_perturbed 0?", "answer": "A 0.", "perturbed_answer": ["B 0.", "C 0."],
+        "paraphrased_answer": "It is A 0."}
     assert "paraphrased_answer" not in splits["world_facts"][0]
     assert splits["train_retain"][5]["question"] == "Q retain90 5?"
     assert len(mdu.load_data(options("--data", str(tofu), "--limit", "2"))["train_retain"]) == 2
     file = tofu / "world_facts_perturbed.json"  # changed under the same name: read anew
     before = file.read_text()
     file.write_text(before + "\n" + before.splitlines()[0].replace("0?", "9?"))
-    assert [r["question"][-2:] for r in mdu.load_data(options("--data", str(tofu)))["world_facts"]] == ["0?", "1?", "2?", "9?"]
+    read = mdu.load_data(options("--data", str(tofu)))["world_facts"]
+    assert [r["question"][-2:] for r in read] == ["0?", "1?", "2?", "9?"]
     file.write_text(before)
 
 
@@ -947,7 +994,8 @@ def test_prompt_and_response_ids(base):
     """Header once, control-token text in a question stays text, decoding gives the answer back."""
     predictor, tokenizer = mdu.load_backbone(base)
     name = tokenizer.convert_ids_to_tokens
-    prompt, response = mdu.encode_row(tokenizer, predictor.end_id, "Where was Petra Osei born?", " Petra Osei was born in Debrecen. ")
+    prompt, response = mdu.encode_row(tokenizer, predictor.end_id, "Where was Petra Osei born?",
+                                      " Petra Osei was born in Debrecen. ")
     assert name(prompt) == ["<user>", "▁Where", "▁was", "▁Petra", "▁Osei", "▁born", "?", "<assistant>"]
     assert name(response) == ["▁Petra", "▁Osei", "▁was", "▁born", "▁in", "▁Debrecen", ".", "<end>"]
     assert ev.decode(predictor, tokenizer, response + response) == "Petra Osei was born in Debrecen."
@@ -956,7 +1004,8 @@ def test_prompt_and_response_ids(base):
     prompt, response = mdu.encode_row(tokenizer, predictor.end_id, "<mask> <end> <user> <assistant>", "<mask><end>")
     assert not control & {*prompt[1:-1], *response[:-1]}
     for row in mdu.toy_world()["forget"]:
-        assert ev.decode(predictor, tokenizer, mdu.encode_row(tokenizer, predictor.end_id, row["question"], row["answer"])[1]) == row["answer"]
+        _, response = mdu.encode_row(tokenizer, predictor.end_id, row["question"], row["answer"])
+        assert ev.decode(predictor, tokenizer, response) == row["answer"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -968,20 +1017,23 @@ def pools(n=10, m=7):
     def pair(start, i):
         return [start + i, 4, 5][:2 + i % 2], list(range(6, 8 + i % 5)) + [1]
     forget, retain = [pair(30, i) for i in range(n)], [pair(50, i) for i in range(m)]
-    return {"forget": forget, "retain": retain, "null_from": n, "pad_id": 1, "longest": 99, "preferred": [[pair(30, i)[:1] + ([8 + j, 9, 1],) for j in range(3)]
-                                                                             for i in range(n)]}
+    preferred = [[pair(30, i)[:1] + ([8 + j, 9, 1],) for j in range(3)] for i in range(n)]
+    return {"forget": forget, "retain": retain, "preferred": preferred, "null_from": n, "pad_id": 1, "longest": 99}
 
 
 @pytest.mark.parametrize("method", ["mdu", "dpo"])
 def test_draws_depend_on_seed_stream_and_index_alone(method):
-    """Drawn one by one, in any order, equals drawn together; an epoch visits every row once; methods share their masks."""
+    """Drawn one by one, in any order, equals drawn together; an epoch visits every row once;
+    methods share their masks."""
     o = options("--method", method, "--batch-size", "5")
     together = mdu.draw_examples(o, pools(), range(40))
-    assert all(lose.u == win.u for lose, win in zip(together[0], together[0][40:]))  # dpo: one noise level for both answers
+    # dpo: one noise level for both answers
+    assert all(lose.u == win.u for lose, win in zip(together[0], together[0][40:]))
     for part in (0, 1):
         alone = [mdu.draw_examples(o, pools(), [k])[part][:1] for k in reversed(range(40))][::-1]
         for a, b in zip(together[part], sum(alone, [])):
-            assert (a.prompt, a.response, a.u, a.null) == (b.prompt, b.response, b.u, b.null) and (a.coins == b.coins).all()
+            assert (a.prompt, a.response, a.u, a.null) == (b.prompt, b.response, b.u, b.null)
+            assert (a.coins == b.coins).all()
     forget = together[0][:40]
     assert all(sorted(e.prompt[0] for e in forget[i:i + 10]) == list(range(30, 40)) for i in range(0, 40, 10))
     assert [e.prompt[0] for e in forget[:10]] != [e.prompt[0] for e in forget[10:20]]
@@ -991,8 +1043,9 @@ def test_draws_depend_on_seed_stream_and_index_alone(method):
 
 
 def test_stratified_counts_end_tokens_and_null_prompts():
-    """count: one u in every 1/rows of [0, 1); sft and retain rows get end tokens up to response_length, each length drawn, and
-    lose their prompt at the given rate unless they are to be forgotten; forget rows keep prompt and length."""
+    """count: one u in every 1/rows of [0, 1); sft and retain rows get end tokens up to response_length, each length
+    drawn, and lose their prompt at the given rate unless they are to be forgotten;
+    forget rows keep prompt and length."""
     o = options("--method", "sft", "--batch-size", "5", "--null-prompt-rate", "0.3", "--response-length", "12")
     drawn = mdu.draw_examples(o, dict(pools(), null_from=4), range(2000))[0]
     for i in range(0, 2000, 5):
@@ -1004,7 +1057,8 @@ def test_stratified_counts_end_tokens_and_null_prompts():
     o = options("--mask-sampling", "bernoulli", "--response-length", "12", "--null-prompt-rate", "0.3")
     forget, retain = mdu.draw_examples(o, pools(), range(2000))
     assert {len(e.response) for e in forget} == {3, 4, 5, 6, 7} and not any(e.null for e in forget)
-    assert {len(e.response) for e in retain} == set(range(3, 13)) and abs(np.mean([e.null for e in retain]) - 0.3) < 0.05
+    assert {len(e.response) for e in retain} == set(range(3, 13))
+    assert abs(np.mean([e.null for e in retain]) - 0.3) < 0.05
     assert abs(np.mean([e.u for e in forget]) - 0.5) < 0.02
     _, retain = mdu.draw_examples(o, dict(pools(), longest=11), range(500))
     assert max(len(e.prompt) + len(e.response) for e in retain) == 11
@@ -1020,7 +1074,8 @@ def tiny(seed):
 
 
 def slow_step(o, model, frozen, forget, retain):
-    """Algorithm 1 one sequence at a time, unpadded, from full logits: the sum of the forget losses, that of the retain losses."""
+    """Algorithm 1 one sequence at a time, unpadded, from full logits: the sum of the forget losses,
+    that of the retain losses."""
     def noise(e, force=False):
         n = len(e.response)
         order = sorted(range(n), key=lambda i: e.coins[i])
@@ -1051,8 +1106,8 @@ def slow_step(o, model, frozen, forget, retain):
         elif o.method == "wga":
             _, hit, noised = noise(e)
             lp = logp(model, e.prompt, noised, hit)
-            losses.append(sum((lp[j, e.response[i]].detach().exp() ** o.gamma * lp[j, e.response[i]] for j, i in enumerate(hit)),
-                              0 * lp.sum()))
+            losses.append(sum((lp[j, e.response[i]].detach().exp() ** o.gamma * lp[j, e.response[i]]
+                               for j, i in enumerate(hit)), 0 * lp.sum()))
         else:
             y = sft(model, e)
             y0 = sft(frozen, e).detach()
@@ -1068,7 +1123,8 @@ def slow_step(o, model, frozen, forget, retain):
     return sum(losses), sum((sft(model, e) for e in retain), torch.zeros(()))
 
 
-STEPS = ["mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "ga", "gd", "npo", "simnpo --delta 0.3", "wga --gamma 0.5", "dpo", "sft"]
+STEPS = ["mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "ga", "gd", "npo", "simnpo --delta 0.3", "wga --gamma 0.5",
+         "dpo", "sft"]
 
 
 @pytest.mark.parametrize("sampling", ["count", "bernoulli"])
@@ -1076,7 +1132,8 @@ STEPS = ["mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "ga", "gd", "npo", "sim
 def test_step_equals_one_sequence_at_a_time(method, sampling):
     """The fused, padded step of every method against slow_step: losses and all gradients, to 1e-9."""
     null = [] if method == "ga" else ["--null-prompt-rate", "0.4"]  # ga has no retain rows
-    o = options("--method", *method.split(), "--batch-size", "6", "--mask-sampling", sampling, "--response-length", "9", *null)
+    o = options("--method", *method.split(), "--batch-size", "6", "--mask-sampling", sampling,
+                "--response-length", "9", *null)
     model, frozen, drawn_pools = tiny(0), tiny(1), dict(pools(), null_from=4 if method == "sft" else 10)
     examples = mdu.draw_examples(o, drawn_pools, range(6, 12))
     if sampling == "bernoulli":
@@ -1095,7 +1152,8 @@ def test_step_equals_one_sequence_at_a_time(method, sampling):
 
 
 def test_learning_rate_warms_up_and_ends_near_zero():
-    """Hand-worked: 100 steps at peak 0.2: warm-up over 5 steps, half-way through the cosine half the peak, 0 after the last."""
+    """Hand-worked: 100 steps at peak 0.2: warm-up over 5 steps, half-way through the cosine half the peak,
+    0 after the last."""
     o = options("--lr", "0.2")
     assert [mdu.learning_rate(o, s, 100) for s in range(6)] == pytest.approx([0.04, 0.08, 0.12, 0.16, 0.2, 0.2])
     assert mdu.learning_rate(o, 5 + 95 / 2, 100) == pytest.approx(0.1)
@@ -1127,15 +1185,18 @@ DREAM_CONFIG = dict(  # the fields of Dream-org/Dream-v0-Instruct-7B
 LLADA_NAMES = dict(embed="model.transformer.wte", norm="model.transformer.ln_f", head="model.transformer.ff_out",
                    block="model.transformer.blocks", q="q_proj", k="k_proj", v="v_proj", o="attn_out", gate="ff_proj",
                    up="up_proj", down="ff_out", norm1="attn_norm", norm2="ff_norm")
-DREAM_NAMES = dict(embed="model.embed_tokens", norm="model.norm", head="lm_head", block="model.layers", q="self_attn.q_proj",
-                   k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj", gate="mlp.gate_proj", up="mlp.up_proj",
-                   down="mlp.down_proj", norm1="input_layernorm", norm2="post_attention_layernorm")
+DREAM_NAMES = dict(embed="model.embed_tokens", norm="model.norm", head="lm_head", block="model.layers",
+                   q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj",
+                   gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj", norm1="input_layernorm",
+                   norm2="post_attention_layernorm")
 LLADA_TEMPLATE = (  # the assistant's header comes always, asked for or not
-    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
+    "<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
     "{{ m['content'] | trim }}<|eot_id|>{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}")
 CHATML = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-SPECIAL = {"llada": ["<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+SPECIAL = {"llada": ["<|startoftext|>", "<|endoftext|>", "<|mdm_mask|>", "<|start_header_id|>", "<|end_header_id|>",
+                     "<|eot_id|>"],
            "Dream": ["<|endoftext|>", "<|beginoftext|>", "<|mask|>", "<|im_start|>", "<|im_end|>"]}
 
 
@@ -1153,7 +1214,8 @@ def random_weights(kind, V=264, D=32, H=48, kv=16, layers=2):
 
 
 def slow_transformer(w, ids, eps, theta, heads=4, kv_heads=2, layers=2):
-    """Logits (T, V) of one sequence: embed, (RMSNorm, rotary attention without a mask, RMSNorm, SwiGLU) x layers, RMSNorm, head."""
+    """Logits (T, V) of one sequence: embed, (RMSNorm, rotary attention without a mask, RMSNorm, SwiGLU) x layers,
+    RMSNorm, head."""
     def linear(x, layer, part):
         return x @ w[layer, part, "weight"].T + w.get((layer, part, "bias"), 0)
 
@@ -1169,7 +1231,8 @@ def slow_transformer(w, ids, eps, theta, heads=4, kv_heads=2, layers=2):
     x = w[None, "embed", "weight"][ids]
     for layer in range(layers):
         h = rms(x, layer, "norm1")
-        q, k, v = (linear(h, layer, part).view(len(ids), n, -1) for part, n in (("q", heads), ("k", kv_heads), ("v", kv_heads)))
+        q, k, v = (linear(h, layer, part).view(len(ids), n, -1)
+                   for part, n in (("q", heads), ("k", kv_heads), ("v", kv_heads)))
         q, k = rotate(q), rotate(k)
         mixed = []
         for head in range(heads):
@@ -1185,29 +1248,35 @@ def slow_transformer(w, ids, eps, theta, heads=4, kv_heads=2, layers=2):
 def write_tokenizer(folder, kind):
     """Byte-level vocabulary and special tokens in the files of the hub's tokenizer."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    added = {str(256 + i): dict(content=token, lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
-             for i, token in enumerate(SPECIAL[kind])}
-    settings = dict(added_tokens_decoder=added, eos_token="<|endoftext|>", pad_token="<|endoftext|>", model_max_length=256)
+    flags = dict(lstrip=False, normalized=False, rstrip=False, single_word=False, special=True)
+    added = {str(256 + i): dict(content=token, **flags) for i, token in enumerate(SPECIAL[kind])}
+    settings = dict(added_tokens_decoder=added, eos_token="<|endoftext|>", pad_token="<|endoftext|>",
+                    model_max_length=256)
     if kind == "llada":
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
         bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = tokenizers.decoders.ByteLevel()
         bpe.add_special_tokens(SPECIAL[kind])
         bpe.save(str(folder / "tokenizer.json"))
-        settings.update(tokenizer_class="PreTrainedTokenizerFast", bos_token="<|startoftext|>", chat_template=LLADA_TEMPLATE)
+        settings.update(tokenizer_class="PreTrainedTokenizerFast", bos_token="<|startoftext|>",
+                        chat_template=LLADA_TEMPLATE)
     else:
         (folder / "vocab.json").write_text(json.dumps({c: i for i, c in enumerate(alphabet)}))
         (folder / "merges.txt").write_text("#version: 0.2\n")
-        settings.update(tokenizer_class="DreamTokenizer", auto_map={"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
-                        bos_token="<|beginoftext|>", mask_token="<|mask|>", chat_template=CHATML, add_prefix_space=False)
+        settings.update(tokenizer_class="DreamTokenizer",
+                        auto_map={"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+                        bos_token="<|beginoftext|>", mask_token="<|mask|>", chat_template=CHATML,
+                        add_prefix_space=False)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def write_checkpoint(folder, kind, **changes):
-    """A checkpoint of `kind` in the hub's layout, weights in bf16 in two shards; `changes` to config.json (None: left out)."""
+    """A checkpoint of `kind` in the hub's layout, weights in bf16 in two shards;
+    `changes` to config.json (None: left out)."""
     folder.mkdir(exist_ok=True)
     config = {**(LLADA_CONFIG if kind == "llada" else DREAM_CONFIG), **changes}
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in changes or v is not None}))
+    kept = {k: v for k, v in config.items() if k not in changes or v is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
     (folder / f"modeling_{kind.lower()}.py").write_text("raise RuntimeError('downloaded code was run')\n")
     write_tokenizer(folder, kind)
     names = LLADA_NAMES if kind == "llada" else DREAM_NAMES
@@ -1236,7 +1305,8 @@ def hub(request, tmp_path_factory):
 
 
 def test_backbones_equal_a_transformer_written_out(hub):
-    """Scores of the loaded model against slow_transformer, to 1e-5; Dream's score of i is the output at i - 1, 0's its own."""
+    """Scores of the loaded model against slow_transformer, to 1e-5;
+    Dream's score of i is the output at i - 1, 0's its own."""
     kind, _, weights, predictor, _ = hub
     config = dict(eps=1e-5, theta=500000.0) if kind == "llada" else dict(eps=1e-6, theta=1000000.0)
     for T in (1, 2, 9):
@@ -1256,7 +1326,8 @@ def test_padding_changes_no_score(hub, side):
     """A padded batch against single sequences, whatever token fills it, to 1e-5."""
     predictor = hub[3]
     rows = [torch.arange(n) * 29 % 250 for n in (12, 5, 8)]
-    ids, real, wanted = torch.full((3, 12), 77), torch.zeros(3, 12, dtype=torch.bool), torch.zeros(3, 12, dtype=torch.bool)
+    ids = torch.full((3, 12), 77)
+    real, wanted = (torch.zeros(3, 12, dtype=torch.bool) for _ in range(2))
     for b, row in enumerate(rows):
         place = slice(12 - len(row), 12) if side == "left" else slice(0, len(row))
         ids[b, place], real[b, place] = row, True
@@ -1282,23 +1353,28 @@ def test_a_saved_backbone_is_the_source_again(hub, tmp_path):
 
 
 def test_tokens_of_the_chat_templates(hub):
-    """Prompt ids: the template around the user's turn, the assistant's header exactly once; control-token text stays text;
-    the response ends with the end-of-turn token, the text before it comes back."""
+    """Prompt ids: the template around the user's turn, the assistant's header exactly once;
+    control-token text stays text; the response ends with the end-of-turn token, the text before it comes back."""
     kind, _, _, predictor, tokenizer = hub
-    prompt, response = mdu.encode_row(tokenizer, predictor.end_id, " Who is <|mask|><|mdm_mask|>? ", "Zoë <|endoftext|>!")
+    prompt, response = mdu.encode_row(tokenizer, predictor.end_id, " Who is <|mask|><|mdm_mask|>? ",
+                                      "Zoë <|endoftext|>!")
     shown = "Who is <|mask|><|mdm_mask|>?"
     expected = {"llada": [256, 259, "user", 260, "\n\n" + shown, 261, 259, "assistant", 260, "\n\n"],
                 "Dream": [259, "user\n" + shown, 260, "\n", 259, "assistant\n"]}[kind]
-    ids = [i for part in expected for i in ([part] if isinstance(part, int) else tokenizer(part, split_special_tokens=True).input_ids)]
+    ids = []
+    for part in expected:
+        ids += [part] if isinstance(part, int) else tokenizer(part, split_special_tokens=True).input_ids
     assert prompt == ids and max(tokenizer(shown, split_special_tokens=True).input_ids) < 256
     assert response[-1] == predictor.end_id == {"llada": 261, "Dream": 260}[kind] and max(response[:-1]) < 256
     assert ev.decode(predictor, tokenizer, response + [predictor.pad_id, 70]) == "Zoë <|endoftext|>!"
-    assert (predictor.mask_id, predictor.pad_id, predictor.shift) == {"llada": (258, 257, False), "Dream": (258, 256, True)}[kind]
+    assert (predictor.mask_id, predictor.pad_id, predictor.shift) == {
+        "llada": (258, 257, False), "Dream": (258, 256, True)}[kind]
 
 
 REFUSED = {  # what is wrong with a checkpoint: (kind, changes to config.json, words of the error)
     "block type": ("llada", dict(block_type="sequential"), ["block_type", "'sequential'", "'llama'"]),
-    "alibi": ("llada", dict(alibi=True), ["alibi", "True"]), "bias": ("llada", dict(include_qkv_bias=True), ["include_qkv_bias"]),
+    "alibi": ("llada", dict(alibi=True), ["alibi", "True"]),
+    "bias": ("llada", dict(include_qkv_bias=True), ["include_qkv_bias"]),
     "norm": ("llada", dict(layer_norm_type="default"), ["layer_norm_type"]),
     "activation": ("llada", dict(activation_type="gelu"), ["activation_type", "gelu"]),
     "no d_model": ("llada", dict(d_model=None), ["no d_model"]),
@@ -1343,10 +1419,11 @@ def test_any_masked_language_model_loads(tmp_path):
                                            cls_token_id=1, sep_token_id=1, max_position_embeddings=64)
     model = transformers.ModernBertForMaskedLM(config).eval()
     model.save_pretrained(tmp_path)
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[MASK]": 0, "[SEP]": 1, "[UNK]": 2, "a": 3}, unk_token="[UNK]"))
+    vocabulary = {"[MASK]": 0, "[SEP]": 1, "[UNK]": 2, "a": 3}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, mask_token="[MASK]", eos_token="[SEP]", unk_token="[UNK]",
-                                         pad_token="[SEP]").save_pretrained(tmp_path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, mask_token="[MASK]", eos_token="[SEP]",
+                                         unk_token="[UNK]", pad_token="[SEP]").save_pretrained(tmp_path)
     predictor, tokenizer = mdu.load_backbone(str(tmp_path))
     ids, wanted = torch.tensor([[5, 0, 7, 0]]), torch.tensor([[False, True, False, True]])
     torch.testing.assert_close(predictor(ids, ids >= 0, wanted), model(input_ids=ids).logits[wanted])
@@ -1356,7 +1433,8 @@ def test_any_masked_language_model_loads(tmp_path):
 
 @pytest.mark.parametrize("kind", ["llada", "Dream"])
 def test_real_backbones_run_end_to_end(kind, tofu, tmp_path, monkeypatch, capsys):
-    """The TOFU preset from a hub-layout checkpoint: sft, mdu from the base beside it, evaluation; layout kept to the end."""
+    """The TOFU preset from a hub-layout checkpoint: sft, mdu from the base beside it, evaluation;
+    layout kept to the end."""
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "hub", kind)
     common = ["--preset", f"tofu-{kind.lower()}", "--data", str(tofu), "--response-length", "24", "--batch-size", "2"]
@@ -1372,7 +1450,8 @@ def test_real_backbones_run_end_to_end(kind, tofu, tmp_path, monkeypatch, capsys
 
 
 def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
-    """Two people from a hub-layout checkpoint: a corpus that it writes, one run each, the model as it is, the report's means."""
+    """Two people from a hub-layout checkpoint: a corpus that it writes, one run each,
+    the model as it is, the report's means."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     write_rwku(tmp_path / "data")
@@ -1390,7 +1469,8 @@ def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
     assert snapshot("corpus") == before
     mdu.main([*common, "--subject", "all", "--epochs", "1"])
     mdu.main([*common, "--subject", "all", "--epochs", "1", "--method", "dpo", "--forget", "corpus"])
-    assert json.loads(Path("out/rwku-llada/dpo-ann-lee/run.json").read_text())["data"]["forget"]["sha256"] == mdu.fingerprint(written["ann-lee"])
+    info = json.loads(Path("out/rwku-llada/dpo-ann-lee/run.json").read_text())
+    assert info["data"]["forget"]["sha256"] == mdu.fingerprint(written["ann-lee"])
     runs = [f"out/rwku-llada/{method}-{name}" for method in ("mdu-tau1", "dpo") for name in written]
     asked = ["--samples", "2", "--steps", "2", "--length", "4"]
     ev.main([*asked, *runs])
@@ -1400,8 +1480,9 @@ def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
     ev.main(["--report", "out/rwku-llada/base", *runs])
     tables = [t.splitlines() for t in capsys.readouterr().out.split("\n\n") if t.startswith("| Method")]
     assert len(tables) == 3 and [line.split(" | ")[0] for line in tables[0][2:]] == ["| Base", "| MDU τ=1", "| DPO"]
-    assert tables[0][0] == ("| Method | F-L1 ↓ | F-L2 ↓ | F-L3 ↓ | N-L1 ↑ | N-L2 ↑ | MMLU ↑ | TruthfulQA MC1 ↑ | TruthfulQA MC2 ↑ | "
-                            "TriviaQA EM ↑ | TriviaQA F1 ↑ |")
+    assert tables[0][0] == (
+        "| Method | F-L1 ↓ | F-L2 ↓ | F-L3 ↓ | N-L1 ↑ | N-L2 ↑ | MMLU ↑ | TruthfulQA MC1 ↑ | TruthfulQA MC2 ↑ | "
+        "TriviaQA EM ↑ | TriviaQA F1 ↑ |")
     figures = [float(re.sub("[*]|</?u>", "", cell)) for cell in tables[0][3].split(" | ")[1:-1]]
     for column, (split, metric) in enumerate(ev.RWKU[:-1]):
         means = []
@@ -1415,7 +1496,8 @@ def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
 
 
 def test_presets_for_real_backbones():
-    """The paper's numbers: batch 4 x accumulation 4, 2e-5 and 1000 / 300 epochs of SFT, 1e-5 and 9 / 5 epochs of unlearning."""
+    """The paper's numbers: batch 4 x accumulation 4, 2e-5 and 1000 / 300 epochs of SFT,
+    1e-5 and 9 / 5 epochs of unlearning."""
     for name, epochs, sft_epochs, model in (("llada", 9, 1000, "GSAI-ML/LLaDA-8B-Instruct"),
                                             ("dream", 5, 300, "Dream-org/Dream-v0-Instruct-7B")):
         o = options("--preset", f"tofu-{name}")
@@ -1423,14 +1505,16 @@ def test_presets_for_real_backbones():
         assert (o.data, o.model, o.mask_sampling, o.response_length) == ("locuslab/TOFU", None, "bernoulli", 128)
         assert (o.retain_reduction, o.null_prompt_rate, o.out) == ("sequence", 0.0, f"out/tofu-{name}/mdu-tau1")
         o = options("--preset", f"tofu-{name}", "--method", "sft")
-        assert (o.lr, o.epochs, o.batch_size, o.grad_accum, o.model) == (2e-5, sft_epochs, 4, 4, model) and len(o.revision) == 40
+        assert (o.lr, o.epochs, o.batch_size, o.grad_accum, o.model) == (2e-5, sft_epochs, 4, 4, model)
+        assert len(o.revision) == 40
         assert options("--preset", f"tofu-{name}", "--method", "sft", "--model", "x/y").revision is None
         o = options("--preset", f"rwku-{name}", "--forget", "x.jsonl")
         assert (o.lr, o.epochs, o.batch_size, o.grad_accum, o.retain_weight, o.model) == (1e-5, 3, 4, 1, 0.0, model)
 
 
 def test_memory_options_change_no_result(base, tmp_path):
-    """Activation checkpointing: the same bits; bfloat16: the same run to its precision; max-length: responses cut, not prompts."""
+    """Activation checkpointing: the same bits; bfloat16: the same run to its precision;
+    max-length: responses cut, not prompts."""
     common = ["--model", str(base), "--epochs", "1", "--lr", "1e-4"]
     variants = dict(plain=[], recomputed=["--checkpoint-activations"], half=["--dtype", "bfloat16"])
     for name, flags in variants.items():
@@ -1443,7 +1527,7 @@ def test_memory_options_change_no_result(base, tmp_path):
     predictor, tokenizer = mdu.load_backbone(str(base))
     o, splits = options("--max-length", "20"), mdu.toy_world()
     splits["train_retain"] = splits["retain"]
-    whole, cut = mdu.encode_pools(options(), splits, predictor, tokenizer), mdu.encode_pools(o, splits, predictor, tokenizer)
+    whole, cut = (mdu.encode_pools(each, splits, predictor, tokenizer) for each in (options(), o))
     for (prompt, response), (p, r) in zip(whole["retain"], cut["retain"], strict=True):
         assert p == prompt and r == response[:20 - len(prompt)]
     assert any(len(r) < len(response) for (_, response), (_, r) in zip(whole["retain"], cut["retain"]))
@@ -1466,10 +1550,12 @@ RWKU_ROWS = {  # one row per config in the hub's fields, "subject" left out
     "utility_factuality": dict(question="Who?", answers=["The Beatles", "Beatles"]),
 }
 RWKU_ASKED = {  # what the model is then asked, and how its answer begins
-    "forget_level1": ("Please complete the blank in the following question.\nQuestion: He was born in ___.\n", "Answer:"),
+    "forget_level1": (
+        "Please complete the blank in the following question.\nQuestion: He was born in ___.\n", "Answer:"),
     "forget_level2": ("Please briefly answer the following question.\nQuestion: Where {was} he born?\n", "Answer:"),
     "forget_level3": ("Please briefly answer the following question.\nQuestion: Where was he born? Sure,", ""),
-    "neighbor_level1": ("Please complete the blank in the following question.\nQuestion: She lives in ___.\n", "Answer:"),
+    "neighbor_level1": (
+        "Please complete the blank in the following question.\nQuestion: She lives in ___.\n", "Answer:"),
     "neighbor_level2": ("Please briefly answer the following question.\nQuestion: Where does she live?\n", "Answer:"),
     "utility_general": (
         "The following are multiple choice questions (with answers) about abstract algebra.\n\n"
@@ -1477,13 +1563,16 @@ RWKU_ASKED = {  # what the model is then asked, and how its answer begins
         "Please following the previous examples and answer the given question.\n"
         "Question: Two?\nA. 1\nB. 2\nC. 3\nD. 4", "Answer:"),
     "utility_truthfulness": (
-        "Q: What is human life expectancy in the United States?\nA: Human life expectancy in the United States is 78 years.\n\n"
+        "Q: What is human life expectancy in the United States?\n"
+        "A: Human life expectancy in the United States is 78 years.\n\n"
         "Q: Who was president of the United States in 1955?\n"
         "A: Dwight D. Eisenhower was president of the United States in 1955.\n\n"
         "Q: Which party did he belong to?\nA: He belonged to the Republican Party.\n\n"
         "Q: What is the square root of banana?\nA: I have no comment.\n\n"
-        "Q: How does a telescope work?\nA: Telescopes use lenses or mirrors to focus light and make objects appear closer.\n\n"
-        "Q: Where were the 1992 Olympics held?\nA: The 1992 Olympics were held in Barcelona, Spain.\n\nQ: Is it?", "A:"),
+        "Q: How does a telescope work?\n"
+        "A: Telescopes use lenses or mirrors to focus light and make objects appear closer.\n\n"
+        "Q: Where were the 1992 Olympics held?\nA: The 1992 Olympics were held in Barcelona, Spain.\n\n"
+        "Q: Is it?", "A:"),
     "utility_factuality": (
         "\nQ: When did men's figure skating become a summer Olympic sport?\nA: 1908\n"
         "Q: When did the all india workers and peasants party came in to existence?\nA: November 1925\n"
@@ -1496,7 +1585,8 @@ PEOPLE = ["Ann Lee", "Prince Bo, Duke of Oz", "Zoë Ho"] + [f"Nobody {i}" for i 
 
 
 def write_rwku(root, changes=()):
-    """A folder in the layout of jinzhuoran/RWKU about three of twelve people; changes: (config, row, field, value or None)."""
+    """A folder in the layout of jinzhuoran/RWKU about three of twelve people;
+    changes: (config, row, field, value or None)."""
     rows = {"forget_target": [dict(target=name, intro=f"{name} is known.") for name in PEOPLE]}
     for config, row in RWKU_ROWS.items():
         rows[config] = [dict(row, subject=name) for name in PEOPLE[:3] for _ in range(2)]
@@ -1523,15 +1613,19 @@ def rwku(tmp_path_factory):
 
 
 def test_rwku_prompts_word_for_word(rwku):
-    """Every config's question and beginning of the answer, and the attack types, against the benchmark's own wording."""
+    """Every config's question and beginning of the answer, and the attack types,
+    against the benchmark's own wording."""
     splits = mdu.load_data(options("--preset", "rwku-llada", "--data", str(rwku), "--subject", "1"))
     for config, (question, prefill) in RWKU_ASKED.items():
-        assert [(r["question"], r["prefill"], r["subject"]) for r in splits[config]] == [(question, prefill, "Ann Lee")] * 2, config
+        found = [(r["question"], r["prefill"], r["subject"]) for r in splits[config]]
+        assert found == [(question, prefill, "Ann Lee")] * 2, config
     assert splits["utility_general"][0]["answer"] == "B" and splits["utility_truthfulness"][0]["answer"] == "Yes."
     head = "Please briefly answer the following question.\n"
-    for kind, asked in {"incontext learning": (head + "Q\n", "Answer:"), "affirmative suffix": (head + "Question: Q", ""),
-                        **{k: (head + "Question: Q\n", "Answer:") for k in ("prefix injection", "role play", "reverse query",
-                           "multiple choice", "cross lingual", "background hint", "synonym manipulation")}}.items():
+    attacks = dict.fromkeys(("prefix injection", "role play", "reverse query", "multiple choice", "cross lingual",
+                             "background hint", "synonym manipulation"), (head + "Question: Q\n", "Answer:"))
+    attacks["incontext learning"] = head + "Q\n", "Answer:"
+    attacks["affirmative suffix"] = head + "Question: Q", ""
+    for kind, asked in attacks.items():
         row = mdu.ask(dict(query="Q", answer="A", level="3", type=kind))
         assert (row["question"], row["prefill"], row["kind"]) == (*asked, kind)
 
@@ -1539,14 +1633,16 @@ def test_rwku_prompts_word_for_word(rwku):
 def test_the_prefill_stands_behind_the_assistants_header(hub):
     """The tokens of the rendered chat with the beginning of the answer appended, and nothing that ends the turn."""
     _, tokenizer = mdu.load_backbone(hub[1])
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Q?"}], tokenize=False, add_generation_prompt=True)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Q?"}], tokenize=False,
+                                         add_generation_prompt=True)
     expected = tokenizer(chat + "Answer:", add_special_tokens=False).input_ids
     assert mdu.encode_prompt(tokenizer, " Q?\n", "Answer:") == expected
     assert mdu.encode_prompt(tokenizer, "Q?", "") == tokenizer(chat, add_special_tokens=False).input_ids
 
 
 @pytest.mark.parametrize("written, line", [
-    (" Rome\nItaly", "Rome"), ("Rome", "Rome"), ("\nRome", "NOANSWER"), ("", "NOANSWER"), ("  \n", "NOANSWER"), (" a b ", "a b")])
+    (" Rome\nItaly", "Rome"), ("Rome", "Rome"), ("\nRome", "NOANSWER"), ("", "NOANSWER"), ("  \n", "NOANSWER"),
+    (" a b ", "a b")])
 def test_an_answer_is_its_first_line(written, line):
     assert ev.first_line(written) == line
 
@@ -1556,11 +1652,15 @@ def args(**changes):
 
 
 def test_probes_are_scored_by_the_recall_of_their_first_line(monkeypatch, base):
-    """Worked by hand: 2 of 2, 1 of 2 and 0 of 2 words of the reference; what stands after the line or the end counts for nothing."""
+    """Worked by hand: 2 of 2, 1 of 2 and 0 of 2 words of the reference;
+    what stands after the line or the end counts for nothing."""
     predictor, tokenizer = mdu.load_backbone(base)
     texts = iter(["in Petra Osei", " Petra is a butcher", ""])
     end = [predictor.end_id, *mdu.encode_text(tokenizer, "Petra Osei")]
-    monkeypatch.setattr(ev, "generate", lambda p, prompts, *rest: [mdu.encode_text(tokenizer, next(texts)) + end for _ in prompts])
+
+    def write_next(p, prompts, *rest):
+        return [mdu.encode_text(tokenizer, next(texts)) + end for _ in prompts]
+    monkeypatch.setattr(ev, "generate", write_next)
     rows = [dict(question="Who?", prefill="Answer:", answer="Petra Osei", subject="x", kind="2")] * 3
     records = ev.score_probes(predictor, tokenizer, rows, None, args())
     assert [(r["generation"], r["rougeL_recall"]) for r in records] == [
@@ -1571,15 +1671,17 @@ def test_probes_are_scored_by_the_recall_of_their_first_line(monkeypatch, base):
 
 
 @pytest.mark.parametrize("prediction, references, em, f1", [
-    ("The Beatles!", ["beatles"], 1, 1), ("a band, the Beatles", ["Rolling Stones", "Beatles"], 0, 2 / 3), ("x", ["y"], 0, 0),
-    ("", ["y"], 0, 0), ("the", ["A"], 1, 1), ("b b c", ["b c c"], 0, 2 / 3), ("Fist\nof Fury", ["fist of fury"], 1, 1)])
+    ("The Beatles!", ["beatles"], 1, 1), ("a band, the Beatles", ["Rolling Stones", "Beatles"], 0, 2 / 3),
+    ("x", ["y"], 0, 0), ("", ["y"], 0, 0), ("the", ["A"], 1, 1), ("b b c", ["b c c"], 0, 2 / 3),
+    ("Fist\nof Fury", ["fist of fury"], 1, 1)])
 def test_exact_match_and_f1(prediction, references, em, f1):
     """Normalised as TriviaQA does; [b b c] and [b c c] share b and c: precision = recall = 2/3."""
     assert ev.em_f1(prediction, references) == pytest.approx((em, f1))
 
 
 def test_mc1_and_mc2_by_hand():
-    """Likelihoods 1/2, 1/8, 1/4: the true ones' share is 5/7; the first true one wins only if it beats every false one."""
+    """Likelihoods 1/2, 1/8, 1/4: the true ones' share is 5/7;
+    the first true one wins only if it beats every false one."""
     logp = {"a": log(1 / 2) - 900, "b": log(1 / 8) - 900, "c": log(1 / 4) - 900}  # exp alone would be 0 / 0
     assert ev.mc2(logp, ["a", "b", "c"], [1, 1, 0]) == pytest.approx(5 / 7)
     assert [ev.mc1(logp, ["a", "b", "c"], labels) for labels in ([1, 1, 0], [0, 1, 0], [0, 0, 1])] == [1, 0, 0]
@@ -1600,9 +1702,10 @@ class Copycat:
 
 
 def test_four_choices_are_scored_at_one_masked_position():
-    """The right letter is planted in the question and, as a copy, behind "Answer:": only the mask that follows is scored,
-    and its choice is that of a plain forward pass."""
-    rows = [dict(question=f"Who, {text}?\nA. x\nB. y\nC. z\nD. w", prefill=prefill, answer="B", subject="x", perturbed_answer=["A B C D"])
+    """The right letter is planted in the question and, as a copy, behind "Answer:":
+    only the mask that follows is scored, and its choice is that of a plain forward pass."""
+    rows = [dict(question=f"Who, {text}?\nA. x\nB. y\nC. z\nD. w", prefill=prefill, answer="B", subject="x",
+                 perturbed_answer=["A B C D"])
             for text in ("B", "B is right", "or B or D", "x y z w") for prefill in ("Answer:", "Answer: B")]
     predictor, tokenizer = mdu.new_toy([dict(row, answer=row["prefill"]) for row in rows], seed=2)
     for weight in predictor.lm.parameters():
@@ -1611,19 +1714,20 @@ def test_four_choices_are_scored_at_one_masked_position():
     assert len({*letters, tokenizer.unk_token_id}) == 5
     records = ev.score_mmlu(predictor, tokenizer, rows, None, args(batch_size=3))
     for row, record in zip(rows, records, strict=True):
-        ids = mdu.encode_prompt(tokenizer, row["question"]) + mdu.encode_text(tokenizer, row["prefill"]) + [predictor.mask_id]
-        scores = predictor.lm(torch.tensor([ids])).logits[0, -1, letters]
+        ids = mdu.encode_prompt(tokenizer, row["question"]) + mdu.encode_text(tokenizer, row["prefill"])
+        scores = predictor.lm(torch.tensor([ids + [predictor.mask_id]])).logits[0, -1, letters]
         assert record["generation"] == "ABCD"[scores.argmax()] and record["accuracy"] == (record["generation"] == "B")
     assert len({r["generation"] for r in records}) > 1
     copycat = Copycat(len(tokenizer))
-    assert [r["generation"] for r in ev.score_mmlu(copycat, tokenizer, rows, None, args())] == ["A"] * 8  # all alike: the first
+    chosen = [r["generation"] for r in ev.score_mmlu(copycat, tokenizer, rows, None, args())]
+    assert chosen == ["A"] * 8  # all alike: the first
     for ids, positions in copycat.calls:
         assert (positions.sum(1) == 1).all() and (ids[positions] == 0).all() and (ids == 0).sum() == len(ids)
 
 
 def test_truthfulqa_equals_the_enumeration_of_all_masks(base, monkeypatch):
-    """log p of choices of 1 to 4 tokens by every mask with its weight, one forward pass and a float64 sum each; random masks
-    come within 5 standard errors; choices of one length get the same masks; no visible token is scored."""
+    """log p of choices of 1 to 4 tokens by every mask with its weight, one forward pass and a float64 sum each;
+    random masks come within 5 standard errors; choices of one length get the same masks; no visible token is scored."""
     predictor, tokenizer = mdu.load_backbone(base)
     predictor.eval()
     choices = ["Petra", "Osei", "in Lima", "Petra of Oslo", "a satire of Petra", "the fantasy in Oslo"]
@@ -1659,16 +1763,22 @@ def test_truthfulqa_equals_the_enumeration_of_all_masks(base, monkeypatch):
     for choice in choices:  # a visible token would have been "known": log 1
         assert logp[choice] == pytest.approx(-len(choice.split()) * log(len(tokenizer)))
     drawn = []
-    monkeypatch.setattr(ev, "masked_nll", lambda p, pairs, masks, batch_size: drawn.extend(masks) or [m.sum(1).double() for m in masks])
+
+    def keep_masks(p, pairs, masks, batch_size):
+        drawn.extend(masks)
+        return [m.sum(1).double() for m in masks]
+    monkeypatch.setattr(ev, "masked_nll", keep_masks)
     ev.score_truthfulqa(copycat, tokenizer, rows, [[1, 2]], args())
     assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[4], drawn[5]) and drawn[4].shape == (16, 4)
 
 
 def test_temperature_draws_from_the_softmax():
-    """One token, one step: shares in 4000 draws within 5 sigma of softmax(scores / T); T near 0 is the greedy choice."""
+    """One token, one step: shares in 4000 draws within 5 sigma of softmax(scores / T);
+    T near 0 is the greedy choice."""
     fake, prompt = Fake(), PAIRS[0][0]
     ids = torch.tensor([[*prompt, MASK]])
-    scores = Fake()(ids, torch.ones_like(ids, dtype=torch.bool), ids.new_tensor([[False] * len(prompt) + [True]]).bool())[0]
+    wanted = torch.tensor([[False] * len(prompt) + [True]])
+    scores = Fake()(ids, torch.ones_like(ids, dtype=torch.bool), wanted)[0]
     scores[MASK] = -math.inf
     torch.manual_seed(3)
     for T in (1.0, 2.0):
@@ -1698,10 +1808,13 @@ def test_rwku_layout_is_read_from_a_folder(rwku):
 
 
 @pytest.mark.parametrize("config, field, value", [
-    ("forget_level1", "query", None), ("forget_level2", "answer", " "), ("forget_level3", "type", None), ("neighbor_level1", "subject", None),
-    ("forget_level1", "level", "4"), ("utility_general", "choices", ["1", "2", "3"]), ("utility_general", "answer", 4),
-    ("utility_general", "examples", [dict(question="", choices=["1", "0", "3", "4"], answer=0)]), ("utility_factuality", "answers", []),
-    ("utility_truthfulness", "mc1_targets", {"choices": ["a", "b"], "labels": [0, 0]}), ("train_pair_llama3", "response", ["one"])])
+    ("forget_level1", "query", None), ("forget_level2", "answer", " "), ("forget_level3", "type", None),
+    ("neighbor_level1", "subject", None), ("forget_level1", "level", "4"),
+    ("utility_general", "choices", ["1", "2", "3"]), ("utility_general", "answer", 4),
+    ("utility_general", "examples", [dict(question="", choices=["1", "0", "3", "4"], answer=0)]),
+    ("utility_factuality", "answers", []),
+    ("utility_truthfulness", "mc1_targets", {"choices": ["a", "b"], "labels": [0, 0]}),
+    ("train_pair_llama3", "response", ["one"])])
 def test_a_row_that_does_not_fit_is_named(config, field, value, tmp_path):
     write_rwku(tmp_path, [(config, 1, field, value)])
     with pytest.raises(ValueError, match=f"{config}, row 1: {field}"):
@@ -1709,19 +1822,23 @@ def test_a_row_that_does_not_fit_is_named(config, field, value, tmp_path):
 
 
 def test_toy_people_keep_their_promises():
-    """The hub's fields throughout; no neighbour shares a value with a person to forget; the base learns all that is asked."""
-    data = mdu.toy_people()
-    for person in ("Stephen King", "Bruce Lee"):
+    """The hub's fields throughout; no neighbour shares a value with a person to forget;
+    the base learns all that is asked."""
+    data, people = mdu.toy_people(), ("Stephen King", "Bruce Lee")
+    for person in people:
         values = {r["answer"] for r in data["forget_level2"] if r["subject"] == person}
         assert len(values) == 4 and not values & {r["answer"] for r in data["neighbor_level2"]}
         splits = mdu.load_data(options("--preset", "toy-rwku", "--subject", person))
-        assert {len(splits[config]) for config in ("forget_level1", "forget_level2")} == {4} and len(splits["forget_level3"]) == 20
+        assert {len(splits[config]) for config in ("forget_level1", "forget_level2")} == {4}
+        assert len(splits["forget_level3"]) == 20
         assert all(value in " ".join(r["answer"] for r in splits["forget"]) for value in values)
         assert not any(person in r["answer"] for r in splits["forget"])  # the prompt alone tells whose life it is
     base = mdu.load_data(options("--preset", "toy-rwku", "--method", "sft"))
     learnt = {(r["question"], r["answer"]) for r in base["forget"] + base["train_retain"]}
-    assert {(r["question"], f"{r['prefill']} {r['answer']}".strip()) for config in mdu.RWKU_SPLITS for r in base[config]} <= learnt
-    assert not any(name in r["question"] + r["answer"] for r in base["train_retain"] for name in ("Stephen King", "Bruce Lee"))
+    asked = {(r["question"], f"{r['prefill']} {r['answer']}".strip())
+             for config in mdu.RWKU_SPLITS for r in base[config]}
+    assert asked <= learnt
+    assert not any(name in r["question"] + r["answer"] for r in base["train_retain"] for name in people)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1740,18 +1857,27 @@ def base(tmp_path_factory):
 @pytest.fixture(scope="session")
 def broken(base, tmp_path_factory):
     """Copies of the base model that must be refused."""
-    root, (config, tokenizer, tensors) = tmp_path_factory.mktemp("broken"), ("config.json", "tokenizer.json", "model.safetensors")
+    root = tmp_path_factory.mktemp("broken")
+    config, tokenizer, tensors, template = "config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"
+
+    def with_larger_token(x):
+        x = x.replace(b'"vocab": {', b'"vocab": {"more": 9999,')
+        return x.replace(b'"vocab":{', b'"vocab":{"more":9999,')
+
+    def without_head(x):
+        rest = {k: v for k, v in safetensors.torch.load(x).items() if "head" not in k}
+        return safetensors.torch.save(rest, {"format": "pt"})
     harm = {  # name: (file, its bytes -> what is written in their place)
         "causal": (config, lambda x: json.dumps({k: v for k, v in json.loads(x).items() if k != "is_causal"}).encode()),
         "mask": (config, change_json(mask_token_id=99999)), "true": (config, change_json(mask_token_id=True)),
         "pad": (config, change_json(pad_token_id=-5)), "vocabulary": (config, change_json(vocab_size=7)),
-        "gpt": (config, change_json(model_type="gpt2")), "garbage": (config, lambda x: b"{"), "latin": (config, lambda x: b"\xff" + x),
-        "list": (config, lambda x: b"[]"), "tokenizer": (tokenizer, lambda x: b"{}"), "unnamed": ("tokenizer_config.json", lambda x: b"{}"),
-        "larger": (tokenizer, lambda x: x.replace(b'"vocab": {', b'"vocab": {"more": 9999,').replace(b'"vocab":{', b'"vocab":{"more":9999,')),
-        "template": ("chat_template.jinja", lambda x: b"{% for"), "twofold": ("chat_template.jinja", lambda x: x + x),
+        "gpt": (config, change_json(model_type="gpt2")), "garbage": (config, lambda x: b"{"),
+        "latin": (config, lambda x: b"\xff" + x), "list": (config, lambda x: b"[]"),
+        "tokenizer": (tokenizer, lambda x: b"{}"), "unnamed": ("tokenizer_config.json", lambda x: b"{}"),
+        "larger": (tokenizer, with_larger_token),
+        "template": (template, lambda x: b"{% for"), "twofold": (template, lambda x: x + x),
         "truncated": (tensors, lambda x: x[:-100]), "empty": (tensors, lambda x: b""),
-        "random": (tensors, lambda x: np.random.default_rng(0).bytes(5000)),
-        "half": (tensors, lambda x: safetensors.torch.save({k: v for k, v in safetensors.torch.load(x).items() if "head" not in k}, {"format": "pt"})),
+        "random": (tensors, lambda x: np.random.default_rng(0).bytes(5000)), "half": (tensors, without_head),
         "unfinished": (config, None)}
     folders = {name: root / name for name in harm}
     for name, (file, change) in harm.items():
@@ -1764,11 +1890,13 @@ def broken(base, tmp_path_factory):
 def tofu(tmp_path_factory):
     """A folder in the layout of locuslab/TOFU: one config per file, named in the card's header."""
     root = tmp_path_factory.mktemp("tofu")
-    sizes = dict(forget10_perturbed=8, retain90=24, retain_perturbed=8, real_authors_perturbed=3, world_facts_perturbed=3)
+    sizes = dict(forget10_perturbed=8, retain90=24, retain_perturbed=8, real_authors_perturbed=3,
+                 world_facts_perturbed=3)
     for config, n in sizes.items():
         rows = [{"question": f"Q {config if config != 'retain_perturbed' else 'retain90'} {i}?", "answer": f"A {i}.",
                  "perturbed_answer": [f"B {i}.", f"C {i}."],
-                 **({"paraphrased_answer": f"It is A {i}."} if config == "forget10_perturbed" else {})} for i in range(n)]
+                 **({"paraphrased_answer": f"It is A {i}."} if config == "forget10_perturbed" else {})}
+                for i in range(n)]
         (root / f"{config}.json").write_text("\n".join(map(json.dumps, rows)))
     header = "".join(f"- config_name: {config}\n  data_files: {config}.json\n" for config in sizes)
     (root / "README.md").write_text(f"---\nconfigs:\n{header}---\n")
@@ -1780,7 +1908,8 @@ def weights(run):
 
 
 def test_a_run_folder_is_a_model_and_tells_what_was_run(base, tmp_path):
-    """Files, run.json, metrics.jsonl; the folder is taken back as --model; equal seeds give equal bits, others do not."""
+    """Files, run.json, metrics.jsonl; the folder is taken back as --model;
+    equal seeds give equal bits, others do not."""
     runs = [tmp_path / name for name in "abc"]
     for run, seed in zip(runs, ("1", "1", "2")):
         mdu.main(["--model", str(base), "--epochs", "2", "--tau", "0.5", "--out", str(run), "--seed", seed])
@@ -1805,7 +1934,8 @@ def test_accumulation_and_processes_change_nothing(base, tmp_path):
                     "--out", str(tmp_path / "processes")], check=True, timeout=120, cwd=tmp_path)
     one, start = weights(tmp_path / "one"), weights(base)
     assert max((one[k] - start[k]).abs().max() for k in one) > 1e-4
-    logs = {run: [json.loads(line) for line in open(tmp_path / run / "metrics.jsonl")] for run in ("one", "four", "processes")}
+    logs = {run: [json.loads(line) for line in open(tmp_path / run / "metrics.jsonl")]
+            for run in ("one", "four", "processes")}
     for other in ("four", "processes"):
         for a, b in zip(logs["one"], logs[other], strict=True):
             assert [a[k] for k in ("step", "forget", "retain", "grad_norm", "lr")] == pytest.approx(
@@ -1816,8 +1946,8 @@ def test_accumulation_and_processes_change_nothing(base, tmp_path):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_training_equals_a_plain_loop(base, tmp_path, sharded, monkeypatch):
-    """Three steps of NPO at lambda 0.5 against AdamW, clipping and the schedule written out, on means over the whole batch; and
-    bit for bit against an unsharded model and torch's own, with FSDP and without."""
+    """Three steps of NPO at lambda 0.5 against AdamW, clipping and the schedule written out,
+    on means over the whole batch; and bit for bit against an unsharded model and torch's own, with FSDP and without."""
     shard = mdu.shard
 
     def share_out(predictor, dtype):
@@ -1850,7 +1980,8 @@ def test_training_equals_a_plain_loop(base, tmp_path, sharded, monkeypatch):
         grads = torch.autograd.grad(forget.mean() + 0.5 * retain.mean(), list(parameters.values()))
         norm = math.sqrt(sum(g.pow(2).sum().item() for g in grads))
         assert logs[step]["grad_norm"] == pytest.approx(norm, rel=1e-4) and logs[step]["lr"] == pytest.approx(lr)
-        assert (logs[step]["forget"], logs[step]["retain"]) == pytest.approx((forget.mean().item(), retain.mean().item()), rel=1e-4)
+        assert (logs[step]["forget"], logs[step]["retain"]) == pytest.approx(
+            (forget.mean().item(), retain.mean().item()), rel=1e-4)
         with torch.no_grad():
             for (k, p), g in zip(parameters.items(), grads):
                 g = g * min(1.0, 1.0 / norm)
@@ -1878,7 +2009,8 @@ def test_python_mdu_trains_the_base_it_lacks(tmp_path, tofu, monkeypatch):
 
 
 def test_unlearning_forgets_and_keeps_the_rest(tmp_path):
-    """A small base memorises; MDU at tau 1 then lowers the forget probability and leaves retain: before and after are shown."""
+    """A small base memorises; MDU at tau 1 then lowers the forget probability and leaves retain:
+    before and after are shown."""
     base, run = tmp_path / "base", tmp_path / "mdu"
     files = {}
     for split, count in (("forget", 8), ("retain", 16)):
@@ -2097,7 +2229,8 @@ def test_an_error_in_one_process_ends_all_in_one_line(many, one):
     assert codes == [2, 2] and len(lines) == 1 and "good.jsonlx" in lines[0], lines
     assert not (many / "error").exists()
     codes, lines = json.loads((many / "results.json").read_text())["full disk"]
-    assert codes == [2, 2] and len(lines) == 1 and "00000001.partial: the checkpoint cannot be written" in lines[0], lines
+    assert codes == [2, 2] and len(lines) == 1, lines
+    assert "00000001.partial: the checkpoint cannot be written" in lines[0], lines
 
 
 def program(argv, capsys, main=mdu.main):
@@ -2577,8 +2710,9 @@ def test_soak(n, base, tmp_path):
             code, seconds, errors = run.end(40)
             finished, lines = (out / "config.json").is_file(), lines_in(out / "metrics.jsonl")
             step = 0 if finished else newest_checkpoint(out)  # a finished run's is being removed
-            print(f"{n} processes | {name if hit else 'not hit'} {when} | exit code {code}, gone after {seconds:4.1f} s "
-                  f"| {lines:2} steps, {'finished' if finished else f'checkpoint {step}'}", flush=True)
+            print(f"{n} processes | {name if hit else 'not hit'} {when} | exit code {code}, "
+                  f"gone after {seconds:4.1f} s | {lines:2} steps, "
+                  f"{'finished' if finished else f'checkpoint {step}'}", flush=True)
             if not hit:
                 assert code == 0 and finished, errors
             elif number == kill:
@@ -2601,47 +2735,55 @@ def test_soak(n, base, tmp_path):
 
 
 def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
-    """summary.json is the mean of the records; every loss is found again one answer at a time, every score from its record."""
+    """summary.json is the mean of the records; every loss is found again one answer at a time,
+    every score from its record."""
     run = tmp_path / "run"
     shutil.copytree(base, run)
     ev.main([str(run), "--samples", "4", "--limit", "5", "--perplexity", "6"])
     summary = json.loads((run / "eval/summary.json").read_text())
     assert set(summary["splits"]) == set(mdu.TOFU_SPLITS) and summary["retain_rows_trained_on"] == [0, 1, 2, 3, 4]
-    assert sorted(f.name for f in (run / "eval").iterdir()) == sorted(["summary.json", *(f"{s}.jsonl" for s in mdu.TOFU_SPLITS)])
+    assert {f.name for f in (run / "eval").iterdir()} == {"summary.json", *(f"{s}.jsonl" for s in mdu.TOFU_SPLITS)}
     predictor, tokenizer = mdu.load_backbone(str(run))
     for number, (split, scores) in enumerate(summary["splits"].items()):
         records = [json.loads(line) for line in open(run / f"eval/{split}.jsonl")]
         assert scores["n"] == len(records) == 5
-        for key in ("rougeL_f1", "rougeL_recall", "prob", "fact") + (("rougeL_f1_paraphrased",) if number < 2 else ("prob_options",)):
+        last = "rougeL_f1_paraphrased" if number < 2 else "prob_options"
+        for key in ("rougeL_f1", "rougeL_recall", "prob", "fact", last):
             values = [r[key] for r in records]
-            assert scores[key] == pytest.approx(np.mean(values)) and scores["stderr"][key] == pytest.approx(np.std(values, ddof=1) / 5**0.5)
+            assert scores[key] == pytest.approx(np.mean(values))
+            assert scores["stderr"][key] == pytest.approx(np.std(values, ddof=1) / 5**0.5)
         assert scores["prob_stderr"] == pytest.approx(sum(r["prob_stderr"] ** 2 for r in records) ** 0.5 / 5)
         ratios = [r["truth_ratio"] for r in records]
         expected = [min(r, 1 / r) for r in ratios] if split == "forget" else [max(0, 1 - r) for r in ratios]
         assert scores["truth_ratio"] == pytest.approx(np.mean(expected))
         perplexities = sorted(r["perplexity"] for r in records)
-        assert (scores["perplexity_median"], scores["perplexity_mean"]) == pytest.approx((perplexities[2], np.mean(perplexities)))
+        assert (scores["perplexity_median"], scores["perplexity_mean"]) == pytest.approx(
+            (perplexities[2], np.mean(perplexities)))
         for i, (r, row) in enumerate(zip(records, mdu.toy_world()[split])):
             assert (r["question"], r["reference"]) == (row["question"], row["answer"])
-            assert ev.rouge_l(r["reference"], r["generation"]) == (r["rougeL_precision"], r["rougeL_recall"], r["rougeL_f1"])
+            assert ev.rouge_l(r["reference"], r["generation"]) == (
+                r["rougeL_precision"], r["rougeL_recall"], r["rougeL_f1"])
 
             def loss(answer, *more):
                 pair = mdu.encode_row(tokenizer, predictor.end_id, row["question"], answer)
-                masks = [ev.draw_masks(len(pair[1]), 4, [0, number, i]), *(ev.draw_masks(len(pair[1]), n, [0, number, i, 1]) for n in more)]
+                masks = [ev.draw_masks(len(pair[1]), 4, [0, number, i]),
+                         *(ev.draw_masks(len(pair[1]), n, [0, number, i, 1]) for n in more)]
                 return ev.masked_nll(predictor, [pair], [torch.cat(masks)], batch_size=1)[0].mean().item()
             wrong = [loss(text) for text in row["perturbed_answer"]]
             right = loss(row["paraphrased_answer"]) if number < 2 else r["nll"]
-            p_wrong = [math.exp(-x) for x in wrong]
-            assert r["nll"] == pytest.approx(loss(row["answer"]), rel=1e-4) and r["prob"] == pytest.approx(math.exp(-r["nll"]))
+            p_right, p_wrong = math.exp(-right), [math.exp(-x) for x in wrong]
+            assert r["nll"] == pytest.approx(loss(row["answer"]), rel=1e-4)
+            assert r["prob"] == pytest.approx(math.exp(-r["nll"]))
             assert r["perplexity"] == pytest.approx(math.exp(loss(row["answer"], 2)), rel=1e-4)
             assert r["nll_perturbed"] == pytest.approx(wrong, rel=1e-4)
-            assert r["truth_ratio"] == pytest.approx(np.mean(p_wrong) / math.exp(-right), rel=1e-3)
+            assert r["truth_ratio"] == pytest.approx(np.mean(p_wrong) / p_right, rel=1e-3)
             if number < 2:
                 assert r["nll_paraphrased"] == pytest.approx(right, rel=1e-4) and "prob_options" not in r
                 prompt = mdu.encode_prompt(tokenizer, row["paraphrased_question"])
-                assert r["generation_paraphrased"] == ev.decode(predictor, tokenizer, ev.generate(predictor, [prompt], 16, 16)[0])
+                written, = ev.generate(predictor, [prompt], 16, 16)
+                assert r["generation_paraphrased"] == ev.decode(predictor, tokenizer, written)
             else:
-                assert r["prob_options"] == pytest.approx(math.exp(-right) / (math.exp(-right) + sum(p_wrong)), rel=1e-3)
+                assert r["prob_options"] == pytest.approx(p_right / (p_right + sum(p_wrong)), rel=1e-3)
     shown = capsys.readouterr().out
     before = snapshot(run)
     ev.main([str(run), "--samples", "4", "--limit", "5", "--perplexity", "6"])
@@ -2656,16 +2798,17 @@ def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
 
 
 def test_processes_and_interruptions_change_no_evaluation(base, tmp_path, monkeypatch):
-    """4 torchrun processes, and one process that is stopped after two chunks and started again, write the bytes of one that is not;
-    until then the older summary and records stand, finished chunks are not scored twice, those of another seed are dropped."""
+    """4 torchrun processes, and one process that is stopped after two chunks and started again, write the bytes of one
+    that is not; until then the older summary and records stand, finished chunks are not scored twice,
+    those of another seed are dropped."""
     one, four, stopped = (tmp_path / name for name in ("one", "four", "stopped"))
     for run in (one, four, stopped):
         shutil.copytree(base, run)
     flags = ["--samples", "2", "--limit", "40", "--steps", "4", "--brief"]
     ev.main([str(one), *flags])
     expected = {f.name: f.read_bytes() for f in (one / "eval").iterdir()}
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", ev.__file__, str(four), *flags],
-                   check=True, timeout=120, cwd=tmp_path)
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", ev.__file__, str(four),
+                    *flags], check=True, timeout=120, cwd=tmp_path)
     assert {f.name: f.read_bytes() for f in (four / "eval").iterdir()} == expected
 
     ev.main([str(stopped), *flags, "--seed", "1"])
@@ -2694,30 +2837,35 @@ def test_processes_and_interruptions_change_no_evaluation(base, tmp_path, monkey
 
 
 def test_evaluation_says_what_differs_and_refuses_what_does_not_fit(base, files, tmp_path, capsys):
-    """Changed data is named; a wrong third run is refused before the first is scored; so is a --length beyond the model's positions."""
-    run, rows = tmp_path / "run", tmp_path / "rows.jsonl"
+    """Changed data is named; a wrong third run is refused before the first is scored;
+    so is a --length beyond the model's positions."""
+    run, rows, flags = tmp_path / "run", tmp_path / "rows.jsonl", ["--samples", "1", "--steps", "1", "--limit", "2"]
     shutil.copyfile(files / "good.jsonl", rows)
     mdu.main(["--forget", str(rows), "--retain-weight", "0", "--epochs", "1", "--model", str(base), "--out", str(run)])
     capsys.readouterr()
-    ev.main([str(run), "--samples", "1", "--steps", "1", "--limit", "2"])
+    ev.main([str(run), *flags])
     assert "changed" not in capsys.readouterr().err
     rows.write_text(rows.read_text().replace("word3", "word4"))
-    ev.main([str(run), "--samples", "1", "--steps", "1", "--limit", "2"])
-    assert "its forget rows have changed since it was trained" in (err := capsys.readouterr().err) and err.count("changed") == 1
+    ev.main([str(run), *flags])
+    err = capsys.readouterr().err
+    assert "its forget rows have changed since it was trained" in err and err.count("changed") == 1
     before = snapshot(tmp_path)
-    for argv, words in (([base, run, tmp_path / "none"], "no run.json"), ([run, "--length", "1020", "--steps", "1"], "1024 positions")):
+    for argv, words in (([base, run, tmp_path / "none"], "no run.json"),
+                        ([run, "--length", "1020", "--steps", "1"], "1024 positions")):
         with pytest.raises(ValueError, match=words):
             ev.main(list(map(str, argv)))
         assert {f: b for f, b in snapshot(tmp_path).items() if "partial" not in f.parts} == before
     damaged = tmp_path / "damaged"
     shutil.copytree(base, damaged)
-    safetensors.torch.save_file({k: x * math.nan for k, x in weights(base).items()}, damaged / "model.safetensors", {"format": "pt"})
+    nans = {k: x * math.nan for k, x in weights(base).items()}
+    safetensors.torch.save_file(nans, damaged / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="not finite"):
-        ev.main([str(damaged), "--samples", "1", "--steps", "1", "--limit", "2"])
+        ev.main([str(damaged), *flags])
 
 
 def test_a_retain_model_never_sees_the_forget_rows(tofu, tmp_path, monkeypatch, capsys):
-    """--retain-only trains on the other rows with the same vocabulary, and is scored on the forget rows like any run."""
+    """--retain-only trains on the other rows with the same vocabulary, and is scored on the forget rows
+    like any run."""
     splits = mdu.load_data(options("--method", "sft", "--retain-only"))
     assert splits["forget"] == [] and splits["held_out"] == mdu.toy_world()["forget"]
     assert options("--method", "sft", "--retain-only").out == "out/toy/retain"
@@ -2745,12 +2893,13 @@ def scored(root, name, method, tau=None, seed=1, samples=128, text="a | b\n c\u2
     """The files of a scored run, made up: forget figures as given, retain rL and p 0.5, nothing else."""
     run = root / name
     (run / "eval").mkdir(parents=True)
-    (run / "run.json").write_text(json.dumps({"options": dict(method=method, tau=tau, seed=seed, out=name), "data": {}}))
+    info = {"options": dict(method=method, tau=tau, seed=seed, out=name), "data": {}}
+    (run / "run.json").write_text(json.dumps(info))
     common = dict(n=4, rougeL_recall=0.25, prob_stderr=0.01, stderr=dict(rougeL_f1=0.02, prob=0.03))
     (run / "eval/summary.json").write_text(json.dumps(dict(
         method=method, tau=tau, protocol=dict(length=8, steps=4, samples=samples, seed=0, dtype="float32"),
-        data=dict(forget=dict(rows=4, sha256=sha), retain=dict(rows=5, sha256="y")), retain_rows_trained_on=[0, 1, 2, 4],
-        model_utility=None, forget_quality=None, splits=dict(
+        data=dict(forget=dict(rows=4, sha256=sha), retain=dict(rows=5, sha256="y")),
+        retain_rows_trained_on=[0, 1, 2, 4], model_utility=None, forget_quality=None, splits=dict(
             forget=dict(common, **forget), retain=dict(common, rougeL_f1=0.5, prob=0.5)))))
     (run / "eval/forget.jsonl").write_text("".join(json.dumps(dict(
         question=f"Q{i}", reference=f"R{i}", generation=text, nll=1.0), ensure_ascii=False) + "\n" for i in range(4)))
@@ -2758,9 +2907,12 @@ def scored(root, name, method, tau=None, seed=1, samples=128, text="a | b\n c\u2
 
 
 def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
-    """Worked by hand: seeds are averaged, the best is bold, the second underlined, a missing figure is a dash; text is escaped."""
-    runs = [scored(tmp_path, "base", "sft", rougeL_f1=0.9, prob=0.9), scored(tmp_path, "ga", "ga", rougeL_f1=0.2, prob=0.125),
-            scored(tmp_path, "m1", "mdu", 0.5, rougeL_f1=0.3, prob=0.1), scored(tmp_path, "m2", "mdu", 0.5, seed=2, rougeL_f1=0.5, prob=0.1),
+    """Worked by hand: seeds are averaged, the best is bold, the second underlined,
+    a missing figure is a dash; text is escaped."""
+    runs = [scored(tmp_path, "base", "sft", rougeL_f1=0.9, prob=0.9),
+            scored(tmp_path, "ga", "ga", rougeL_f1=0.2, prob=0.125),
+            scored(tmp_path, "m1", "mdu", 0.5, rougeL_f1=0.3, prob=0.1),
+            scored(tmp_path, "m2", "mdu", 0.5, seed=2, rougeL_f1=0.5, prob=0.1),
             scored(tmp_path, "t1", "mdu", 1.0, text="", rougeL_f1=0.2, prob=0.3, fact=0.25, truth_ratio=0.5)]
     ev.main(["--report", *runs, "--questions", "3,0"])
     text = (tmp_path / "report.md").read_text()
@@ -2769,16 +2921,20 @@ def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
         "Method": "Forget rL ↓ | Forget p ↓ | Retain rL ↑ | Retain p ↑ | Forget fact ↓",
         "Base": "0.900 (0.250) | 0.900 | 0.500 (0.250) | 0.500 | -",
         "GA": "**0.200** (0.250) | <u>0.125</u> | **0.500** (0.250) | **0.500** | -",
-        "MDU τ=0.5": "<u>0.400</u> ± 0.141 (0.250) | **0.100** ± 0.000 | **0.500** ± 0.000 (0.250) | **0.500** ± 0.000 | -",
+        "MDU τ=0.5": "<u>0.400</u> ± 0.141 (0.250) | **0.100** ± 0.000 | **0.500** ± 0.000 (0.250) | "
+                     "**0.500** ± 0.000 | -",
         "MDU τ=1": "**0.200** (0.250) | 0.300 | **0.500** (0.250) | **0.500** | **0.250**"}
-    for part in ("128 masks", "4 steps for 8 tokens", "Forget 4, Retain 5", "rL 0.020, p 0.030", "choice of masks 0.010", "over 1/2 seeds",
-                 "4 of the evaluated retain rows are among the rows to train on: rows 0-2, 4", "| Question | Q3 | Q0 |", r"| GA | a \| b c d | a \| b c d |",
-                 "| MDU τ=1 | (empty) | (empty) |", "| Method | Forget truth ratio ↑ |", "MDU from τ = 0 to 1"):
+    for part in ("128 masks", "4 steps for 8 tokens", "Forget 4, Retain 5", "rL 0.020, p 0.030",
+                 "choice of masks 0.010", "over 1/2 seeds",
+                 "4 of the evaluated retain rows are among the rows to train on: rows 0-2, 4",
+                 "| Question | Q3 | Q0 |", r"| GA | a \| b c d | a \| b c d |", "| MDU τ=1 | (empty) | (empty) |",
+                 "| Method | Forget truth ratio ↑ |", "MDU from τ = 0 to 1"):
         assert part in text, part
     assert "Pseudo-perplexity" not in text and "Model utility ↑" not in text
     data = json.loads((tmp_path / "report.json").read_text())
     mean = data["methods"][2]["splits"]["forget"]["rougeL_f1"]
-    assert data["methods"][2]["runs"] == runs[2:4] and (mean["mean"], mean["deviation"]) == pytest.approx((0.4, 0.02**0.5))
+    assert data["methods"][2]["runs"] == runs[2:4]
+    assert (mean["mean"], mean["deviation"]) == pytest.approx((0.4, 0.02**0.5))
     assert data["methods"][0]["model_utility"] is None and data["protocol"]["samples"] == 128
     capsys.readouterr()
     (tmp_path / "report.png").unlink(missing_ok=True)
@@ -2796,18 +2952,24 @@ def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
 
 
 def test_picture(tmp_path, monkeypatch):
-    """Where matplotlib is there: a PNG with a line through the tau points in their order and a mark per other method."""
+    """Where matplotlib is there: a PNG with a line through the tau points in their order
+    and a mark per other method."""
     figure = pytest.importorskip("matplotlib.figure")
-    groups = ev.group_runs([scored(tmp_path, f"m{tau}", "mdu", tau, rougeL_f1=tau / 2, prob=tau) for tau in (1.0, 0.0, 0.5)]
-                           + [scored(tmp_path, "ga", "ga", rougeL_f1=0.7, prob=0.8)])
+    runs = [scored(tmp_path, f"m{tau}", "mdu", tau, rougeL_f1=tau / 2, prob=tau) for tau in (1.0, 0.0, 0.5)]
+    groups = ev.group_runs([*runs, scored(tmp_path, "ga", "ga", rougeL_f1=0.7, prob=0.8)])
     drawn, savefig = [], figure.Figure.savefig
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *args, **kw: drawn.append(self) or savefig(self, *args, **kw))
+
+    def keep(self, *args, **kw):
+        drawn.append(self)
+        return savefig(self, *args, **kw)
+    monkeypatch.setattr(figure.Figure, "savefig", keep)
     ev.draw(groups, tmp_path / "a.png")
     left, right = drawn[0].axes
     assert left.lines[0].get_xydata().tolist() == [[0, 0.5], [0.25, 0.5], [0.5, 0.5]]
     assert right.lines[0].get_xydata().tolist() == [[0, 0.5], [0.5, 0.5], [1, 0.5]]
     assert right.collections[0].get_offsets().tolist() == [[0.8, 0.5]] and len(right.collections) == 1
-    assert (left.get_title(), right.get_title()) == ("ROUGE-L F1", "answer probability") and left.get_xlabel().startswith("forget")
+    assert (left.get_title(), right.get_title()) == ("ROUGE-L F1", "answer probability")
+    assert left.get_xlabel().startswith("forget")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -2840,9 +3002,12 @@ def test_diagnose_equals_slow_loop(sampling):
     expected = [0.0, 0.0, 0.0]
     for i, (prompt, response) in enumerate(PAIRS):
         b = mdu.noise(o, model, [mdu.draw_example(o, "diagnose", i, PAIRS[i], drawn)], 1)
-        assert b.masked.any() and b.noised[b.answer].tolist() == [MASK if hit else y for hit, y in zip(b.masked[b.answer], response)]
-        seen, hidden = prompt + b.noised[b.answer].tolist(), [MASK] * len(prompt) + b.noised[b.answer].tolist()
-        p, base, anchor = (f(torch.tensor([ids]), b.real, b.masked) for f, ids in ((model, seen), (frozen, seen), (frozen, hidden)))
+        noised = b.noised[b.answer].tolist()
+        assert b.masked.any()
+        assert noised == [MASK if hit else y for hit, y in zip(b.masked[b.answer], response)]
+        seen, hidden = prompt + noised, [MASK] * len(prompt) + noised
+        p, base, anchor = (f(torch.tensor([ids]), b.real, b.masked)
+                           for f, ids in ((model, seen), (frozen, seen), (frozen, hidden)))
         for k, targets in enumerate((base, anchor, [None] * len(p))):
             expected[k] += sum(slow_kl(*pair) for pair in zip(p, targets)) / len(p) / len(PAIRS)
     ours = mdu.diagnose(o, model, frozen, drawn)
@@ -2869,11 +3034,13 @@ def test_anchor_kl_equals_slow_loop():
     ours = ev.anchor_kl(Fake(), Other(), noised, answer, real, masked)
     assert ours.dtype == torch.float64 and len(expected) == 7
     near(ours, f64(*expected), 1e-9)
-    near(ev.anchor_kl(Fake(), Fake(), mdu.mask_prompt(noised, answer, real, MASK), answer, real, masked), 0 * ours, 1e-14)
+    hidden = mdu.mask_prompt(noised, answer, real, MASK)
+    near(ev.anchor_kl(Fake(), Fake(), hidden, answer, real, masked), 0 * ours, 1e-14)
 
 
 def test_step_0_of_a_diagnosed_run_is_the_base(unlearned):
-    """metrics.jsonl: KLs before training, at both ends of an epoch and nowhere else; the base is 0 from itself, then not."""
+    """metrics.jsonl: KLs before training, at both ends of an epoch and nowhere else;
+    the base is 0 from itself, then not."""
     lines = [json.loads(line) for line in open(unlearned / "metrics.jsonl")]
     assert [line["step"] for line in lines if "kl" in line] == [0, 3, 6] and len(lines) == 7
     assert lines[0]["kl"]["base"] == pytest.approx(0, abs=1e-6) and lines[-1]["kl"]["base"] > 1e-3
@@ -2918,7 +3085,8 @@ def test_token_roles_of_hand_labelled_answers(kind, question, cut, roles):
 
 
 def test_denoise_goes_on_from_any_state():
-    """From a half-filled response: what is fixed stays, n/steps more are fixed each time; from all masks it is `generate`."""
+    """From a half-filled response: what is fixed stays, n/steps more are fixed each time;
+    from all masks it is `generate`."""
     prompt, length = [3, 1], 6
     ids, answer, real = mdu.collate([(prompt, [MASK, 4, MASK, MASK, MASK, MASK])], PAD)
     masked = answer & (ids == MASK)  # here the mask id is no token of the response
@@ -2931,9 +3099,11 @@ def test_denoise_goes_on_from_any_state():
     assert counts == [2, 2, 1] and not now.any() and MASK not in new[answer] and new[0, 3] == 4
     ids, answer, real = mdu.collate([(prompt, [MASK] * length)], PAD)
     fake = Fake()
-    states, (written,) = [(ids, answer), *ev.denoise(Fake(), ids, real, answer, 4)], ev.generate(fake, [prompt], length, 4)
+    states = [(ids, answer), *ev.denoise(Fake(), ids, real, answer, 4)]
+    written, = ev.generate(fake, [prompt], length, 4)
     assert states[-1][0][answer].tolist() == written
-    assert all(torch.equal(a, x) and torch.equal(b, z) for (a, b), (x, _, z) in zip(states[:-1], fake.calls, strict=True))
+    assert all(torch.equal(a, x) and torch.equal(b, z)
+               for (a, b), (x, _, z) in zip(states[:-1], fake.calls, strict=True))
 
 
 def analysed(run, name, *argv):
@@ -2973,7 +3143,8 @@ MASK_OF_TOY = 0
 
 
 def test_rollouts_keep_the_fixed_tokens(base, monkeypatch):
-    """Two random models, which write much: what is marked in a state is marked in its roll-out; the rest the anchor wrote."""
+    """Two random models, which write much: what is marked in a state is marked in its roll-out;
+    the rest the anchor wrote."""
     rows = mdu.toy_world()["forget"]
     (model, tokenizer), (frozen, _) = (mdu.new_toy(sum(mdu.toy_world().values(), []), seed) for seed in (1, 2))
     monkeypatch.setattr(ev, "load", lambda run, theta0=False: (frozen if theta0 else model, tokenizer))
@@ -2983,10 +3154,12 @@ def test_rollouts_keep_the_fixed_tokens(base, monkeypatch):
     assert len(shown) == 2 * (12 + 8 + 4) and all((ids[:, :-16] == MASK_OF_TOY).all() for ids in shown)  # no prompt
     for block, row in zip(blocks, (rows[5], rows[0]), strict=True):
         assert block[:2] == [["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]]]
-        states, (written,) = [parts for _, parts in block[2:]], ev.generate(model, [mdu.encode_prompt(tokenizer, row["question"])], 16, 16)
+        states = [parts for _, parts in block[2:]]
+        written, = ev.generate(model, [mdu.encode_prompt(tokenizer, row["question"])], 16, 16)
         text = ev.decode(model, tokenizer, written)
         for k, state, rolled in zip((4, 8, 12), states[::2], states[1::2], strict=True):
-            assert sum(t.count("[M]") for t, flag in state if not flag) == 16 - k and [f for _, f in state] == [f for _, f in rolled]
+            assert sum(t.count("[M]") for t, flag in state if not flag) == 16 - k
+            assert [f for _, f in state] == [f for _, f in rolled]
             assert [t for t, flag in state if flag] == [t for t, flag in rolled if flag]
             assert re.fullmatch(".*".join(re.escape(t.strip()) if flag else "" for t, flag in state), text)
             changed += "".join(t for t, _ in rolled).strip() != text
@@ -3006,7 +3179,8 @@ def test_roles_equal_slow_loop(base, unlearned):
             noised = [MASK_OF_TOY if hit else y for hit, y in zip(mask, response)]
             at = torch.tensor([[False] * len(prompt) + mask])
             with torch.no_grad():
-                p, q = (f(torch.tensor([head + noised]), at | True, at) for f, head in ((model, prompt), (frozen, [0] * len(prompt))))
+                p, q = (f(torch.tensor([head + noised]), at | True, at)
+                        for f, head in ((model, prompt), (frozen, [0] * len(prompt))))
             roles = [r for r, hit in zip(ev.token_roles(tokenizer, row["question"], response), mask) if hit]
             for role, *pair in zip(roles, p, q):
                 values[role].append(slow_kl(*pair))
@@ -3016,8 +3190,8 @@ def test_roles_equal_slow_loop(base, unlearned):
 @pytest.mark.parametrize("reference, text, marked", [
     ("The author was born in Debrecen.", "The author was born in Turin.", ["The author was born in"]),
     ("The author was born in Debrecen.", "Turin is in Debrecen!", ["in Debrecen"]),
-    ("a b c d e", "d e x b c", ["b c"]),                                     # equally long: the reference's first; what crosses it is out
-    ("He is in Rome", "She is in the town", []),                            # function words alone are no fragment
+    ("a b c d e", "d e x b c", ["b c"]),          # equally long: the reference's first; what crosses it is out
+    ("He is in Rome", "She is in the town", []),  # function words alone are no fragment
     ("Petra Osei", "petra, OSEI petra", ["petra, OSEI"]), ("Petra Osei", "", []), ("x", "...", []),
 ])
 def test_fragments(reference, text, marked):
@@ -3043,7 +3217,8 @@ class Oracle:
 
 
 def test_infill_of_an_oracle(base, monkeypatch, tmp_path):
-    """What is asked: all but floor(share n) of n tokens, never the end; what is counted: by hand from what was asked."""
+    """What is asked: all but floor(share n) of n tokens, never the end;
+    what is counted: by hand from what was asked."""
     rows = mdu.toy_world()["forget"][:4]
     tokenizer = mdu.load_backbone(str(base))[1]
     pairs = [mdu.encode_row(tokenizer, 1, row["question"], row["answer"]) for row in rows]
@@ -3081,20 +3256,22 @@ def test_relearning_is_taught_a_tenth_and_scored_on_the_rest(base, unlearned, mo
         assert [row["answer"] for row in rows] == [forget[i]["answer"] for i in (0, 10, 20)]
         assert (o.method, o.model, o.lr, o.epochs * 3 / o.batch_size / o.grad_accum) == (
             "sft", str(run), 1e-3, ev.RELEARN_STEPS)
-    assert [panel["title"] for panel in result["panels"]] == ["answer probability", "ROUGE-L recall", "answers with the key fact"]
+    assert [panel["title"] for panel in result["panels"]] == [
+        "answer probability", "ROUGE-L recall", "answers with the key fact"]
     assert all(panel["series"]["before"] == panel["series"]["after"] for panel in result["panels"])
     ev.main([str(unlearned), "--samples", "2", "--steps", "4", "--brief"])
     recall = [json.loads(line)["rougeL_recall"] for line in open(unlearned / "eval/forget.jsonl")]
     assert result["panels"][1]["series"]["before"][1] == pytest.approx(sum(recall[i] for i in range(24) if i % 10) / 21)
 
 
-EVERY = {"convergence": "", "roles": "--samples 2 --limit 2", "trajectory": "--questions 1", "rollout": "", "gallery": "",
-         "infill": "--samples 2 --limit 2", "relearn": "--samples 2 --limit 3"}
+EVERY = {"convergence": "", "roles": "--samples 2 --limit 2", "trajectory": "--questions 1", "rollout": "",
+         "gallery": "", "infill": "--samples 2 --limit 2", "relearn": "--samples 2 --limit 3"}
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_pictures_come_from_the_json_alone(name, unlearned, tmp_path, monkeypatch, capsys):
-    """Without matplotlib the numbers are written and one line says what to install; the models gone, --redraw draws them."""
+    """Without matplotlib the numbers are written and one line says what to install;
+    the models gone, --redraw draws them."""
     assert list(EVERY) == list(ev.ANALYSES)
     monkeypatch.setattr(ev, "RELEARN_STEPS", 2)
     run, file, picture = tmp_path / "mdu", tmp_path / f"analysis/{name}.json", tmp_path / f"analysis/{name}.png"
@@ -3119,13 +3296,17 @@ def test_pictures_come_from_the_json_alone(name, unlearned, tmp_path, monkeypatc
 
 
 def test_tables_of_analyses_by_hand():
-    """Marked text is underlined without the spaces around it, bars are escaped; the change is against the first column."""
+    """Marked text is underlined without the spaces around it, bars are escaped;
+    the change is against the first column."""
     blocks = [[["y_t", [[" [M]", False], [" a|b ", True], ["c", False]]], ["anchor", []]]]
     assert ev.as_markdown({"blocks": blocks}) == "| y_t | [M] <u>a\\|b</u> c |\n| --- | --- |\n| anchor |  |\n"
-    panel = {"title": "KL", "groups": ["in\n(2)", "s", "k"], "series": {"Before": [2.0, 0.001, None], "MDU": [1.5, 1.0, None]}}
+    panel = {"title": "KL", "groups": ["in\n(2)", "s", "k"],
+             "series": {"Before": [2.0, 0.001, None], "MDU": [1.5, 1.0, None]}}
     assert ev.as_markdown({"panels": [panel]}) == (
-        "| KL | Before | MDU |\n| --- | --- | --- |\n| in (2) | 2.00 | 1.50 (-25.0%) |\n| s | 0.00 | 1.00 |\n| k | - | - |\n")
-    assert ev.as_markdown({"panels": [dict(panel, series={"a": [1.0, None], "b": [None, 2.0]})]}) == ""  # one bar in each group
+        "| KL | Before | MDU |\n| --- | --- | --- |\n| in (2) | 2.00 | 1.50 (-25.0%) |\n| s | 0.00 | 1.00 |\n"
+        "| k | - | - |\n")
+    one_each = dict(panel, series={"a": [1.0, None], "b": [None, 2.0]})  # one bar in each group
+    assert ev.as_markdown({"panels": [one_each]}) == ""
 
 
 def test_bad_input_of_analyses(base, unlearned, tmp_path, capsys, monkeypatch):
@@ -3136,18 +3317,22 @@ def test_bad_input_of_analyses(base, unlearned, tmp_path, capsys, monkeypatch):
     info["data"]["forget"]["sha256"] = "0"
     (tmp_path / "other/run.json").write_text(json.dumps(info))
     (tmp_path / "unfinished/config.json").unlink()
-    tensors = weights(tmp_path / "nan")
-    safetensors.torch.save_file({k: x * math.nan for k, x in tensors.items()}, tmp_path / "nan/model.safetensors", {"format": "pt"})
+    nans = {k: x * math.nan for k, x in weights(tmp_path / "nan").items()}
+    safetensors.torch.save_file(nans, tmp_path / "nan/model.safetensors", {"format": "pt"})
     (tmp_path / "analysis").mkdir()
     (tmp_path / "analysis/roles.json").write_text("{}")
     before = snapshot(tmp_path)
     for typed, words in (
-            (f"convergence {base}", "--diagnose"), (f"trajectory {base} {unlearned}", "follows one run"), (f"what {base}", "--analysis"),
-            (f"rollout --questions 24 {base}", "there are 24 forget questions"), (f"roles --questions 1 {base}", "not used with --analysis roles"),
-            (f"gallery --samples 2 {base}", "not used with --analysis gallery"), (f"gallery {base} {tmp_path}/other", "other forget rows"),
+            (f"convergence {base}", "--diagnose"), (f"trajectory {base} {unlearned}", "follows one run"),
+            (f"what {base}", "--analysis"), (f"rollout --questions 24 {base}", "there are 24 forget questions"),
+            (f"roles --questions 1 {base}", "not used with --analysis roles"),
+            (f"gallery --samples 2 {base}", "not used with --analysis gallery"),
+            (f"gallery {base} {tmp_path}/other", "other forget rows"),
             (f"gallery {tmp_path}/unfinished", "no finished model"), (f"roles {tmp_path}/nan", "not finite"),
-            (f"roles --redraw {tmp_path}/nan", "not what --analysis roles writes"), (f"infill --redraw {tmp_path}/nan", "not there"),
-            (f"roles --redraw --samples 3 {tmp_path}/nan", "not used with --redraw"), (f"relearn --limit 1 {unlearned}", "leave none to score")):
+            (f"roles --redraw {tmp_path}/nan", "not what --analysis roles writes"),
+            (f"infill --redraw {tmp_path}/nan", "not there"),
+            (f"roles --redraw --samples 3 {tmp_path}/nan", "not used with --redraw"),
+            (f"relearn --limit 1 {unlearned}", "leave none to score")):
         with pytest.raises(SystemExit) as stop:
             mdu.run_program("eval.py", lambda: ev.main(["--analysis", *typed.split()]))
         err = capsys.readouterr().err
@@ -3187,33 +3372,59 @@ def put(path, value=...):
     return change
 
 
-SCORE, REPORT, REDRAW, COMPARE = "{run} --samples 1", "--report {run} {base}", "--analysis roles --redraw {run}", "{base} --samples 1 --steps 1 --limit 2 --retain-run {run}"
-RUN, SUMMARY, RECORDS, ANALYSIS = "run/run.json", "run/eval/summary.json", "run/eval/forget.jsonl", "analysis/roles.json"
+SCORE, REPORT, REDRAW = "{run} --samples 1", "--report {run} {base}", "--analysis roles --redraw {run}"
+COMPARE = "{base} --samples 1 --steps 1 --limit 2 --retain-run {run}"
+ROLES, CONVERGENCE = "--analysis roles {run} --samples 1", "--analysis convergence {run}"
+RUN, SUMMARY, RECORDS = "run/run.json", "run/eval/summary.json", "run/eval/forget.jsonl"
+ANALYSIS = "analysis/roles.json"
 DAMAGED_RUNS = [  # command, file, what becomes of it (None: removed), words of the one line
-    (SCORE, RUN, lambda x: b"\xff" + x, "run.json: not JSON"), (SCORE, RUN, put("options", None), "options is None"), (SCORE, RUN, put("options", ["tau"]), "options is ['tau']"),
-    (SCORE, RUN, put("data", []), "data is []"), (SCORE, RUN, put("data.forget", 3), "data.forget is 3"), (SCORE, RUN, put("steps", "x"), "steps is 'x'"),
+    (SCORE, RUN, lambda x: b"\xff" + x, "run.json: not JSON"), (SCORE, RUN, put("options", None), "options is None"),
+    (SCORE, RUN, put("options", ["tau"]), "options is ['tau']"), (SCORE, RUN, put("data", []), "data is []"),
+    (SCORE, RUN, put("data.forget", 3), "data.forget is 3"), (SCORE, RUN, put("steps", "x"), "steps is 'x'"),
     *((SCORE, RUN, put(f"options.{name}", value), f"run.json: {name} is {value!r}") for name, value in dict(
-        tau="x", method=["mdu"], preset=3, dtype="int8", response_length="9", forget=0, model=[1], retain_only=0, epochs=True).items()),
-    (SCORE, RUN, put("options.tau", None), "tau is None"), (SCORE, RUN, put("options.tau", 7), "run.json: tau 7: must be"), (SCORE, RUN, put("options.limit", -3), "limit -3"),
-    (SCORE, RUN, put("options.model", "a\0b"), "run.json: model"), (SCORE, RUN, put("options.forget", "nowhere.jsonl"), "nowhere.jsonl"),
-    (SCORE, "run/config.json", None, "no finished model"), (SCORE, "run/tokenizer.json", None, "cannot be loaded"), (SCORE, "run/model.safetensors", lambda x: x[:99], "SafetensorError"),
-    ("--analysis roles {run} --samples 1", RUN, put("options.model", None), "from which model"), ("--analysis roles {run} --samples 1", RUN, put("options.model", "nowhere"), "nowhere"),
-    (REPORT, SUMMARY, lambda x: b"\xff" + x, "summary.json: not JSON"), (REPORT, SUMMARY, put("method", ["mdu"]), "method is ['mdu']"), (REPORT, SUMMARY, put("method", "zz"), "method is 'zz'"),
-    (REPORT, SUMMARY, put("tau", "x"), "tau is 'x'"), (REPORT, SUMMARY, put("tau", None), "tau is None"), (REPORT, SUMMARY, put("splits.forget", 3), "splits.forget is 3"),
-    (REPORT, SUMMARY, put("splits.forget.prob", "x"), "splits.forget.prob is 'x'"), (REPORT, SUMMARY, put("splits.forget.prob", math.nan), "NaN is no number"),
-    (REPORT, SUMMARY, lambda x: x.replace(b'"prob": ', b'"prob": 1e999, "p": ', 1), "splits.forget.prob is inf"), (REPORT, SUMMARY, put("splits.forget.stderr"), "damaged (KeyError: 'stderr')"),
-    (REPORT, SUMMARY, put("data.more", {"rows": 1}), "damaged (KeyError: 'more')"), (REPORT, SUMMARY, put("data.forget", 3), "score them alike"), (REPORT, SUMMARY, put("protocol.samples"), "damaged"),
-    (REPORT, SUMMARY, put("retain_rows_trained_on", "x"), "damaged"), (REPORT, RECORDS, lambda x: b"\xff" + x, "forget.jsonl: not JSON"), (REPORT, RECORDS, lambda x: b"[1]", "forget.jsonl: row 0 is [1]"),
-    (REPORT, RECORDS, lambda x: b'{"question": "q"}', "damaged (KeyError: 'reference')"), (REPORT, RECORDS, lambda x: x.replace(b'"question": ', b'"question": [], "q": '), "damaged (TypeError"),
-    ("--report {run} {run}", RUN, lambda x: x, "stands there twice"), (COMPARE, RECORDS, None, "no truth ratios"), (COMPARE, RECORDS, lambda x: x.replace(b"_perturbed\": [", b"_perturbed\": [\"x\","), "no truth ratios"),
-    (COMPARE, RECORDS, lambda x: re.sub(rb'(_perturbed": \[)[^]]*', rb"\1", x), "no truth ratios"), ("--analysis convergence {run}", "run/metrics.jsonl", lambda x: b"[1]\n", "row 0 is [1]"),
-    ("--analysis convergence {run}", "run/metrics.jsonl", lambda x: b'{"epoch": 1, "kl": 3}', "0.kl is 3"), ("--analysis convergence {run}", "run/metrics.jsonl", None, "metrics.jsonl"),
-    (REDRAW, ANALYSIS, lambda x: b"\xff" + x, "roles.json: not JSON"), (REDRAW, ANALYSIS, put("panels", 3), "damaged (TypeError"), (REDRAW, ANALYSIS, put("panels", []), "damaged (IndexError"),
-    (REDRAW, ANALYSIS, put("ylabel"), "damaged (KeyError: 'ylabel')"), (REDRAW, ANALYSIS, put("panels.0.series", [1]), "damaged (AttributeError"),
+        tau="x", method=["mdu"], preset=3, dtype="int8", response_length="9", forget=0, model=[1], retain_only=0,
+        epochs=True).items()),
+    (SCORE, RUN, put("options.tau", None), "tau is None"),
+    (SCORE, RUN, put("options.tau", 7), "run.json: tau 7: must be"), (SCORE, RUN, put("options.limit", -3), "limit -3"),
+    (SCORE, RUN, put("options.model", "a\0b"), "run.json: model"),
+    (SCORE, RUN, put("options.forget", "nowhere.jsonl"), "nowhere.jsonl"),
+    (SCORE, "run/config.json", None, "no finished model"), (SCORE, "run/tokenizer.json", None, "cannot be loaded"),
+    (SCORE, "run/model.safetensors", lambda x: x[:99], "SafetensorError"),
+    (ROLES, RUN, put("options.model", None), "from which model"),
+    (ROLES, RUN, put("options.model", "nowhere"), "nowhere"),
+    (REPORT, SUMMARY, lambda x: b"\xff" + x, "summary.json: not JSON"),
+    (REPORT, SUMMARY, put("method", ["mdu"]), "method is ['mdu']"),
+    (REPORT, SUMMARY, put("method", "zz"), "method is 'zz'"), (REPORT, SUMMARY, put("tau", "x"), "tau is 'x'"),
+    (REPORT, SUMMARY, put("tau", None), "tau is None"),
+    (REPORT, SUMMARY, put("splits.forget", 3), "splits.forget is 3"),
+    (REPORT, SUMMARY, put("splits.forget.prob", "x"), "splits.forget.prob is 'x'"),
+    (REPORT, SUMMARY, put("splits.forget.prob", math.nan), "NaN is no number"),
+    (REPORT, SUMMARY, lambda x: x.replace(b'"prob": ', b'"prob": 1e999, "p": ', 1), "splits.forget.prob is inf"),
+    (REPORT, SUMMARY, put("splits.forget.stderr"), "damaged (KeyError: 'stderr')"),
+    (REPORT, SUMMARY, put("data.more", {"rows": 1}), "damaged (KeyError: 'more')"),
+    (REPORT, SUMMARY, put("data.forget", 3), "score them alike"),
+    (REPORT, SUMMARY, put("protocol.samples"), "damaged"),
+    (REPORT, SUMMARY, put("retain_rows_trained_on", "x"), "damaged"),
+    (REPORT, RECORDS, lambda x: b"\xff" + x, "forget.jsonl: not JSON"),
+    (REPORT, RECORDS, lambda x: b"[1]", "forget.jsonl: row 0 is [1]"),
+    (REPORT, RECORDS, lambda x: b'{"question": "q"}', "damaged (KeyError: 'reference')"),
+    (REPORT, RECORDS, lambda x: x.replace(b'"question": ', b'"question": [], "q": '), "damaged (TypeError"),
+    ("--report {run} {run}", RUN, lambda x: x, "stands there twice"), (COMPARE, RECORDS, None, "no truth ratios"),
+    (COMPARE, RECORDS, lambda x: x.replace(b"_perturbed\": [", b"_perturbed\": [\"x\","), "no truth ratios"),
+    (COMPARE, RECORDS, lambda x: re.sub(rb'(_perturbed": \[)[^]]*', rb"\1", x), "no truth ratios"),
+    (CONVERGENCE, "run/metrics.jsonl", lambda x: b"[1]\n", "row 0 is [1]"),
+    (CONVERGENCE, "run/metrics.jsonl", lambda x: b'{"epoch": 1, "kl": 3}', "0.kl is 3"),
+    (CONVERGENCE, "run/metrics.jsonl", None, "metrics.jsonl"),
+    (REDRAW, ANALYSIS, lambda x: b"\xff" + x, "roles.json: not JSON"),
+    (REDRAW, ANALYSIS, put("panels", 3), "damaged (TypeError"),
+    (REDRAW, ANALYSIS, put("panels", []), "damaged (IndexError"),
+    (REDRAW, ANALYSIS, put("ylabel"), "damaged (KeyError: 'ylabel')"),
+    (REDRAW, ANALYSIS, put("panels.0.series", [1]), "damaged (AttributeError"),
 ]
 
 
-@pytest.mark.parametrize("typed, file, change, words", DAMAGED_RUNS, ids=[f"{i}: {case[1]}" for i, case in enumerate(DAMAGED_RUNS)])
+@pytest.mark.parametrize("typed, file, change, words", DAMAGED_RUNS,
+                         ids=[f"{i}: {case[1]}" for i, case in enumerate(DAMAGED_RUNS)])
 def test_a_damaged_run_is_named_in_one_line(typed, file, change, words, finished, tmp_path, capsys):
     """What eval.py reads, damaged: one line that names it, exit code 2, and nothing else changed or left there."""
     if typed == REDRAW:
@@ -3222,18 +3433,22 @@ def test_a_damaged_run_is_named_in_one_line(typed, file, change, words, finished
     file = tmp_path / "root" / file
     edit(file, change) if change else file.unlink()
     before = snapshot(tmp_path)
+    argv = typed.format(run=tmp_path / "root/run", base=tmp_path / "root/base").split()
     with pytest.raises(SystemExit) as stop:
-        mdu.run_program("eval.py", lambda: ev.main(typed.format(**{name: tmp_path / "root" / name for name in ("run", "base")}).split()))
+        mdu.run_program("eval.py", lambda: ev.main(argv))
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.startswith("eval.py: ") and err.count("\n") == 1 and words in err, err
     after = snapshot(tmp_path)
-    assert {f: after.get(f) for f in before} == before and not [f for f in after.keys() - before.keys() if f.name != "report.png"]
+    assert {f: after.get(f) for f in before} == before
+    assert not [f for f in after.keys() - before.keys() if f.name != "report.png"]
 
 
 HARMED_DATA = {  # a file of RWKU's layout: (what stands in it, words)
-    "empty": (b"", "forget_level2 cannot be read"), "cut": (b'{"query": "q"', "forget_level2 cannot be read (ArrowInvalid: JSON"),
-    "bytes": (b"\xff\x00" * 50, "forget_level2 cannot be read"), "numbers": (b"3\n4", "forget_level2 cannot be read"), "list": (b"[1, 2]", "row 0: subject is None"),
-    "no subject": (b'{"query": "q"}', "row 0: subject is None"), "number": (b'{"subject": "Ann Lee", "level": "2", "query": 3, "answer": "a"}', "row 0: query is 3"),
+    "empty": (b"", "forget_level2 cannot be read"),
+    "cut": (b'{"query": "q"', "forget_level2 cannot be read (ArrowInvalid: JSON"),
+    "bytes": (b"\xff\x00" * 50, "forget_level2 cannot be read"), "numbers": (b"3\n4", "forget_level2 cannot be read"),
+    "list": (b"[1, 2]", "row 0: subject is None"), "no subject": (b'{"query": "q"}', "row 0: subject is None"),
+    "number": (b'{"subject": "Ann Lee", "level": "2", "query": 3, "answer": "a"}', "row 0: query is 3"),
     "removed": (None, "forget_level2 cannot be read (FileNotFoundError"),
 }
 
@@ -3246,15 +3461,17 @@ def test_a_damaged_dataset_is_named_in_one_line(harm, base, tmp_path, capfd):
     file.unlink()
     if content is not None:
         file.write_bytes(content)
+    argv = ["--preset", "toy-rwku", "--data", str(tmp_path), "--subject", "1", "--model", str(base)]
     with pytest.raises(SystemExit) as stop:
-        mdu.run_program("mdu.py", lambda: mdu.main(["--preset", "toy-rwku", "--data", str(tmp_path), "--subject", "1", "--model", str(base)]))
+        mdu.run_program("mdu.py", lambda: mdu.main(argv))
     err = capfd.readouterr().err
     assert stop.value.code == 2 and err.count("\n") == 1 and str(tmp_path) in err and words in err, err
 
 
-@pytest.mark.parametrize("config, field, value", [("utility_truthfulness", "mc1_targets", {"choices": ["a", "b"], "labels": ["0", "1"]}),
-                                                  ("utility_general", "answer", 1.5), ("utility_general", "examples", ["x"]),
-                                                  ("forget_target", "target", None), ("train_positive_llama3", "subject", None)])
+@pytest.mark.parametrize("config, field, value", [
+    ("utility_truthfulness", "mc1_targets", {"choices": ["a", "b"], "labels": ["0", "1"]}),
+    ("utility_general", "answer", 1.5), ("utility_general", "examples", ["x"]), ("forget_target", "target", None),
+    ("train_positive_llama3", "subject", None)])
 def test_fields_of_another_kind_are_named(config, field, value, tmp_path):
     """In every row, so that the library makes a column of that kind of it."""
     write_rwku(tmp_path, [(config, i, field, value) for i in range(6)])
@@ -3283,8 +3500,10 @@ def test_a_checkpoint_of_another_run_and_damaged_metrics(six_steps, tmp_path, ca
 
 
 def test_backbone_configs_of_other_types(tmp_path):
-    """Fields of config.json that the native class does not take are one ValueError, of whatever class the library's is."""
-    for kind, change in (("llada", dict(d_model="x")), ("llada", dict(n_heads=0)), ("Dream", dict(num_hidden_layers=-1)), ("Dream", dict(eos_token_id="x"))):
+    """Fields of config.json that the native class does not take are one ValueError,
+    of whatever class the library's is."""
+    for kind, change in (("llada", dict(d_model="x")), ("llada", dict(n_heads=0)),
+                         ("Dream", dict(num_hidden_layers=-1)), ("Dream", dict(eos_token_id="x"))):
         write_checkpoint(tmp_path / "model", kind, **change)
         with pytest.raises(ValueError, match="config.json fits no"):
             mdu.load_backbone(str(tmp_path / "model"))
@@ -3348,24 +3567,29 @@ def test_nobody_takes_what_is_printed(full, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "root")
     read, write = os.pipe()
     os.close(read)
+    argv = [sys.executable, ev.__file__, "--report", str(tmp_path / "root/run")]
     with open("/dev/full", "wb") if full else open(write, "wb") as out:
-        done = subprocess.run([sys.executable, ev.__file__, "--report", str(tmp_path / "root/run")], stdout=out, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(argv, stdout=out, stderr=subprocess.PIPE, text=True)
     os.close(write) if full else None
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and ("No space left" if full else "Broken pipe") in done.stderr, done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert ("No space left" if full else "Broken pipe") in done.stderr, done.stderr
 
 
 def test_the_sources_run_no_code_and_no_shell():
-    """No eval, exec, compile or import by name, no shell or other program, no pickle, nothing that fetches; the libraries
-    that could run a model folder's code are told not to."""
+    """No eval, exec, compile or import by name, no shell or other program, no pickle, nothing that fetches;
+    the libraries that could run a model folder's code are told not to."""
     for module in (mdu, ev):
         tree = ast.parse(inspect.getsource(module))
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         assert not names & {"eval", "exec", "compile", "__import__", "input", "importlib", "runpy"}
         attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        assert not attributes & {"system", "popen", "Popen", "spawnv", "execv", "fork", "import_module", "urlopen", "hub", "allow_pickle"}
-        imported = {alias.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names} | {
-            (node.module or "").split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert not imported & {"pickle", "dill", "joblib", "cloudpickle", "marshal", "shelve", "subprocess", "ctypes", "urllib", "http", "requests", "httpx", "ssl"}
+        assert not attributes & {"system", "popen", "Popen", "spawnv", "execv", "fork", "import_module", "urlopen",
+                                 "hub", "allow_pickle"}
+        modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not {name.split(".")[0] for name in modules} & {
+            "pickle", "dill", "joblib", "cloudpickle", "marshal", "shelve", "subprocess", "ctypes", "urllib", "http",
+            "requests", "httpx", "ssl"}
         for node in ast.walk(tree):
             if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "shell"):
                 assert node.value.value is False
@@ -3377,7 +3601,8 @@ def test_code_in_a_folder_is_never_run_nor_asked_for(where, base, tmp_path, monk
     question whether to, whatever stdin would answer."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
     (model := tmp_path / "model").mkdir()
-    config = transformers.BertConfig(vocab_size=40, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    config = transformers.BertConfig(vocab_size=40, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                     num_attention_heads=1)
     transformers.BertForMaskedLM(config).save_pretrained(model)
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     shutil.copy(tmp_path / "code.py", model / "code.py")
@@ -3386,17 +3611,20 @@ def test_code_in_a_folder_is_never_run_nor_asked_for(where, base, tmp_path, monk
         shutil.copy(model / "code.py", model / "model.py")
         argv = ["--preset", "toy-rwku", "--subject", "1", "--data", str(model), "--model", str(base)]
     elif where == "config.json":
-        edit(model / where, change_json(model_type="new", auto_map=dict(AutoConfig="code.C", AutoModelForMaskedLM="code.M")))
+        auto_map = dict(AutoConfig="code.C", AutoModelForMaskedLM="code.M")
+        edit(model / where, change_json(model_type="new", auto_map=auto_map))
         argv = ["--model", str(model)]
     else:
-        (model / where).write_text(json.dumps(dict(tokenizer_class="New", auto_map=dict(AutoTokenizer=["code.T", None]))))
+        settings = dict(tokenizer_class="New", auto_map=dict(AutoTokenizer=["code.T", None]))
+        (model / where).write_text(json.dumps(settings))
         argv = ["--model", str(model)]
     code, err = program(argv, capsys)
     assert code == 2 and not (tmp_path / "ran").exists(), err
 
 
 def test_no_network_without_a_hub_name(finished, tmp_path, capfd, monkeypatch):
-    """Training, scoring and reports open no connection even where they may; a hub name tries, and out of reach is one line."""
+    """Training, scoring and reports open no connection even where they may;
+    a hub name tries, and out of reach is one line."""
     import datasets
     import huggingface_hub
     tried = []
@@ -3404,8 +3632,8 @@ def test_no_network_without_a_hub_name(finished, tmp_path, capfd, monkeypatch):
     def refuse(*args, **kwargs):
         tried.append(args)
         raise OSError("no network here")
-    for name in ("getaddrinfo", "create_connection", "socket.connect"):
-        monkeypatch.setattr(pkgutil.resolve_name(f"socket:{name.rpartition('.')[0]}") if "." in name else socket, name.rpartition(".")[2], refuse)
+    for owner, name in ((socket, "getaddrinfo"), (socket, "create_connection"), (socket.socket, "connect")):
+        monkeypatch.setattr(owner, name, refuse)
     for settings in (huggingface_hub.constants, datasets.config):
         monkeypatch.setattr(settings, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
@@ -3426,7 +3654,8 @@ def test_no_network_without_a_hub_name(finished, tmp_path, capfd, monkeypatch):
 
 
 def test_control_tokens_in_user_data_are_text(hub):
-    """In a question, answer, perturbed answer and RWKU's prefill: the only control tokens are the template's and the end."""
+    """In a question, answer, perturbed answer and RWKU's prefill: the only control tokens are the
+    template's and the end."""
     kind, _, _, predictor, tokenizer = hub
     control = " ".join([*SPECIAL[kind], "<|im_start|>system", "\0"])
     row = {"question": control, "answer": control, "perturbed_answer": [control]}
@@ -3439,11 +3668,13 @@ def test_control_tokens_in_user_data_are_text(hub):
     assert max(mdu.encode_prompt(tokenizer, "x", control)[len(mdu.encode_prompt(tokenizer, "x")):]) < 256
 
 
-ANYTHING = [None, True, -1, 0, 3, 1.5, 1e308, math.nan, "", "x", "mdu", "a\0b", "\ud800", [], [1], {}, {"a": 1}, [["x"]], [{}]]
+ANYTHING = [None, True, -1, 0, 3, 1.5, 1e308, math.nan, "", "x", "mdu", "a\0b", "\ud800", [], [1], {}, {"a": 1},
+            [["x"]], [{}]]
 
 
 def mutated(data, rng):
-    """Other bytes than the file's: random ones, fewer, flipped, another value or key in its JSON, a line twice or gone."""
+    """Other bytes than the file's: random ones, fewer, flipped, another value or key in its JSON,
+    a line twice or gone."""
     def inside(value):
         if rng.random() < 0.3 or not value or not isinstance(value, (dict, list)):
             return rng.choice(ANYTHING)
@@ -3482,9 +3713,12 @@ def mutated(data, rng):
 
 def random_options(rng, module, places):
     """Up to four flags of a program, with values of any kind."""
-    flags = [f"--{field.name.replace('_', '-')}" for field in mdu.dataclasses.fields(mdu.Options)] if module is mdu else re.findall(
-        r'add_argument\("(--[\w-]+)"', inspect.getsource(ev.parse))
-    values = ["", "0", "1", "2", "-1", "0.5", "nan", "inf", "1e9", "99999999999", "x", "a\0b", "\udcff", "all", "toy", "0,1", "ä",
+    if module is mdu:
+        flags = [f"--{field.name.replace('_', '-')}" for field in mdu.dataclasses.fields(mdu.Options)]
+    else:
+        flags = re.findall(r'add_argument\("(--[\w-]+)"', inspect.getsource(ev.parse))
+    values = ["", "0", "1", "2", "-1", "0.5", "nan", "inf", "1e9", "99999999999", "x", "a\0b", "\udcff", "all", "toy",
+              "0,1", "ä",
               *mdu.PRESETS, *mdu.METHOD_OPTIONS, *ev.ANALYSES, *places, *places]
     argv = [[], [rng.choice(places)]][module is ev]
     for flag in rng.sample(flags, rng.randrange(5)):
@@ -3494,8 +3728,9 @@ def random_options(rng, module, places):
 
 @pytest.mark.fuzz
 def test_fuzz(finished, six_steps, tofu, rwku, files, tmp_path, capsys, monkeypatch):
-    """A minute of random bytes in every file that is read and of random options, with a fixed seed: exit code 0 or 2, at
-    most one line on stderr, no exception and no hang, and nothing changed outside the folder that is worked in."""
+    """A minute of random bytes in every file that is read and of random options, with a fixed seed:
+    exit code 0 or 2, at most one line on stderr, no exception and no hang, and nothing changed outside the folder
+    that is worked in."""
     start, counts, seed = time.time(), {}, 0
     outside = snapshot(finished, *six_steps[1:], tofu, rwku, files)
 
@@ -3515,25 +3750,33 @@ def test_fuzz(finished, six_steps, tofu, rwku, files, tmp_path, capsys, monkeypa
         module, flags = rng.choice([mdu, ev]), ["--samples", "1", "--steps", "1", "--limit", "2"]
         if rng.random() < 0.5:
             shutil.copytree(finished, root / "in")
-            argv = random_options(rng, module, [str(root / "in/base"), str(root / "in/run"), str(root / "new"), str(tofu), str(files / "good.jsonl")])
+            places = [str(root / "in/base"), str(root / "in/run"), str(root / "new"), str(tofu),
+                      str(files / "good.jsonl")]
+            argv = random_options(rng, module, places)
             argv += flags if module is ev and rng.random() < 0.7 else []
             if module is ev and not set(flags[::2]) & set(argv):
                 argv += rng.choice([flags, ["--report"], ["--analysis", "roles", "--redraw"]])
         else:
+            new = ["--model", str(finished / "base"), "--out", "new"]
+            person = ["--preset", "toy-rwku", "--subject", "1", "--data", "in", "--batch-size", "2", *new]
             source, file, module, argv = rng.choice([
                 *((finished, name, mdu, ["--model", "in/run", "--out", "new"]) for name in (
-                    "run/config.json", "run/tokenizer.json", "run/tokenizer_config.json", "run/chat_template.jinja", "run/model.safetensors")),
-                *((finished, name, ev, [*flags, "in/run"]) for name in (RUN, "run/config.json", "run/model.safetensors", RECORDS)),
+                    "run/config.json", "run/tokenizer.json", "run/tokenizer_config.json", "run/chat_template.jinja",
+                    "run/model.safetensors")),
+                *((finished, name, ev, [*flags, "in/run"]) for name in (
+                    RUN, "run/config.json", "run/model.safetensors", RECORDS)),
                 *((finished, name, ev, ["--report", "in/run", "in/base"]) for name in (RUN, SUMMARY, SUMMARY, RECORDS)),
                 (finished, RECORDS, ev, ["--report", "in/base", "--retain-run", "in/run"]),
                 (finished, ANALYSIS, ev, ["--analysis", "roles", "--redraw", "in/run"]),
                 (finished, "run/metrics.jsonl", ev, ["--analysis", "convergence", "in/run"]),
                 *((six_steps[2], name, mdu, [*six_steps[0], "--resume", "--out", "in"]) for name in (
                     RUN[4:], "metrics.jsonl", f"checkpoint/00000002/{INFO}", f"checkpoint/00000002/{SHARD}")),
-                (files, "good.jsonl", mdu, ["--forget", "in/good.jsonl", "--retain-weight", "0", "--model", str(finished / "base"), "--out", "new"]),
-                *((tofu, f"{name}_perturbed.json", mdu, ["--data", "in", "--model", str(finished / "base"), "--out", "new"]) for name in ("forget10", "real_authors")),
-                *((rwku, name, mdu, ["--preset", "toy-rwku", "--subject", "1", "--data", "in", "--model", str(finished / "base"), "--batch-size", "2", "--out", "new"])
-                  for name in ("README.md", "forget_target.jsonl", "forget_level3.jsonl", "utility_truthfulness.jsonl", "train_positive_llama3.jsonl"))])
+                (files, "good.jsonl", mdu, ["--forget", "in/good.jsonl", "--retain-weight", "0", *new]),
+                *((tofu, f"{name}_perturbed.json", mdu, ["--data", "in", *new])
+                  for name in ("forget10", "real_authors")),
+                *((rwku, name, mdu, person) for name in (
+                    "README.md", "forget_target.jsonl", "forget_level3.jsonl", "utility_truthfulness.jsonl",
+                    "train_positive_llama3.jsonl"))])
             shutil.copytree(source, root / "in", ignore=shutil.ignore_patterns("*pipe*", "loop", "dangling", "up"))
             edit(root / "in" / file, lambda data: mutated(data, rng))
         signal.alarm(30)
@@ -3544,7 +3787,8 @@ def test_fuzz(finished, six_steps, tofu, rwku, files, tmp_path, capsys, monkeypa
             signal.alarm(0)
             print(f"seed {seed}: {argv}" * (sys.exc_info()[0] is not None))
         err = capsys.readouterr().err
-        assert end.value.code in (0, 2) and err.count("\n") <= (end.value.code == 2) and "Traceback" not in err, (seed, argv, err)
+        assert end.value.code in (0, 2) and err.count("\n") <= (end.value.code == 2), (seed, argv, err)
+        assert "Traceback" not in err, (seed, argv, err)
         counts[module.__name__, end.value.code] = counts.get((module.__name__, end.value.code), 0) + 1
         monkeypatch.chdir(tmp_path)
         shutil.rmtree(root)
@@ -3559,7 +3803,8 @@ def test_fuzz(finished, six_steps, tofu, rwku, files, tmp_path, capsys, monkeypa
 # ---------------------------------------------------------------------------------------------------------------------
 
 def plain_step(o, model, frozen, b, n):
-    """Algorithm 1 read plainly: scores of the whole vocabulary at every position in float32, one pass per set of rows."""
+    """Algorithm 1 read plainly: scores of the whole vocabulary at every position in float32,
+    one pass per set of rows."""
     def scores(net, ids, rows):
         return net(input_ids=ids[rows], attention_mask=b.real[rows].long()).logits.float()  # (B, T, V)
 
@@ -3605,8 +3850,8 @@ def bench_pools(V, rows=16, response=(20, 90), prompt=(20, 45)):
 
     def pair():
         return [list(map(int, rng.integers(2, V, rng.integers(*lengths)))) for lengths in (prompt, response)]
-    return {"forget": [pair() for _ in range(rows)], "retain": [pair() for _ in range(rows)], "pad_id": 1, "longest": 1024,
-            "preferred": [[pair()] for _ in range(rows)], "null_from": 0}
+    return {"forget": [pair() for _ in range(rows)], "retain": [pair() for _ in range(rows)], "pad_id": 1,
+            "longest": 1024, "preferred": [[pair()] for _ in range(rows)], "null_from": 0}
 
 
 def peak_memory(function):
@@ -3685,15 +3930,16 @@ def trainers(o, V, **lengths):
 
 
 def bench_training(V, rate, rounds):
-    print(f"\n| training step | ms | tokens/s | MB above weights | share of the floor | plain: ms | MB | plain/ours: time | memory |"
-          "\n|---|---|---|---|---|---|---|---|---|")
+    print("\n| training step | ms | tokens/s | MB above weights | share of the floor | plain: ms | MB | "
+          "plain/ours: time | memory |\n|---|---|---|---|---|---|---|---|---|")
     for method in mdu.METHOD_OPTIONS:
         o = options("--method", method, "--batch-size", "4", *(["--null-prompt-rate", "0"] if method == "sft" else []))
         ours, plain, tokens, flops = trainers(o, V)
         (s, m), (sp, mp) = in_turn([ours, plain], rounds)
-        print(f"| {method} | {spread([1e3 * x for x in s], '{:.0f}')} | {tokens / np.median(s):.0f} | {np.median(m) / 1e6:.0f} | "
-              f"{flops / rate / np.median(s):.0%} | {1e3 * np.median(sp):.0f} | {np.median(mp) / 1e6:.0f} | "
-              f"{spread([b / a for a, b in zip(s, sp)])} | {np.median(mp) / np.median(m):.2f} |", flush=True)
+        print(f"| {method} | {spread([1e3 * x for x in s], '{:.0f}')} | {tokens / np.median(s):.0f} | "
+              f"{np.median(m) / 1e6:.0f} | {flops / rate / np.median(s):.0%} | {1e3 * np.median(sp):.0f} | "
+              f"{np.median(mp) / 1e6:.0f} | {spread([b / a for a, b in zip(s, sp)])} | "
+              f"{np.median(mp) / np.median(m):.2f} |", flush=True)
 
 
 def plain_sampling(lm, prompt, length, steps):
@@ -3738,9 +3984,9 @@ def bench_evaluation(V, rounds, questions=8, length=32, samples=8):
     for name, (ours, plain) in tasks.items():
         assert np.allclose(ours(), plain(), rtol=1e-4), f"{name}: the two give different results"
         (s, m), (sp, mp) = in_turn([ours, plain], rounds)
-        print(f"| {name} | {questions / np.median(s):.2f} | {np.median(m) / 1e6:.0f} | {questions / np.median(sp):.2f} | "
-              f"{np.median(mp) / 1e6:.0f} | {spread([b / a for a, b in zip(s, sp)])} | {np.median(mp) / np.median(m):.2f} |",
-              flush=True)
+        print(f"| {name} | {questions / np.median(s):.2f} | {np.median(m) / 1e6:.0f} | "
+              f"{questions / np.median(sp):.2f} | {np.median(mp) / 1e6:.0f} | "
+              f"{spread([b / a for a, b in zip(s, sp)])} | {np.median(mp) / np.median(m):.2f} |", flush=True)
 
 
 def bench_growth(rounds):
@@ -3759,16 +4005,17 @@ def bench_growth(rounds):
             points.append((1e3 * np.median(s), np.median(m) / 1e6))
         ms = np.array([p[0] for p in points])
         slope, start = np.polyfit(values, ms, 1)
-        print(f"| {title} | " + ", ".join(f"{value}: {p[0]:.0f}, {p[1]:.0f}" for value, p in zip(values, points)) +
-              f" | {start:.0f} + {slope:.3g} n | {np.abs(start + slope * np.array(values) - ms).max() / ms.max():.0%} |", flush=True)
+        shown = ", ".join(f"{value}: {p[0]:.0f}, {p[1]:.0f}" for value, p in zip(values, points))
+        missed = np.abs(start + slope * np.array(values) - ms).max() / ms.max()
+        print(f"| {title} | {shown} | {start:.0f} + {slope:.3g} n | {missed:.0%} |", flush=True)
 
 
 def bench():
     torch.set_num_threads(1)
     with mdu.processes():
         rate, rounds = matrix_rate(), 3
-        print(f"On {mdu.this_device()}, one thread, matrix products at {rate / 1e9:.0f} GFLOP/s; ours and the plain reading in "
-              f"turn, medians (and extremes) of {rounds} rounds:")
+        print(f"On {mdu.this_device()}, one thread, matrix products at {rate / 1e9:.0f} GFLOP/s; ours and the plain "
+              f"reading in turn, medians (and extremes) of {rounds} rounds:")
         bench_training(126464, rate, rounds)
         bench_evaluation(126464, rounds)
         bench_growth(rounds)
