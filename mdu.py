@@ -1698,7 +1698,7 @@ def open_folder(o, splits, steps, start):
         check_run(o, splits)  # again: another program may have been at work there since
         if o.resume and (out / "run.json").is_file():
             if read_run(out).get("start") != start:
-                raise ValueError(f"--model {o.model}: its weights have changed since the run in {out} started from them; "
+                raise ValueError(f"--model {o.model}: its weights have changed since the run in {out} started from it; "
                                  "restore them, or --overwrite the run")
         else:
             # Half emptied, the folder is no model any more, but still a run's.

@@ -1590,7 +1590,6 @@ def write_rwku(root, changes=()):
     rows = {"forget_target": [dict(target=name, intro=f"{name} is known.") for name in PEOPLE]}
     for config, row in RWKU_ROWS.items():
         rows[config] = [dict(row, subject=name) for name in PEOPLE[:3] for _ in range(2)]
-    text = dict(subject=None, intro=None, text=None)
     rows["train_positive_llama3"] = [dict(subject=name, intro=f"{name} is known.", text=f"{name} wrote book {i}.")
                                      for name in PEOPLE[:3] for i in range(4)]
     rows["train_pair_llama3"] = [dict(subject=r["subject"], intro=r["intro"], response=[f"Made up {i}.", r["text"]],
@@ -2479,7 +2478,7 @@ def test_killed_while_the_model_moves_in(six_steps, tmp_path, monkeypatch):
     """Broken off before each file of the export takes its place, and before the checkpoint goes: no config.json without
     all of the model, and resumed the run ends as if nothing had been, with nothing left over."""
     argv, whole, cut = six_steps
-    replace, clear = os.replace, mdu.clear
+    replace = os.replace
     names = {f.name for f in whole.iterdir()}
     for n in range(1, len(names)):  # run.json and metrics.jsonl are there before; the last is broken off at the end
         out, moved = tmp_path / f"run{n}", itertools.count(1)
@@ -3904,7 +3903,7 @@ def trainers(o, V, **lengths):
     predictor, reference = (mdu.MaskPredictor(lm, 0, 1, 1) for lm in (model, frozen))
     mdu.shard(predictor, torch.float32)
     optimizers = [mdu.new_optimizer(o, list(net.parameters())) for net in (predictor, twin)]
-    examples = mdu.draw_examples(o, pools, range(o.batch_size))
+    examples = [rows[mdu.rank()::mdu.world_size()] for rows in mdu.draw_examples(o, pools, range(o.batch_size))]
     b, n = mdu.noise(o, predictor, sum(examples, []), len(examples[0]) if o.method == "mdu" else 0), len(examples[0])
 
     def update(net, optimizer, losses):
@@ -3929,13 +3928,13 @@ def trainers(o, V, **lengths):
     return ours, plain, int(tokens.sum()), float(flops)
 
 
-def bench_training(V, rate, rounds):
+def bench_training(V, rate):
     print("\n| training step | ms | tokens/s | MB above weights | share of the floor | plain: ms | MB | "
           "plain/ours: time | memory |\n|---|---|---|---|---|---|---|---|---|")
     for method in mdu.METHOD_OPTIONS:
         o = options("--method", method, "--batch-size", "4", *(["--null-prompt-rate", "0"] if method == "sft" else []))
         ours, plain, tokens, flops = trainers(o, V)
-        (s, m), (sp, mp) = in_turn([ours, plain], rounds)
+        (s, m), (sp, mp) = in_turn([ours, plain], ROUNDS)
         print(f"| {method} | {spread([1e3 * x for x in s], '{:.0f}')} | {tokens / np.median(s):.0f} | "
               f"{np.median(m) / 1e6:.0f} | {flops / rate / np.median(s):.0%} | {1e3 * np.median(sp):.0f} | "
               f"{np.median(mp) / 1e6:.0f} | {spread([b / a for a, b in zip(s, sp)])} | "
@@ -3968,7 +3967,7 @@ def plain_likelihood(lm, prompt, response, masks):
 
 
 @torch.no_grad()
-def bench_evaluation(V, rounds, questions=8, length=32, samples=8):
+def bench_evaluation(V, questions=8, length=32, samples=8):
     lm, pairs = bench_model(V)[0].eval(), bench_pools(V, rows=questions)["forget"]
     predictor = mdu.MaskPredictor(lm, 0, 1, 1)
     prompts = [prompt for prompt, _ in pairs]
@@ -3983,45 +3982,65 @@ def bench_evaluation(V, rounds, questions=8, length=32, samples=8):
           "|---|---|---|---|---|---|---|")
     for name, (ours, plain) in tasks.items():
         assert np.allclose(ours(), plain(), rtol=1e-4), f"{name}: the two give different results"
-        (s, m), (sp, mp) = in_turn([ours, plain], rounds)
+        (s, m), (sp, mp) = in_turn([ours, plain], ROUNDS)
         print(f"| {name} | {questions / np.median(s):.2f} | {np.median(m) / 1e6:.0f} | "
               f"{questions / np.median(sp):.2f} | {np.median(mp) / 1e6:.0f} | "
               f"{spread([b / a for a, b in zip(s, sp)])} | {np.median(mp) / np.median(m):.2f} |", flush=True)
 
 
-def bench_growth(rounds):
+ROUNDS = 3
+
+
+def one_step(V=32000, batch=4, response=40):
+    """-> (ms, MB above weights) of this process's share of an MDU step."""
+    ours, *_ = trainers(options("--batch-size", str(batch)), V, response=(response, response + 1), prompt=(30, 31))
+    (s, m), = in_turn([ours], ROUNDS)
+    return float(1e3 * np.median(s)), float(np.median(m) / 1e6)
+
+
+def shared_step():
+    """A worker of on_processes."""
+    torch.set_num_threads(1)
+    with mdu.processes():
+        mdu.say(json.dumps(one_step(batch=8)))
+
+
+def on_processes(n):
+    """one_step of 8 rows that n processes of torchrun share: the first one's figures."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", __file__, "shared_step"]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def bench_growth():
     """Time and memory of an MDU step as one size grows, and the straight line through the points."""
-    base = dict(V=32000, batch=4, response=40)
-    sizes = {"response": ("response tokens", (20, 40, 80, 160)), "batch": ("forget rows in a batch", (1, 2, 4, 8)),
-             "V": ("vocabulary", (8000, 32000, 64000, 128000))}
+    sizes = {"response tokens n": ((20, 40, 80, 160), lambda n: one_step(response=n), "n", float),
+             "forget rows n in a batch": ((1, 2, 4, 8), lambda n: one_step(batch=n), "n", float),
+             "vocabulary n": ((8000, 32000, 64000, 128000), lambda n: one_step(V=n), "n", float),
+             f"processes n, {os.cpu_count()} cores, 8 rows": ((1, 2, 4), on_processes, "/ n", lambda n: 1 / n)}
     print("\n| an MDU step against | " + "points: ms, MB | line: ms | largest miss |\n|---|---|---|---|")
-    for key, (title, values) in sizes.items():
-        points = []
-        for value in values:
-            v = {**base, key: value}
-            o = options("--batch-size", str(v["batch"]))
-            ours, *_ = trainers(o, v["V"], response=(v["response"], v["response"] + 1), prompt=(30, 31))
-            (s, m), = in_turn([ours], rounds)
-            points.append((1e3 * np.median(s), np.median(m) / 1e6))
-        ms = np.array([p[0] for p in points])
-        slope, start = np.polyfit(values, ms, 1)
-        shown = ", ".join(f"{value}: {p[0]:.0f}, {p[1]:.0f}" for value, p in zip(values, points))
-        missed = np.abs(start + slope * np.array(values) - ms).max() / ms.max()
-        print(f"| {title} | {shown} | {start:.0f} + {slope:.3g} n | {missed:.0%} |", flush=True)
+    for title, (values, measure, form, x) in sizes.items():
+        points = [measure(n) for n in values]
+        x, ms = np.array([x(n) for n in values]), np.array([ms for ms, _ in points])
+        slope, start = np.polyfit(x, ms, 1)
+        shown = ", ".join(f"{n}: {ms:.0f}, {mb:.0f}" for n, (ms, mb) in zip(values, points))
+        missed = np.abs(start + slope * x - ms).max() / ms.max()
+        print(f"| {title} | {shown} | {start:.0f} + {slope:.3g} {form} | {missed:.0%} |", flush=True)
 
 
 def bench():
     torch.set_num_threads(1)
     with mdu.processes():
-        rate, rounds = matrix_rate(), 3
+        rate = matrix_rate()
         print(f"On {mdu.this_device()}, one thread, matrix products at {rate / 1e9:.0f} GFLOP/s; ours and the plain "
-              f"reading in turn, medians (and extremes) of {rounds} rounds:")
-        bench_training(126464, rate, rounds)
-        bench_evaluation(126464, rounds)
-        bench_growth(rounds)
+              f"reading in turn, medians (and extremes) of {ROUNDS} rounds:")
+        bench_training(126464, rate)
+        bench_evaluation(126464)
+        bench_growth()
 
 
-if __name__ == "__main__":  # pytest runs the tests; test_soak starts this file with arguments, make bench without
+if __name__ == "__main__":  # pytest runs the tests; the benchmark and test_soak start this file as their workers
+    if sys.argv[1:] == ["shared_step"]:
+        mdu.run_program("test_mdu.py", shared_step)
     if len(sys.argv) > 1:
         mdu.run_program("mdu.py", lambda: watch(sys.argv[1:-2], sys.argv[-1]))
     bench()
