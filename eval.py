@@ -516,10 +516,8 @@ def plan(run, a):
     if not untrained and not (Path(run) / "config.json").is_file():
         raise ValueError(f"{run}: holds no finished model (no config.json); finish its training first")
     own = mdu.Options(**info["options"])
-    options = mdu.Options(**{**info["options"], "limit": None, "retain_only": False})
-    if a.data is not None:
-        options.data, options.forget, options.retain = a.data, None, None
-    everything = mdu.load_data(options)
+    source = {} if a.data is None else dict(data=a.data, forget=None, retain=None)
+    everything = mdu.load_data(dataclasses.replace(own, limit=None, retain_only=False, **source))
     trained = {**info["data"], **({"forget": info["data"].get("held_out")} if own.retain_only else {})}
     changed = [split for split, rows in everything.items()
                if (trained.get(split) or {}).get("sha256") != mdu.fingerprint(mdu.first_rows(rows, own.limit))]
@@ -578,7 +576,7 @@ def evaluate(job, a):
     start, out = time.time(), Path(job.run) / "eval"
     source = (job.options.model, job.options.revision) if job.untrained else (job.run,)
     predictor, tokenizer = mdu.load_backbone(*source, dtype=mdu.compute_dtype(job.options.dtype))
-    a = argparse.Namespace(**{**vars(a), **job.summary["protocol"]})
+    a = SimpleNamespace(**{**vars(a), **job.summary["protocol"]})
     check_room(job, predictor, tokenizer, a.length)
     chunks = []  # (file, split, rows of like length)
     for split, rows in job.splits.items():
