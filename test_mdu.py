@@ -309,6 +309,7 @@ def test_mask_tokens_follows_its_definition(sampling, at_least_one):
     u, coins = torch.from_numpy(rng.random(len(ids))), torch.from_numpy(rng.random(ids.shape))
     u[::3] *= 0.05                                                           # many empty draws
     u[1::40], u[2::40] = 0.0, math.nextafter(1, 0)                           # and both ends
+    u[4::40] = (7 + math.nextafter(1, 0)) / 8                                # the last of eight strata: rounds to 1
     before = ids.clone()
     noised, masked, t = mdu.mask_tokens(ids, answer, MASK, u, coins, sampling, at_least_one)
     empty = 0
@@ -959,6 +960,24 @@ def test_prompt_and_response_ids(base):
         assert ev.decode(predictor, tokenizer, mdu.encode_row(tokenizer, predictor.end_id, row["question"], row["answer"])[1]) == row["answer"]
 
 
+def test_pools_hold_the_rows_of_their_stream(base):
+    """Unlearning: forget and retain rows, for dpo with every wrong answer; sft: forget rows, retain rows and, without a
+    model to start from, the other splits, and prompts are hidden from the first retain row on alone."""
+    predictor, tokenizer = mdu.load_backbone(str(base))
+    splits = mdu.toy_world()
+    splits["train_retain"] = splits["retain"]
+
+    def encode(split, *numbers):
+        return [mdu.encode_row(tokenizer, 1, row["question"], row["perturbed_answer"][numbers[0]] if numbers else
+                               row["answer"]) for row in splits[split]]
+    dpo = mdu.encode_pools(options("--method", "dpo"), splits, predictor, tokenizer)
+    assert (dpo["forget"], dpo["retain"], dpo["null_from"]) == (encode("forget"), encode("retain"), 24)
+    assert dpo["preferred"] == [list(wrong) for wrong in zip(*(encode("forget", k) for k in range(5)))]
+    for argv, others in (([], ["real_authors", "world_facts"]), (["--model", str(base)], [])):
+        sft = mdu.encode_pools(options("--method", "sft", *argv), splits, predictor, tokenizer)
+        assert sft["forget"] == sum(map(encode, ["forget", "retain", *others]), []) and sft["null_from"] == 24
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Draws and the training step
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1000,6 +1019,8 @@ def test_stratified_counts_end_tokens_and_null_prompts():
     assert {len(e.response) for e in drawn if e.prompt[0] == 30} == set(range(3, 13))
     assert all(e.response[len(e.response) - 1] == 1 and len(e.coins) == len(e.response) for e in drawn)
     assert not any(e.null for e in drawn if e.prompt[0] < 34)
+    assert any(e.null for e in drawn if e.prompt[0] == 34)
+    assert abs(np.mean([e.u * 5 % 1 for e in drawn]) - 0.5) < 0.03  # anywhere in its fifth
     assert abs(np.mean([e.null for e in drawn if e.prompt[0] >= 34]) - 0.3) < 0.05
     o = options("--mask-sampling", "bernoulli", "--response-length", "12", "--null-prompt-rate", "0.3")
     forget, retain = mdu.draw_examples(o, pools(), range(2000))
@@ -1008,6 +1029,38 @@ def test_stratified_counts_end_tokens_and_null_prompts():
     assert abs(np.mean([e.u for e in forget]) - 0.5) < 0.02
     _, retain = mdu.draw_examples(o, dict(pools(), longest=11), range(500))
     assert max(len(e.prompt) + len(e.response) for e in retain) == 11
+
+
+def test_streams_share_no_random_number():
+    """Every (seed, stream, index) has numbers of its own; so have a row, its preferred answer and its retain row; each
+    preferred answer comes up."""
+    first = [mdu.draws(seed, stream, k).random() for seed in (1, 2) for stream in mdu.STREAMS for k in range(20)]
+    assert len(set(first)) == 2 * 7 * 20
+    o = options("--method", "dpo", "--mask-sampling", "bernoulli")
+    forget, retain = mdu.draw_examples(o, pools(10, 10), range(40))
+    lose, win = forget[:40], forget[40:]
+    for rows in zip(lose, win, retain):
+        assert len({e.coins[0] for e in rows}) == 3 and rows[0].u == rows[1].u != rows[2].u
+    assert {e.response[0] for e in win} == {8, 9, 10}
+    assert [e.prompt[0] - 30 for e in lose] != [e.prompt[0] - 50 for e in retain]
+
+
+def test_micro_batches_keep_pairs_together():
+    """dpo, third step of 4 x 3 rows: what is drawn for rows 24 to 35, each once; in a batch the forgotten answers, then
+    the preferred one of each at the same place; short ones first."""
+    o = options("--method", "dpo", "--batch-size", "3", "--grad-accum", "4")
+    forget, retain = mdu.draw_examples(o, pools(), range(24, 36))
+
+    def known(*examples):
+        return [(e.prompt, e.response, e.u, list(e.coins)) for e in examples]
+    pairs, kept, lengths = [], [], []
+    for both, others in mdu.micro_batches(o, pools(), 2):
+        assert len(both) == 6 and len(others) == 3
+        pairs += [known(*pair) for pair in zip(both[:3], both[3:])]
+        kept += known(*others)
+        lengths += [sum(len(e.prompt + e.response) for e in pair) for pair in zip(both[:3], both[3:])]
+    assert sorted(pairs) == sorted(known(*pair) for pair in zip(forget[:12], forget[12:]))
+    assert sorted(kept) == sorted(known(*retain)) and lengths == sorted(lengths)
 
 
 def tiny(seed):
@@ -1081,6 +1134,8 @@ def test_step_equals_one_sequence_at_a_time(method, sampling):
     examples = mdu.draw_examples(o, drawn_pools, range(6, 12))
     if sampling == "bernoulli":
         examples[0][0].u = 0.0  # almost surely nothing is masked
+        for e in examples[1][:1]:
+            e.u = 0.0  # nor of a retain row: its loss is 0
     reference = frozen if mdu.needs_reference(o) else None
     forget, retain = mdu.step_losses(o, model, reference, *examples)
     assert len(forget) == 6 and len(retain) == (6 if o.retain_weight else 0)
@@ -1094,11 +1149,32 @@ def test_step_equals_one_sequence_at_a_time(method, sampling):
     assert all(p.grad is None for p in frozen.parameters())
 
 
+def test_retain_reduction_divides_by_the_response():
+    """token: each retain and sft loss of "sequence", divided by its response's tokens, masked or not, end tokens too;
+    the other losses as they are."""
+    for method, divided in (("sft", 0), ("gd", 1)):
+        argv = ["--method", method, "--batch-size", "6", "--response-length", "9"]
+        examples = mdu.draw_examples(options(*argv), pools(), range(6))
+        sequence, token = (mdu.step_losses(options(*argv, "--retain-reduction", reduction), tiny(0), None, *examples)
+                           for reduction in ("sequence", "token"))
+        length = f64(*(len(e.response) for e in examples[divided]))
+        assert len(set(length.tolist())) > 2
+        near(token[divided], sequence[divided] / length)
+        near(token[1 - divided], sequence[1 - divided])
+
+
+def test_who_needs_the_frozen_model():
+    """MDU but for a uniform target, NPO and DPO: nobody else pays for its memory."""
+    needs = {method for method in mdu.METHOD_OPTIONS if mdu.needs_reference(options("--method", method))}
+    assert needs == {"mdu", "npo", "dpo"} and not mdu.needs_reference(options("--tau", "0"))
+
+
 def test_learning_rate_warms_up_and_ends_near_zero():
     """Hand-worked: 100 steps at peak 0.2: warm-up over 5 steps, half-way through the cosine half the peak, 0 after the last."""
     o = options("--lr", "0.2")
     assert [mdu.learning_rate(o, s, 100) for s in range(6)] == pytest.approx([0.04, 0.08, 0.12, 0.16, 0.2, 0.2])
     assert mdu.learning_rate(o, 5 + 95 / 2, 100) == pytest.approx(0.1)
+    assert [mdu.learning_rate(o, 5 + 95 * k / 3, 100) for k in (1, 2)] == pytest.approx([0.15, 0.05])  # cos 60°, 120°
     assert mdu.learning_rate(o, 100, 100) == pytest.approx(0) and mdu.learning_rate(o, 0, 1) == pytest.approx(0.2)
 
 
@@ -1238,6 +1314,7 @@ def hub(request, tmp_path_factory):
 def test_backbones_equal_a_transformer_written_out(hub):
     """Scores of the loaded model against slow_transformer, to 1e-5; Dream's score of i is the output at i - 1, 0's its own."""
     kind, _, weights, predictor, _ = hub
+    assert predictor.by_entropy == (kind == "Dream")  # as its own sampler
     config = dict(eps=1e-5, theta=500000.0) if kind == "llada" else dict(eps=1e-6, theta=1000000.0)
     for T in (1, 2, 9):
         ids = torch.arange(T) * 37 % 264
@@ -2128,12 +2205,15 @@ def test_resumed_equals_uninterrupted(weights, tmp_path, monkeypatch, capsys):
     afresh."""
     monkeypatch.setitem(mdu.PRESETS["toy"]["sft"], "epochs", 1)
     argv = ["--weights", weights, "--epochs", "2", "--checkpoint-every", "2"]
+    monkeypatch.setitem(mdu.PRESETS["toy"]["sft"], "checkpoint_every", 2)
     watch(argv, tmp_path / "a/run")
     for at in (6, 13, 2, 4):  # the base has 13 steps, the run 6, saved every second; the third part saves nothing
         with pytest.raises(Broken):
             watch([*argv, "--resume"], tmp_path / "b/run", at)
     watch([*argv, "--resume"], tmp_path / "b/run")
     assert_equal_ends(tmp_path / "a/run", tmp_path / "b/run")
+    continued = re.findall(r"continued after step (\d+)", capsys.readouterr().out)
+    assert continued == ["4", "2", "2", "4"]  # the base once, the run three times
     for file in ("a/run", "b/run"):
         assert not list((tmp_path / file).glob("checkpoint")) and not list((tmp_path / file).glob("*partial*"))
     state = safetensors.torch.load_file(tmp_path / "b/run.state")
@@ -2413,6 +2493,16 @@ def test_kahan_adamw_moves_what_bfloat16_cannot():
     assert (results["float32"] - exact).abs().max() < 1e-7
     error = (results["kahan"] - exact).abs().max()
     assert error < 1.2e-5, error
+
+
+def test_kahan_adamw_at_tiny_gradients():
+    """The first step is lr g / (|g| + eps): nothing without a gradient, lr/2 at g = eps, 3/4 lr at 3 eps."""
+    w = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    optimizer = mdu.new_optimizer(options("--weights", "bfloat16", "--lr", "1e-3"), [w])
+    w.grad = torch.tensor([0, 1e-8, 3e-8]).bfloat16()
+    optimizer.step()
+    moved = w.detach().double() + optimizer.state[w]["compensation"].double()
+    assert moved.tolist() == pytest.approx([0, -5e-4, -7.5e-4], rel=2 ** -8)
 
 
 N = 8_015_581_184  # parameters of LLaDA-8B
@@ -2862,6 +2952,14 @@ def test_step_0_of_a_diagnosed_run_is_the_base(unlearned):
     lines = [json.loads(line) for line in open(unlearned / "metrics.jsonl")]
     assert [line["step"] for line in lines if "kl" in line] == [0, 3, 6] and len(lines) == 7
     assert lines[0]["kl"]["base"] == pytest.approx(0, abs=1e-6) and lines[-1]["kl"]["base"] > 1e-3
+
+
+def test_the_last_step_is_diagnosed_wherever_it_falls(base, tmp_path):
+    """1.4 epochs of 24 rows are 33.6 rows, so 5 steps of 8: KLs before the first, after the third and the fifth."""
+    mdu.main(["--model", str(base), "--epochs", "1.4", "--diagnose", "--out", str(tmp_path)])
+    lines = [json.loads(line) for line in open(tmp_path / "metrics.jsonl")]
+    assert [(line["step"], "kl" in line) for line in lines] == [
+        (0, True), (1, False), (2, False), (3, True), (4, False), (5, True)]
 
 
 @pytest.fixture(scope="session")
