@@ -717,6 +717,30 @@ def test_generate_is_batch_independent(llama, length, steps):
             assert ev.generate(predictor, PROMPTS, length, steps, batch_size) == alone
 
 
+@pytest.mark.parametrize("ids, n", [
+    ([4, 5, 6], 3), ([4, 8, 5, 9], 1), ([4, 5, 9, 8], 2), ([4, 9], 1), ([8, 4, 8], 0), ([], 0)])
+def test_an_answer_stops_at_the_first_end_or_padding_token(ids, n):
+    assert ev.ended(ev.SimpleNamespace(end_id=8, pad_id=9), ids) == n
+
+
+def test_temperature_fixes_the_likeliest_of_the_drawn():
+    """One of five tokens: the one whose drawn token has the highest probability, whatever stood higher elsewhere."""
+    ids, answer, real = mdu.collate([([3, 1], [MASK] * 5)], PAD)
+    scores = Fake()(ids, real, answer).float()
+    scores[:, MASK] = -math.inf
+    p, places = scores.softmax(-1), set()
+    for seed in range(50):
+        torch.manual_seed(seed)
+        drawn = (scores / 2).softmax(-1).multinomial(1)[:, 0].tolist()
+        place = max(range(5), key=lambda i: p[i, drawn[i]].item())
+        torch.manual_seed(seed)
+        written, masked = next(ev.denoise(Fake(), ids, real, answer, 5, temperature=2.0))
+        assert masked[0].tolist() == [False] * 2 + [i != place for i in range(5)]
+        assert written[0, 2 + place] == drawn[place]
+        places.add(place)
+    assert len(places) > 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Options and bad input
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1698,6 +1722,17 @@ def test_four_choices_are_scored_at_one_masked_position():
         assert (positions.sum(1) == 1).all() and (ids[positions] == 0).all() and (ids == 0).sum() == len(ids)
 
 
+@pytest.mark.parametrize("space", [[], [2]])
+def test_the_letters_are_scored_with_the_space_before_them(space, monkeypatch):
+    """Whether " C" is one token or a space and a letter, the letter's is compared; the space itself is likelier."""
+    ids = {f" {letter}": [*space, 3 + k] for k, letter in enumerate("ABCD")}
+    monkeypatch.setattr(mdu, "encode_prompt", lambda *_: [9])
+    predictor = mock.Mock(mask_id=0, pad_id=1, return_value=torch.tensor([[0.0, 0, 9, 1, 2, 5, 4, 0, 0, 0]]))
+    row = dict(question="Q", prefill="Answer:", answer="C", subject="x")
+    record, = ev.score_mmlu(predictor, lambda text, **_: mock.Mock(input_ids=ids[text]), [row], None, args())
+    assert (record["generation"], record["accuracy"]) == ("C", 1)
+
+
 def test_truthfulqa_equals_the_enumeration_of_all_masks(base, monkeypatch):
     """log p of choices of 1 to 4 tokens by every mask with its weight, one forward pass and a float64 sum each; random masks
     come within 5 standard errors; choices of one length get the same masks; no visible token is scored."""
@@ -2673,6 +2708,30 @@ def test_soak(n, base, tmp_path):
     digest = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()[:16]
     print(f"{n} processes | {done} kills and 3 stops in {time.monotonic() - began:.0f} s, all gone after {longest:.1f} "
           f"s at most | weights {digest} in every run", flush=True)
+
+
+def test_answers_are_scored_against_their_references(monkeypatch, base):
+    """Worked by hand: of the 6 words of the answer 2 are written, and none besides: precision 1, recall 1/3, F1 1/2."""
+    predictor, tokenizer = mdu.load_backbone(base)
+    rows = [dict(question="Where?", answer="Petra Osei was born in Lima.", fact=fact) for fact in ("Petra", "Lima")]
+    monkeypatch.setattr(ev, "generate", lambda p, prompts, *_: [mdu.encode_text(tokenizer, "Petra Osei")] * len(prompts))
+    records = ev.score_answers(predictor, tokenizer, rows, [[0], [1]], args(brief=True, perplexity=None))
+    assert [(r["rougeL_precision"], r["rougeL_recall"], r["rougeL_f1"], r["fact"]) for r in records] == [
+        (1, pytest.approx(1 / 3), pytest.approx(1 / 2), fact) for fact in (1, 0)]
+
+
+def test_the_seed_of_an_evaluation_chooses_its_masks(base, tmp_path):
+    """--seed 5: the loss of every answer over the masks of (5, split, row), computed again."""
+    run = tmp_path / "run"
+    shutil.copytree(base, run)
+    ev.main([str(run), "--samples", "2", "--limit", "2", "--steps", "1", "--brief", "--seed", "5"])
+    predictor, tokenizer = mdu.load_backbone(str(run))
+    for number, split in enumerate(mdu.TOFU_SPLITS):
+        for i, line in enumerate(open(run / f"eval/{split}.jsonl")):
+            r = json.loads(line)
+            pair = mdu.encode_row(tokenizer, predictor.end_id, r["question"], r["reference"])
+            loss, = ev.masked_nll(predictor, [pair], [ev.draw_masks(len(pair[1]), 2, [5, number, i])])
+            assert r["nll"] == pytest.approx(loss.mean().item(), rel=1e-4)
 
 
 def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
