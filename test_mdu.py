@@ -1515,6 +1515,19 @@ def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
         ev.main(["--report", runs[0], runs[3]])
 
 
+def test_a_corpus_tells_known_from_made_up(base, tmp_path, monkeypatch):
+    """answer: what is written about a person it knows; perturbed_answer: what it is asked to make up."""
+    monkeypatch.setattr(mdu, "encode_prompt", lambda tokenizer, question, prefill="": question)
+    monkeypatch.setattr(mdu, "load_backbone", lambda *_, **__: (None, None))
+    monkeypatch.setattr(ev, "generate", lambda p, prompts, *_, **__: [
+        "real" if "You know Stephen King very well." in text else "made up" for text in prompts])
+    monkeypatch.setattr(ev, "decode", lambda p, tokenizer, text: text)
+    ev.generate_corpus(str(tmp_path), args(preset="toy-rwku", model=str(base), data=None, subject="1", seed=0,
+                                           generate_corpus=2))
+    rows = mdu.read_jsonl(tmp_path / "stephen-king.jsonl")
+    assert [(row["answer"], row["perturbed_answer"]) for row in rows] == [("real", ["made up"])] * 2
+
+
 def test_presets_for_real_backbones():
     """The paper's numbers: batch 4 x accumulation 4, 2e-5 and 1000 / 300 epochs of SFT, 1e-5 and 9 / 5 epochs of unlearning."""
     for name, epochs, sft_epochs, model in (("llada", 9, 1000, "GSAI-ML/LLaDA-8B-Instruct"),
@@ -1528,6 +1541,7 @@ def test_presets_for_real_backbones():
         assert options("--preset", f"tofu-{name}", "--method", "sft", "--model", "x/y").revision is None
         o = options("--preset", f"rwku-{name}", "--forget", "x.jsonl")
         assert (o.lr, o.epochs, o.batch_size, o.grad_accum, o.retain_weight, o.model) == (1e-5, 3, 4, 1, 0.0, model)
+    assert ev.RWKU_LENGTH == 30  # tokens of an answer on RWKU
 
 
 def test_memory_options_change_no_result(base, tmp_path):
@@ -1671,8 +1685,28 @@ def test_probes_are_scored_by_the_recall_of_their_first_line(monkeypatch, base):
     assert ev.score_probes(predictor, tokenizer, rows[:1], None, args())[0]["rougeL_recall"] == 0.5
 
 
+def test_people_count_alike():
+    """Three rows of one person, one of another: 3/4 and 1/4, so 1/2 whatever the rows; each kind of attack alone."""
+    records = [dict(subject=who, kind=kind, rougeL_recall=recall) for who, kind, recall in (
+        ("Ann", "role play", 1.0), ("Ann", "prefix", 1.0), ("Bo", "prefix", 0.25), ("Ann", "role play", 0.25))]
+    assert ev.summarise_people(records, "↓") == dict(
+        rougeL_recall=0.5, n=4,
+        people={"Ann": dict(rougeL_recall=0.75, n=3), "Bo": dict(rougeL_recall=0.25, n=1)},
+        kinds={"role play": dict(rougeL_recall=0.625, n=2), "prefix": dict(rougeL_recall=0.625, n=2)})
+
+
+def test_a_person_is_reported_alone():
+    """A base that was asked about two people: each person's own figures, in the order in which they are wanted."""
+    people = {"Ann": dict(rougeL_recall=0.25), "Bo": dict(rougeL_recall=0.75)}
+    base = ev.SimpleNamespace(summaries=[{"splits": {"forget_level2": dict(rougeL_recall=0.5, people=people)}}])
+    for wanted in (["Ann"], ["Bo", "Ann"]):
+        group, = ev.by_person([base], wanted)
+        assert ev.measured(group, "forget_level2", "rougeL_recall") == [people[who]["rougeL_recall"] for who in wanted]
+
+
 @pytest.mark.parametrize("prediction, references, em, f1", [
     ("The Beatles!", ["beatles"], 1, 1), ("a band, the Beatles", ["Rolling Stones", "Beatles"], 0, 2 / 3), ("x", ["y"], 0, 0),
+    ("Beatles", ["The Beatles", "Rolling Stones"], 1, 1), ("b b", ["b b c", "x"], 0, 4 / 5),
     ("", ["y"], 0, 0), ("the", ["A"], 1, 1), ("b b c", ["b c c"], 0, 2 / 3), ("Fist\nof Fury", ["fist of fury"], 1, 1)])
 def test_exact_match_and_f1(prediction, references, em, f1):
     """Normalised as TriviaQA does; [b b c] and [b c c] share b and c: precision = recall = 2/3."""
@@ -1684,6 +1718,7 @@ def test_mc1_and_mc2_by_hand():
     logp = {"a": log(1 / 2) - 900, "b": log(1 / 8) - 900, "c": log(1 / 4) - 900}  # exp alone would be 0 / 0
     assert ev.mc2(logp, ["a", "b", "c"], [1, 1, 0]) == pytest.approx(5 / 7)
     assert [ev.mc1(logp, ["a", "b", "c"], labels) for labels in ([1, 1, 0], [0, 1, 0], [0, 0, 1])] == [1, 0, 0]
+    assert ev.mc1(logp, ["b", "a", "c"], [1, 1, 0]) == 0  # a would beat c, but b is the first
     assert ev.mc1({"a": 1.0, "b": 1.0}, ["a", "b"], [1, 0]) == 0
 
 
@@ -1731,6 +1766,19 @@ def test_the_letters_are_scored_with_the_space_before_them(space, monkeypatch):
     row = dict(question="Q", prefill="Answer:", answer="C", subject="x")
     record, = ev.score_mmlu(predictor, lambda text, **_: mock.Mock(input_ids=ids[text]), [row], None, args())
     assert (record["generation"], record["accuracy"]) == ("C", 1)
+
+
+def test_truthfulqa_scores_each_choice_after_a_space(monkeypatch):
+    """Losses of log 2, log 4 and log 4 in all: 1/2 beats 1/4; with the second true choice (1/2 + 1/4) of 1 are true."""
+    losses = {" Yes": log(2), " No": log(4), " Sure": log(4)}  # a byte is a token
+    monkeypatch.setattr(mdu, "encode_prompt", lambda *_: [1])
+    monkeypatch.setattr(mdu, "encode_text", lambda _, text: list(text.encode()))
+    monkeypatch.setattr(ev, "masked_nll", lambda p, pairs, masks, size: [
+        f64(*[losses[bytes(y).decode()] / len(y)] * len(m)) for (_, y), m in zip(pairs, masks)])
+    row = dict(question="Q", prefill="A:", answer="Yes", subject="x", mc1=dict(choices=["Yes", "No"], labels=[1, 0]),
+               mc2=dict(choices=["Yes", "Sure ", "No"], labels=[1, 1, 0]))
+    record, = ev.score_truthfulqa(None, None, [row], [[0]], args())
+    assert (record["mc1"], record["mc2"], record["generation"]) == (1, pytest.approx(3 / 4), "Yes")
 
 
 def test_truthfulqa_equals_the_enumeration_of_all_masks(base, monkeypatch):
@@ -2714,7 +2762,8 @@ def test_answers_are_scored_against_their_references(monkeypatch, base):
     """Worked by hand: of the 6 words of the answer 2 are written, and none besides: precision 1, recall 1/3, F1 1/2."""
     predictor, tokenizer = mdu.load_backbone(base)
     rows = [dict(question="Where?", answer="Petra Osei was born in Lima.", fact=fact) for fact in ("Petra", "Lima")]
-    monkeypatch.setattr(ev, "generate", lambda p, prompts, *_: [mdu.encode_text(tokenizer, "Petra Osei")] * len(prompts))
+    written = mdu.encode_text(tokenizer, "Petra Osei")
+    monkeypatch.setattr(ev, "generate", lambda p, prompts, *_: [written] * len(prompts))
     records = ev.score_answers(predictor, tokenizer, rows, [[0], [1]], args(brief=True, perplexity=None))
     assert [(r["rougeL_precision"], r["rougeL_recall"], r["rougeL_f1"], r["fact"]) for r in records] == [
         (1, pytest.approx(1 / 3), pytest.approx(1 / 2), fact) for fact in (1, 0)]
@@ -2929,6 +2978,19 @@ def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
         ev.main(["--report", *runs, "--retain-run", runs[0]])
 
 
+def test_the_base_has_no_rank_and_the_sweep_its_order(tmp_path):
+    """The base forgets most and is neither best nor second; MDU's runs, given from 1 to 0, are listed from 0 to 1; of the
+    errors of forget (0.04, 0.01, 0.02) and retain (0.02, 0.03, 0.01) the larger ones are told."""
+    errors = dict(prob_stderr=0.02, stderr=dict(rougeL_f1=0.04, prob=0.01))
+    runs = [scored(tmp_path, f"{method}{tau}", method, tau, rougeL_f1=x, prob=x, **errors) for method, tau, x in (
+        ("sft", None, 0.1), ("ga", None, 0.2), ("mdu", 1.0, 0.3), ("mdu", 0.0, 0.4))]
+    lines = ev.markdown(ev.group_runs(runs), [])
+    assert [line.split(" (0.250)")[0] for line in lines if line.startswith(("| Base", "| GA", "| MDU"))] == [
+        "| Base | 0.100", "| GA | **0.200**", "| MDU τ=1 | <u>0.300</u>", "| MDU τ=0 | 0.400",
+        "| Base | 0.100", "| MDU τ=0 | <u>0.400</u>", "| MDU τ=1 | **0.300**"]
+    assert "mean: rL 0.040, p 0.030, p from the choice of masks 0.020." in "\n".join(lines)
+
+
 def test_picture(tmp_path, monkeypatch):
     """Where matplotlib is there: a PNG with a line through the tau points in their order and a mark per other method."""
     figure = pytest.importorskip("matplotlib.figure")
@@ -3136,6 +3198,20 @@ def test_rollouts_keep_the_fixed_tokens(base, monkeypatch):
     assert changed == 6
 
 
+def test_rollouts_count_the_tokens_up_to_the_end(base, monkeypatch):
+    """8 tokens, of which the first 4 are the response and come last: 1, 2 and 3 of these stand after 5, 6 and 7 steps."""
+    predictor, tokenizer = mdu.load_backbone(base)
+    ids, answer, real = mdu.collate([([5, 6], [9] * 8)], 1)
+    path = [(ids, answer)]
+    for place in (9, 8, 7, 6, 2, 3, 4, 5):
+        path.append((ids, path[-1][1] & (torch.arange(10) != place)))
+    monkeypatch.setattr(ev, "load", lambda run, theta0=False: (predictor, tokenizer))
+    monkeypatch.setattr(ev, "trajectory", lambda *_: (path, answer, real, [9] * 4))
+    monkeypatch.setattr(ev, "denoise", lambda *_: [])
+    block, = ev.analysis_rollout([None], [dict(question="Q", answer="A")], None)["blocks"]
+    assert [label for label, _ in block[2::2]] == ["y_t at k=5/8", "y_t at k=6/8", "y_t at k=7/8"]
+
+
 def test_roles_equal_slow_loop(base, unlearned):
     """The means by role over two states of three rows, one token at a time; the base is what stands before."""
     kl = analysed([unlearned, base], "roles", "--limit", "3", "--samples", "2", "--seed", "4")["panels"][0]
@@ -3161,6 +3237,7 @@ def test_roles_equal_slow_loop(base, unlearned):
     ("a b c d e", "d e x b c", ["b c"]),                                     # equally long: the reference's first; what crosses it is out
     ("He is in Rome", "She is in the town", []),                            # function words alone are no fragment
     ("Petra Osei", "petra, OSEI petra", ["petra, OSEI"]), ("Petra Osei", "", []), ("x", "...", []),
+    ("Petra Osei", "Petra Osei " * 120, ["Petra Osei"]),                     # a word of a long text may be frequent
 ])
 def test_fragments(reference, text, marked):
     pieces = ev.fragments(reference, text)
@@ -3181,7 +3258,7 @@ class Oracle:
             places = [i - len(prompt) for i in ask.nonzero().flatten().tolist()]
             self.calls.append((prompt, tuple(places)))
             scores += [F.one_hot(torch.tensor(self.truth[prompt][i] if i % 2 == 0 else 9), 999).float() for i in places]
-        return torch.stack(scores)
+        return torch.stack(scores).index_fill(1, torch.tensor([self.mask_id]), 2.0)  # a mask is no answer
 
 
 def test_infill_of_an_oracle(base, monkeypatch, tmp_path):
@@ -3228,6 +3305,16 @@ def test_relearning_is_taught_a_tenth_and_scored_on_the_rest(base, unlearned, mo
     ev.main([str(unlearned), "--samples", "2", "--steps", "4", "--brief"])
     recall = [json.loads(line)["rougeL_recall"] for line in open(unlearned / "eval/forget.jsonl")]
     assert result["panels"][1]["series"]["before"][1] == pytest.approx(sum(recall[i] for i in range(24) if i % 10) / 21)
+
+
+def test_relearning_takes_its_steps_in_any_batches(base, monkeypatch):
+    """Of 41 rows 5 are given: 20 steps of 2 are 8 epochs."""
+    o, typed = mdu.Options(**{**mdu.read_run(base)["options"], "batch_size": 2}), []
+    monkeypatch.setattr(mdu, "main", lambda argv: typed.append(options(*argv)) or break_off())
+    run = ev.SimpleNamespace(path=str(base), options=o, title="x")
+    with pytest.raises(Broken):
+        ev.analysis_relearn([run], mdu.toy_world()["retain"][:41], args(seed=0))
+    assert (typed[0].epochs, typed[0].batch_size, typed[0].grad_accum, ev.RELEARN_STEPS) == (8, 2, 1, 20)
 
 
 EVERY = {"convergence": "", "roles": "--samples 2 --limit 2", "trajectory": "--questions 1", "rollout": "", "gallery": "",
