@@ -2979,8 +2979,8 @@ def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
 
 
 def test_the_base_has_no_rank_and_the_sweep_its_order(tmp_path):
-    """The base forgets most and is neither best nor second; MDU's runs, given from 1 to 0, are listed from 0 to 1; of the
-    errors of forget (0.04, 0.01, 0.02) and retain (0.02, 0.03, 0.01) the larger ones are told."""
+    """The base forgets most and is neither best nor second; MDU's runs, given from 1 to 0, are listed from 0 to 1; of
+    the errors of forget (0.04, 0.01, 0.02) and retain (0.02, 0.03, 0.01) the larger ones are told."""
     errors = dict(prob_stderr=0.02, stderr=dict(rougeL_f1=0.04, prob=0.01))
     runs = [scored(tmp_path, f"{method}{tau}", method, tau, rougeL_f1=x, prob=x, **errors) for method, tau, x in (
         ("sft", None, 0.1), ("ga", None, 0.2), ("mdu", 1.0, 0.3), ("mdu", 0.0, 0.4))]
@@ -3199,7 +3199,7 @@ def test_rollouts_keep_the_fixed_tokens(base, monkeypatch):
 
 
 def test_rollouts_count_the_tokens_up_to_the_end(base, monkeypatch):
-    """8 tokens, of which the first 4 are the response and come last: 1, 2 and 3 of these stand after 5, 6 and 7 steps."""
+    """8 tokens, of which the first 4 are the response and come last: 1, 2 and 3 of them stand after 5, 6, 7 steps."""
     predictor, tokenizer = mdu.load_backbone(base)
     ids, answer, real = mdu.collate([([5, 6], [9] * 8)], 1)
     path = [(ids, answer)]
@@ -3237,7 +3237,7 @@ def test_roles_equal_slow_loop(base, unlearned):
     ("a b c d e", "d e x b c", ["b c"]),                                     # equally long: the reference's first; what crosses it is out
     ("He is in Rome", "She is in the town", []),                            # function words alone are no fragment
     ("Petra Osei", "petra, OSEI petra", ["petra, OSEI"]), ("Petra Osei", "", []), ("x", "...", []),
-    ("Petra Osei", "Petra Osei " * 120, ["Petra Osei"]),                     # a word of a long text may be frequent
+    ("Petra Osei", "So " + "Petra Osei " * 120, ["Petra Osei"]),             # a word of a long text may be frequent
 ])
 def test_fragments(reference, text, marked):
     pieces = ev.fragments(reference, text)
