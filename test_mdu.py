@@ -309,6 +309,7 @@ def test_mask_tokens_follows_its_definition(sampling, at_least_one):
     u, coins = torch.from_numpy(rng.random(len(ids))), torch.from_numpy(rng.random(ids.shape))
     u[::3] *= 0.05                                                           # many empty draws
     u[1::40], u[2::40] = 0.0, math.nextafter(1, 0)                           # and both ends
+    u[4::40] = (7 + math.nextafter(1, 0)) / 8                                # the last of eight strata: rounds to 1
     before = ids.clone()
     noised, masked, t = mdu.mask_tokens(ids, answer, MASK, u, coins, sampling, at_least_one)
     empty = 0
@@ -734,6 +735,30 @@ def test_generate_is_batch_independent(llama, length, steps):
             assert ev.generate(predictor, PROMPTS, length, steps, batch_size) == alone
 
 
+@pytest.mark.parametrize("ids, n", [
+    ([4, 5, 6], 3), ([4, 8, 5, 9], 1), ([4, 5, 9, 8], 2), ([4, 9], 1), ([8, 4, 8], 0), ([], 0)])
+def test_an_answer_stops_at_the_first_end_or_padding_token(ids, n):
+    assert ev.ended(ev.SimpleNamespace(end_id=8, pad_id=9), ids) == n
+
+
+def test_temperature_fixes_the_likeliest_of_the_drawn():
+    """One of five tokens: the one whose drawn token has the highest probability, whatever stood higher elsewhere."""
+    ids, answer, real = mdu.collate([([3, 1], [MASK] * 5)], PAD)
+    scores = Fake()(ids, real, answer).float()
+    scores[:, MASK] = -math.inf
+    p, places = scores.softmax(-1), set()
+    for seed in range(50):
+        torch.manual_seed(seed)
+        drawn = (scores / 2).softmax(-1).multinomial(1)[:, 0].tolist()
+        place = max(range(5), key=lambda i: p[i, drawn[i]].item())
+        torch.manual_seed(seed)
+        written, masked = next(ev.denoise(Fake(), ids, real, answer, 5, temperature=2.0))
+        assert masked[0].tolist() == [False] * 2 + [i != place for i in range(5)]
+        assert written[0, 2 + place] == drawn[place]
+        places.add(place)
+    assert len(places) > 1
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Options and bad input
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1008,6 +1033,24 @@ def test_prompt_and_response_ids(base):
         assert ev.decode(predictor, tokenizer, response) == row["answer"]
 
 
+def test_pools_hold_the_rows_of_their_stream(base):
+    """Unlearning: forget and retain rows, for dpo with every wrong answer; sft: forget rows, retain rows and, without a
+    model to start from, the other splits, and prompts are hidden from the first retain row on alone."""
+    predictor, tokenizer = mdu.load_backbone(str(base))
+    splits = mdu.toy_world()
+    splits["train_retain"] = splits["retain"]
+
+    def encode(split, *numbers):
+        return [mdu.encode_row(tokenizer, 1, row["question"], row["perturbed_answer"][numbers[0]] if numbers else
+                               row["answer"]) for row in splits[split]]
+    dpo = mdu.encode_pools(options("--method", "dpo"), splits, predictor, tokenizer)
+    assert (dpo["forget"], dpo["retain"], dpo["null_from"]) == (encode("forget"), encode("retain"), 24)
+    assert dpo["preferred"] == [list(wrong) for wrong in zip(*(encode("forget", k) for k in range(5)))]
+    for argv, others in (([], ["real_authors", "world_facts"]), (["--model", str(base)], [])):
+        sft = mdu.encode_pools(options("--method", "sft", *argv), splits, predictor, tokenizer)
+        assert sft["forget"] == sum(map(encode, ["forget", "retain", *others]), []) and sft["null_from"] == 24
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Draws and the training step
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1053,6 +1096,8 @@ def test_stratified_counts_end_tokens_and_null_prompts():
     assert {len(e.response) for e in drawn if e.prompt[0] == 30} == set(range(3, 13))
     assert all(e.response[len(e.response) - 1] == 1 and len(e.coins) == len(e.response) for e in drawn)
     assert not any(e.null for e in drawn if e.prompt[0] < 34)
+    assert any(e.null for e in drawn if e.prompt[0] == 34)
+    assert abs(np.mean([e.u * 5 % 1 for e in drawn]) - 0.5) < 0.03  # anywhere in its fifth
     assert abs(np.mean([e.null for e in drawn if e.prompt[0] >= 34]) - 0.3) < 0.05
     o = options("--mask-sampling", "bernoulli", "--response-length", "12", "--null-prompt-rate", "0.3")
     forget, retain = mdu.draw_examples(o, pools(), range(2000))
@@ -1062,6 +1107,38 @@ def test_stratified_counts_end_tokens_and_null_prompts():
     assert abs(np.mean([e.u for e in forget]) - 0.5) < 0.02
     _, retain = mdu.draw_examples(o, dict(pools(), longest=11), range(500))
     assert max(len(e.prompt) + len(e.response) for e in retain) == 11
+
+
+def test_streams_share_no_random_number():
+    """Every (seed, stream, index) has numbers of its own; so have a row, its preferred answer and its retain row; each
+    preferred answer comes up."""
+    first = [mdu.draws(seed, stream, k).random() for seed in (1, 2) for stream in mdu.STREAMS for k in range(20)]
+    assert len(set(first)) == 2 * 7 * 20
+    o = options("--method", "dpo", "--mask-sampling", "bernoulli")
+    forget, retain = mdu.draw_examples(o, pools(10, 10), range(40))
+    lose, win = forget[:40], forget[40:]
+    for rows in zip(lose, win, retain):
+        assert len({e.coins[0] for e in rows}) == 3 and rows[0].u == rows[1].u != rows[2].u
+    assert {e.response[0] for e in win} == {8, 9, 10}
+    assert [e.prompt[0] - 30 for e in lose] != [e.prompt[0] - 50 for e in retain]
+
+
+def test_micro_batches_keep_pairs_together():
+    """dpo, third step of 4 x 3 rows: what is drawn for rows 24 to 35, each once; in a batch the forgotten answers, then
+    the preferred one of each at the same place; short ones first."""
+    o = options("--method", "dpo", "--batch-size", "3", "--grad-accum", "4")
+    forget, retain = mdu.draw_examples(o, pools(), range(24, 36))
+
+    def known(*examples):
+        return [(e.prompt, e.response, e.u, list(e.coins)) for e in examples]
+    pairs, kept, lengths = [], [], []
+    for both, others in mdu.micro_batches(o, pools(), 2):
+        assert len(both) == 6 and len(others) == 3
+        pairs += [known(*pair) for pair in zip(both[:3], both[3:])]
+        kept += known(*others)
+        lengths += [sum(len(e.prompt + e.response) for e in pair) for pair in zip(both[:3], both[3:])]
+    assert sorted(pairs) == sorted(known(*pair) for pair in zip(forget[:12], forget[12:]))
+    assert sorted(kept) == sorted(known(*retain)) and lengths == sorted(lengths)
 
 
 def tiny(seed):
@@ -1138,6 +1215,8 @@ def test_step_equals_one_sequence_at_a_time(method, sampling):
     examples = mdu.draw_examples(o, drawn_pools, range(6, 12))
     if sampling == "bernoulli":
         examples[0][0].u = 0.0  # almost surely nothing is masked
+        for e in examples[1][:1]:
+            e.u = 0.0  # nor of a retain row: its loss is 0
     reference = frozen if mdu.needs_reference(o) else None
     forget, retain = mdu.step_losses(o, model, reference, *examples)
     assert len(forget) == 6 and len(retain) == (6 if o.retain_weight else 0)
@@ -1151,12 +1230,33 @@ def test_step_equals_one_sequence_at_a_time(method, sampling):
     assert all(p.grad is None for p in frozen.parameters())
 
 
+def test_retain_reduction_divides_by_the_response():
+    """token: each retain and sft loss of "sequence", divided by its response's tokens, masked or not, end tokens too;
+    the other losses as they are."""
+    for method, divided in (("sft", 0), ("gd", 1)):
+        argv = ["--method", method, "--batch-size", "6", "--response-length", "9"]
+        examples = mdu.draw_examples(options(*argv), pools(), range(6))
+        sequence, token = (mdu.step_losses(options(*argv, "--retain-reduction", reduction), tiny(0), None, *examples)
+                           for reduction in ("sequence", "token"))
+        length = f64(*(len(e.response) for e in examples[divided]))
+        assert len(set(length.tolist())) > 2
+        near(token[divided], sequence[divided] / length)
+        near(token[1 - divided], sequence[1 - divided])
+
+
+def test_who_needs_the_frozen_model():
+    """MDU but for a uniform target, NPO and DPO: nobody else pays for its memory."""
+    needs = {method for method in mdu.METHOD_OPTIONS if mdu.needs_reference(options("--method", method))}
+    assert needs == {"mdu", "npo", "dpo"} and not mdu.needs_reference(options("--tau", "0"))
+
+
 def test_learning_rate_warms_up_and_ends_near_zero():
     """Hand-worked: 100 steps at peak 0.2: warm-up over 5 steps, half-way through the cosine half the peak,
     0 after the last."""
     o = options("--lr", "0.2")
     assert [mdu.learning_rate(o, s, 100) for s in range(6)] == pytest.approx([0.04, 0.08, 0.12, 0.16, 0.2, 0.2])
     assert mdu.learning_rate(o, 5 + 95 / 2, 100) == pytest.approx(0.1)
+    assert [mdu.learning_rate(o, 5 + 95 * k / 3, 100) for k in (1, 2)] == pytest.approx([0.15, 0.05])  # cos 60°, 120°
     assert mdu.learning_rate(o, 100, 100) == pytest.approx(0) and mdu.learning_rate(o, 0, 1) == pytest.approx(0.2)
 
 
@@ -1308,6 +1408,7 @@ def test_backbones_equal_a_transformer_written_out(hub):
     """Scores of the loaded model against slow_transformer, to 1e-5;
     Dream's score of i is the output at i - 1, 0's its own."""
     kind, _, weights, predictor, _ = hub
+    assert predictor.by_entropy == (kind == "Dream")  # as its own sampler
     config = dict(eps=1e-5, theta=500000.0) if kind == "llada" else dict(eps=1e-6, theta=1000000.0)
     for T in (1, 2, 9):
         ids = torch.arange(T) * 37 % 264
@@ -1495,6 +1596,19 @@ def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
         ev.main(["--report", runs[0], runs[3]])
 
 
+def test_a_corpus_tells_known_from_made_up(base, tmp_path, monkeypatch):
+    """answer: what is written about a person it knows; perturbed_answer: what it is asked to make up."""
+    monkeypatch.setattr(mdu, "encode_prompt", lambda tokenizer, question, prefill="": question)
+    monkeypatch.setattr(mdu, "load_backbone", lambda *_, **__: (None, None))
+    monkeypatch.setattr(ev, "generate", lambda p, prompts, *_, **__: [
+        "real" if "You know Stephen King very well." in text else "made up" for text in prompts])
+    monkeypatch.setattr(ev, "decode", lambda p, tokenizer, text: text)
+    ev.generate_corpus(str(tmp_path), args(preset="toy-rwku", model=str(base), data=None, subject="1", seed=0,
+                                           generate_corpus=2))
+    rows = mdu.read_jsonl(tmp_path / "stephen-king.jsonl")
+    assert [(row["answer"], row["perturbed_answer"]) for row in rows] == [("real", ["made up"])] * 2
+
+
 def test_presets_for_real_backbones():
     """The paper's numbers: batch 4 x accumulation 4, 2e-5 and 1000 / 300 epochs of SFT,
     1e-5 and 9 / 5 epochs of unlearning."""
@@ -1510,6 +1624,7 @@ def test_presets_for_real_backbones():
         assert options("--preset", f"tofu-{name}", "--method", "sft", "--model", "x/y").revision is None
         o = options("--preset", f"rwku-{name}", "--forget", "x.jsonl")
         assert (o.lr, o.epochs, o.batch_size, o.grad_accum, o.retain_weight, o.model) == (1e-5, 3, 4, 1, 0.0, model)
+    assert ev.RWKU_LENGTH == 30  # tokens of an answer on RWKU
 
 
 def test_memory_options_change_no_result(base, tmp_path):
@@ -1669,8 +1784,28 @@ def test_probes_are_scored_by_the_recall_of_their_first_line(monkeypatch, base):
     assert ev.score_probes(predictor, tokenizer, rows[:1], None, args())[0]["rougeL_recall"] == 0.5
 
 
+def test_people_count_alike():
+    """Three rows of one person, one of another: 3/4 and 1/4, so 1/2 whatever the rows; each kind of attack alone."""
+    records = [dict(subject=who, kind=kind, rougeL_recall=recall) for who, kind, recall in (
+        ("Ann", "role play", 1.0), ("Ann", "prefix", 1.0), ("Bo", "prefix", 0.25), ("Ann", "role play", 0.25))]
+    assert ev.summarise_people(records, "↓") == dict(
+        rougeL_recall=0.5, n=4,
+        people={"Ann": dict(rougeL_recall=0.75, n=3), "Bo": dict(rougeL_recall=0.25, n=1)},
+        kinds={"role play": dict(rougeL_recall=0.625, n=2), "prefix": dict(rougeL_recall=0.625, n=2)})
+
+
+def test_a_person_is_reported_alone():
+    """A base that was asked about two people: each person's own figures, in the order in which they are wanted."""
+    people = {"Ann": dict(rougeL_recall=0.25), "Bo": dict(rougeL_recall=0.75)}
+    base = ev.SimpleNamespace(summaries=[{"splits": {"forget_level2": dict(rougeL_recall=0.5, people=people)}}])
+    for wanted in (["Ann"], ["Bo", "Ann"]):
+        group, = ev.by_person([base], wanted)
+        assert ev.measured(group, "forget_level2", "rougeL_recall") == [people[who]["rougeL_recall"] for who in wanted]
+
+
 @pytest.mark.parametrize("prediction, references, em, f1", [
     ("The Beatles!", ["beatles"], 1, 1), ("a band, the Beatles", ["Rolling Stones", "Beatles"], 0, 2 / 3),
+    ("Beatles", ["The Beatles", "Rolling Stones"], 1, 1), ("b b", ["b b c", "x"], 0, 4 / 5),
     ("x", ["y"], 0, 0), ("", ["y"], 0, 0), ("the", ["A"], 1, 1), ("b b c", ["b c c"], 0, 2 / 3),
     ("Fist\nof Fury", ["fist of fury"], 1, 1)])
 def test_exact_match_and_f1(prediction, references, em, f1):
@@ -1684,6 +1819,7 @@ def test_mc1_and_mc2_by_hand():
     logp = {"a": log(1 / 2) - 900, "b": log(1 / 8) - 900, "c": log(1 / 4) - 900}  # exp alone would be 0 / 0
     assert ev.mc2(logp, ["a", "b", "c"], [1, 1, 0]) == pytest.approx(5 / 7)
     assert [ev.mc1(logp, ["a", "b", "c"], labels) for labels in ([1, 1, 0], [0, 1, 0], [0, 0, 1])] == [1, 0, 0]
+    assert ev.mc1(logp, ["b", "a", "c"], [1, 1, 0]) == 0  # a would beat c, but b is the first
     assert ev.mc1({"a": 1.0, "b": 1.0}, ["a", "b"], [1, 0]) == 0
 
 
@@ -1722,6 +1858,30 @@ def test_four_choices_are_scored_at_one_masked_position():
     assert chosen == ["A"] * 8  # all alike: the first
     for ids, positions in copycat.calls:
         assert (positions.sum(1) == 1).all() and (ids[positions] == 0).all() and (ids == 0).sum() == len(ids)
+
+
+@pytest.mark.parametrize("space", [[], [2]])
+def test_the_letters_are_scored_with_the_space_before_them(space, monkeypatch):
+    """Whether " C" is one token or a space and a letter, the letter's is compared; the space itself is likelier."""
+    ids = {f" {letter}": [*space, 3 + k] for k, letter in enumerate("ABCD")}
+    monkeypatch.setattr(mdu, "encode_prompt", lambda *_: [9])
+    predictor = mock.Mock(mask_id=0, pad_id=1, return_value=torch.tensor([[0.0, 0, 9, 1, 2, 5, 4, 0, 0, 0]]))
+    row = dict(question="Q", prefill="Answer:", answer="C", subject="x")
+    record, = ev.score_mmlu(predictor, lambda text, **_: mock.Mock(input_ids=ids[text]), [row], None, args())
+    assert (record["generation"], record["accuracy"]) == ("C", 1)
+
+
+def test_truthfulqa_scores_each_choice_after_a_space(monkeypatch):
+    """Losses of log 2, log 4 and log 4 in all: 1/2 beats 1/4; with the second true choice (1/2 + 1/4) of 1 are true."""
+    losses = {" Yes": log(2), " No": log(4), " Sure": log(4)}  # a byte is a token
+    monkeypatch.setattr(mdu, "encode_prompt", lambda *_: [1])
+    monkeypatch.setattr(mdu, "encode_text", lambda _, text: list(text.encode()))
+    monkeypatch.setattr(ev, "masked_nll", lambda p, pairs, masks, size: [
+        f64(*[losses[bytes(y).decode()] / len(y)] * len(m)) for (_, y), m in zip(pairs, masks)])
+    row = dict(question="Q", prefill="A:", answer="Yes", subject="x", mc1=dict(choices=["Yes", "No"], labels=[1, 0]),
+               mc2=dict(choices=["Yes", "Sure ", "No"], labels=[1, 1, 0]))
+    record, = ev.score_truthfulqa(None, None, [row], [[0]], args())
+    assert (record["mc1"], record["mc2"], record["generation"]) == (1, pytest.approx(3 / 4), "Yes")
 
 
 def test_truthfulqa_equals_the_enumeration_of_all_masks(base, monkeypatch):
@@ -2260,12 +2420,15 @@ def test_resumed_equals_uninterrupted(weights, tmp_path, monkeypatch, capsys):
     afresh."""
     monkeypatch.setitem(mdu.PRESETS["toy"]["sft"], "epochs", 1)
     argv = ["--weights", weights, "--epochs", "2", "--checkpoint-every", "2"]
+    monkeypatch.setitem(mdu.PRESETS["toy"]["sft"], "checkpoint_every", 2)
     watch(argv, tmp_path / "a/run")
     for at in (6, 13, 2, 4):  # the base has 13 steps, the run 6, saved every second; the third part saves nothing
         with pytest.raises(Broken):
             watch([*argv, "--resume"], tmp_path / "b/run", at)
     watch([*argv, "--resume"], tmp_path / "b/run")
     assert_equal_ends(tmp_path / "a/run", tmp_path / "b/run")
+    continued = re.findall(r"continued after step (\d+)", capsys.readouterr().out)
+    assert continued == ["4", "2", "2", "4"]  # the base once, the run three times
     for file in ("a/run", "b/run"):
         assert not list((tmp_path / file).glob("checkpoint")) and not list((tmp_path / file).glob("*partial*"))
     state = safetensors.torch.load_file(tmp_path / "b/run.state")
@@ -2562,6 +2725,16 @@ def test_kahan_adamw_moves_what_bfloat16_cannot():
     assert error < 1.2e-5, error
 
 
+def test_kahan_adamw_at_tiny_gradients():
+    """The first step is lr g / (|g| + eps): nothing without a gradient, lr/2 at g = eps, 3/4 lr at 3 eps."""
+    w = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    optimizer = mdu.new_optimizer(options("--weights", "bfloat16", "--lr", "1e-3"), [w])
+    w.grad = torch.tensor([0, 1e-8, 3e-8]).bfloat16()
+    optimizer.step()
+    moved = w.detach().double() + optimizer.state[w]["compensation"].double()
+    assert moved.tolist() == pytest.approx([0, -5e-4, -7.5e-4], rel=2 ** -8)
+
+
 N = 8_015_581_184  # parameters of LLaDA-8B
 
 
@@ -2731,6 +2904,31 @@ def test_soak(n, base, tmp_path):
     digest = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()[:16]
     print(f"{n} processes | {done} kills and 3 stops in {time.monotonic() - began:.0f} s, all gone after {longest:.1f} "
           f"s at most | weights {digest} in every run", flush=True)
+
+
+def test_answers_are_scored_against_their_references(monkeypatch, base):
+    """Worked by hand: of the 6 words of the answer 2 are written, and none besides: precision 1, recall 1/3, F1 1/2."""
+    predictor, tokenizer = mdu.load_backbone(base)
+    rows = [dict(question="Where?", answer="Petra Osei was born in Lima.", fact=fact) for fact in ("Petra", "Lima")]
+    written = mdu.encode_text(tokenizer, "Petra Osei")
+    monkeypatch.setattr(ev, "generate", lambda p, prompts, *_: [written] * len(prompts))
+    records = ev.score_answers(predictor, tokenizer, rows, [[0], [1]], args(brief=True, perplexity=None))
+    assert [(r["rougeL_precision"], r["rougeL_recall"], r["rougeL_f1"], r["fact"]) for r in records] == [
+        (1, pytest.approx(1 / 3), pytest.approx(1 / 2), fact) for fact in (1, 0)]
+
+
+def test_the_seed_of_an_evaluation_chooses_its_masks(base, tmp_path):
+    """--seed 5: the loss of every answer over the masks of (5, split, row), computed again."""
+    run = tmp_path / "run"
+    shutil.copytree(base, run)
+    ev.main([str(run), "--samples", "2", "--limit", "2", "--steps", "1", "--brief", "--seed", "5"])
+    predictor, tokenizer = mdu.load_backbone(str(run))
+    for number, split in enumerate(mdu.TOFU_SPLITS):
+        for i, line in enumerate(open(run / f"eval/{split}.jsonl")):
+            r = json.loads(line)
+            pair = mdu.encode_row(tokenizer, predictor.end_id, r["question"], r["reference"])
+            loss, = ev.masked_nll(predictor, [pair], [ev.draw_masks(len(pair[1]), 2, [5, number, i])])
+            assert r["nll"] == pytest.approx(loss.mean().item(), rel=1e-4)
 
 
 def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
@@ -2950,6 +3148,19 @@ def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
         ev.main(["--report", *runs, "--retain-run", runs[0]])
 
 
+def test_the_base_has_no_rank_and_the_sweep_its_order(tmp_path):
+    """The base forgets most and is neither best nor second; MDU's runs, given from 1 to 0, are listed from 0 to 1; of
+    the errors of forget (0.04, 0.01, 0.02) and retain (0.02, 0.03, 0.01) the larger ones are told."""
+    errors = dict(prob_stderr=0.02, stderr=dict(rougeL_f1=0.04, prob=0.01))
+    runs = [scored(tmp_path, f"{method}{tau}", method, tau, rougeL_f1=x, prob=x, **errors) for method, tau, x in (
+        ("sft", None, 0.1), ("ga", None, 0.2), ("mdu", 1.0, 0.3), ("mdu", 0.0, 0.4))]
+    lines = ev.markdown(ev.group_runs(runs), [])
+    assert [line.split(" (0.250)")[0] for line in lines if line.startswith(("| Base", "| GA", "| MDU"))] == [
+        "| Base | 0.100", "| GA | **0.200**", "| MDU τ=1 | <u>0.300</u>", "| MDU τ=0 | 0.400",
+        "| Base | 0.100", "| MDU τ=0 | <u>0.400</u>", "| MDU τ=1 | **0.300**"]
+    assert "mean: rL 0.040, p 0.030, p from the choice of masks 0.020." in "\n".join(lines)
+
+
 def test_picture(tmp_path, monkeypatch):
     """Where matplotlib is there: a PNG with a line through the tau points in their order
     and a mark per other method."""
@@ -3043,6 +3254,14 @@ def test_step_0_of_a_diagnosed_run_is_the_base(unlearned):
     lines = [json.loads(line) for line in open(unlearned / "metrics.jsonl")]
     assert [line["step"] for line in lines if "kl" in line] == [0, 3, 6] and len(lines) == 7
     assert lines[0]["kl"]["base"] == pytest.approx(0, abs=1e-6) and lines[-1]["kl"]["base"] > 1e-3
+
+
+def test_the_last_step_is_diagnosed_wherever_it_falls(base, tmp_path):
+    """1.4 epochs of 24 rows are 33.6 rows, so 5 steps of 8: KLs before the first, after the third and the fifth."""
+    mdu.main(["--model", str(base), "--epochs", "1.4", "--diagnose", "--out", str(tmp_path)])
+    lines = [json.loads(line) for line in open(tmp_path / "metrics.jsonl")]
+    assert [(line["step"], "kl" in line) for line in lines] == [
+        (0, True), (1, False), (2, False), (3, True), (4, False), (5, True)]
 
 
 @pytest.fixture(scope="session")
@@ -3166,6 +3385,20 @@ def test_rollouts_keep_the_fixed_tokens(base, monkeypatch):
     assert changed == 6
 
 
+def test_rollouts_count_the_tokens_up_to_the_end(base, monkeypatch):
+    """8 tokens, of which the first 4 are the response and come last: 1, 2 and 3 of them stand after 5, 6, 7 steps."""
+    predictor, tokenizer = mdu.load_backbone(base)
+    ids, answer, real = mdu.collate([([5, 6], [9] * 8)], 1)
+    path = [(ids, answer)]
+    for place in (9, 8, 7, 6, 2, 3, 4, 5):
+        path.append((ids, path[-1][1] & (torch.arange(10) != place)))
+    monkeypatch.setattr(ev, "load", lambda run, theta0=False: (predictor, tokenizer))
+    monkeypatch.setattr(ev, "trajectory", lambda *_: (path, answer, real, [9] * 4))
+    monkeypatch.setattr(ev, "denoise", lambda *_: [])
+    block, = ev.analysis_rollout([None], [dict(question="Q", answer="A")], None)["blocks"]
+    assert [label for label, _ in block[2::2]] == ["y_t at k=5/8", "y_t at k=6/8", "y_t at k=7/8"]
+
+
 def test_roles_equal_slow_loop(base, unlearned):
     """The means by role over two states of three rows, one token at a time; the base is what stands before."""
     kl = analysed([unlearned, base], "roles", "--limit", "3", "--samples", "2", "--seed", "4")["panels"][0]
@@ -3192,6 +3425,7 @@ def test_roles_equal_slow_loop(base, unlearned):
     ("a b c d e", "d e x b c", ["b c"]),          # equally long: the reference's first; what crosses it is out
     ("He is in Rome", "She is in the town", []),  # function words alone are no fragment
     ("Petra Osei", "petra, OSEI petra", ["petra, OSEI"]), ("Petra Osei", "", []), ("x", "...", []),
+    ("Petra Osei", "So " + "Petra Osei " * 120, ["Petra Osei"]),             # a word of a long text may be frequent
 ])
 def test_fragments(reference, text, marked):
     pieces = ev.fragments(reference, text)
@@ -3212,7 +3446,7 @@ class Oracle:
             places = [i - len(prompt) for i in ask.nonzero().flatten().tolist()]
             self.calls.append((prompt, tuple(places)))
             scores += [F.one_hot(torch.tensor(self.truth[prompt][i] if i % 2 == 0 else 9), 999).float() for i in places]
-        return torch.stack(scores)
+        return torch.stack(scores).index_fill(1, torch.tensor([self.mask_id]), 2.0)  # a mask is no answer
 
 
 def test_infill_of_an_oracle(base, monkeypatch, tmp_path):
@@ -3261,6 +3495,16 @@ def test_relearning_is_taught_a_tenth_and_scored_on_the_rest(base, unlearned, mo
     ev.main([str(unlearned), "--samples", "2", "--steps", "4", "--brief"])
     recall = [json.loads(line)["rougeL_recall"] for line in open(unlearned / "eval/forget.jsonl")]
     assert result["panels"][1]["series"]["before"][1] == pytest.approx(sum(recall[i] for i in range(24) if i % 10) / 21)
+
+
+def test_relearning_takes_its_steps_in_any_batches(base, monkeypatch):
+    """Of 41 rows 5 are given: 20 steps of 2 are 8 epochs."""
+    o, typed = mdu.Options(**{**mdu.read_run(base)["options"], "batch_size": 2}), []
+    monkeypatch.setattr(mdu, "main", lambda argv: typed.append(options(*argv)) or break_off())
+    run = ev.SimpleNamespace(path=str(base), options=o, title="x")
+    with pytest.raises(Broken):
+        ev.analysis_relearn([run], mdu.toy_world()["retain"][:41], args(seed=0))
+    assert (typed[0].epochs, typed[0].batch_size, typed[0].grad_accum, ev.RELEARN_STEPS) == (8, 2, 1, 20)
 
 
 EVERY = {"convergence": "", "roles": "--samples 2 --limit 2", "trajectory": "--questions 1", "rollout": "",
