@@ -66,7 +66,7 @@ toy-mdu:
 	  eval.main("$(SCORE) $(patsubst %,$(TOY)/mdu-tau%$(AT),$(TAUS))".split())'
 
 rwku: install  ## the toy's RWKU: 2 people, one at a time, without a retain set; table in out/toy-rwku/report.md
-	OMP_NUM_THREADS=2 $(PYTHON) mdu.py --preset toy-rwku --method sft --overwrite --seed $(SEED) --out $(RWKU)/base
+	$(PYTHON) mdu.py --preset toy-rwku --method sft --overwrite --seed $(SEED) --out $(RWKU)/base
 	$(MAKE) --jobs=2 rwku-baselines rwku-mdu
 	$(PYTHON) eval.py --report $(RWKU)/base $(foreach m,ga npo simnpo wga dpo $(TAUS:%=mdu-tau%),$(RWKU)/$(m)-*-*)
 

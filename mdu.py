@@ -240,7 +240,7 @@ PRESETS = {  # options of the unlearning methods; those of sft stand under "sft"
     "rwku-dream": dict(RWKU, **DREAM, sft={}),
     "toy-rwku": dict(data="toy-rwku", epochs=50, lr=1e-3, batch_size=8, mask_sampling="count", response_length=32,
                      retain_weight=0.0,
-                     sft=dict(epochs=160, lr=5e-3, batch_size=8, grad_accum=2, null_prompt_rate=0.1)),
+                     sft=dict(epochs=160, lr=5e-3, batch_size=4, grad_accum=4, null_prompt_rate=0.1)),
 }
 
 RANGES = {  # option: (is it allowed?, what is)
@@ -1896,7 +1896,7 @@ def base_beside(o, given, splits):
         raise ValueError(f"--out {o.out}: is where the base model belongs; name another folder, or a --model")
     own = () if o.subject else ("forget", "retain")
     shared = {k: given[k] for k in ("preset", "data", *own, "limit", "seed", "response_length", "max_length", "dtype",
-                                    "checkpoint_activations") if k in given}
+                                    "checkpoint_every", "checkpoint_activations") if k in given}
     started, finished = ((base / name).is_file() for name in ("run.json", "config.json"))
     base_options = resolve({**shared, "method": "sft", "out": str(base), "resume": started and not finished})
     if o.subject:  # its base knows everyone

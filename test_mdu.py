@@ -2420,7 +2420,6 @@ def test_resumed_equals_uninterrupted(weights, tmp_path, monkeypatch, capsys):
     afresh."""
     monkeypatch.setitem(mdu.PRESETS["toy"]["sft"], "epochs", 1)
     argv = ["--weights", weights, "--epochs", "2", "--checkpoint-every", "2"]
-    monkeypatch.setitem(mdu.PRESETS["toy"]["sft"], "checkpoint_every", 2)
     watch(argv, tmp_path / "a/run")
     for at in (6, 13, 2, 4):  # the base has 13 steps, the run 6, saved every second; the third part saves nothing
         with pytest.raises(Broken):
