@@ -240,7 +240,7 @@ PRESETS = {  # options of the unlearning methods; those of sft stand under "sft"
     "rwku-dream": dict(RWKU, **DREAM, sft={}),
     "toy-rwku": dict(data="toy-rwku", epochs=50, lr=1e-3, batch_size=8, mask_sampling="count", response_length=32,
                      retain_weight=0.0,
-                     sft=dict(epochs=160, lr=5e-3, batch_size=4, grad_accum=4, null_prompt_rate=0.1)),
+                     sft=dict(epochs=160, lr=5e-3, batch_size=8, grad_accum=2, null_prompt_rate=0.1)),
 }
 
 RANGES = {  # option: (is it allowed?, what is)
