@@ -101,6 +101,15 @@ def draw_masks(n, samples, seed):
     return torch.from_numpy(order < size)
 
 
+SCORES = 2**30 if torch.cuda.is_available() else 2**26  # values at once: a CPU waits for what its caches do not hold
+
+
+def batches(predictor, jobs, positions, batch_size):
+    """Jobs in batches of batch_size, or of fewer where V scores at each one's positions, a mean, exceed SCORES."""
+    size = max(1, min(batch_size, int(SCORES / max(1, positions * predictor.vocab_size))))
+    return [jobs[start:start + size] for start in range(0, len(jobs), size)]
+
+
 @torch.no_grad()
 def masked_nll(predictor, pairs, masks, batch_size=64):
     """The inner mean of Eq. 7 for every mask of every pair: 1/|M_j| sum_{i in M_j} -log p(y_i | x, y with M_j masked).
@@ -111,8 +120,8 @@ def masked_nll(predictor, pairs, masks, batch_size=64):
     jobs = [(i, j) for i in sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
             for j in range(len(masks[i]))]
     nll = [torch.zeros(len(m), dtype=torch.float64) for m in masks]
-    for start in range(0, len(jobs), batch_size):
-        batch = jobs[start:start + batch_size]
+    positions = sum(int(m.sum()) for m in masks) / max(1, len(jobs))
+    for batch in batches(predictor, jobs, positions, batch_size):
         ids, answer, real = mdu.collate([pairs[i] for i, _ in batch], predictor.pad_id)
         masked = torch.zeros_like(answer)
         masked[answer] = torch.cat([masks[i][j] for i, j in batch])
@@ -167,8 +176,7 @@ def denoise(predictor, ids, real, masked, steps, temperature=0.0):
 def generate(predictor, prompts, length, steps, batch_size=64, temperature=0.0):
     """`length` response ids per prompt, denoised from as many masks: LLaDA's low-confidence remasking (Algorithm 5)."""
     outputs, order = [None] * len(prompts), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(order), batch_size):
-        batch = order[start:start + batch_size]
+    for batch in batches(predictor, order, length, batch_size):
         ids, canvas, real = mdu.collate([(prompts[i], [predictor.mask_id] * length) for i in batch], predictor.pad_id)
         *_, (ids, _) = denoise(predictor, ids, real, canvas, steps, temperature)
         for i, row in zip(batch, ids[canvas].view(-1, length).tolist()):
@@ -294,8 +302,7 @@ def score_mmlu(predictor, tokenizer, rows, seeds, a):
     """Four choices: the most probable of " A" ... " D" at one masked position after "Answer:"."""
     letters = [tokenizer(f" {letter}", add_special_tokens=False).input_ids[-1] for letter in "ABCD"]
     records = []
-    for start in range(0, len(rows), a.batch_size):
-        batch = rows[start:start + a.batch_size]
+    for batch in batches(predictor, rows, 1, a.batch_size):
         pairs = [(mdu.encode_prompt(tokenizer, row["question"], row["prefill"]), [predictor.mask_id]) for row in batch]
         ids, masked, real = mdu.collate(pairs, predictor.pad_id)
         for row, logits in zip(batch, predictor(ids, real, masked)[:, letters]):  # (B, V) -> (B, 4)
@@ -1060,8 +1067,8 @@ def anchor_kl(predictor, reference, noised, answer, real, positions):
 def masked_states(predictor, pairs, labels, masks, batch_size):
     """Batches of all masks of all pairs: ids, noised, answer, real, masked (B, T), label (M,) of the masked tokens."""
     jobs = [(i, mask) for i, subsets in enumerate(masks) for mask in subsets]
-    for start in range(0, len(jobs), batch_size):
-        batch = jobs[start:start + batch_size]
+    positions = sum(int(mask.sum()) for _, mask in jobs) / max(1, len(jobs))
+    for batch in batches(predictor, jobs, positions, batch_size):
         ids, answer, real = mdu.collate([pairs[i] for i, _ in batch], predictor.pad_id)
         masked, label = torch.zeros_like(answer), torch.zeros_like(ids)
         masked[answer] = torch.cat([mask for _, mask in batch])

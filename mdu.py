@@ -539,6 +539,7 @@ class MaskPredictor(nn.Module):
         super().__init__()
         self.lm, self.mask_id, self.pad_id, self.end_id, self.shift, self.by_entropy = (
             lm, mask_id, pad_id, end_id, shift, by_entropy)
+        self.vocab_size = lm.config.vocab_size
 
     def forward(self, ids, real, positions):
         """ids (B, T), real (B, T) bool: not padding, positions (B, T) bool -> logits (M, V), row-major at positions."""

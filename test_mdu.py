@@ -448,7 +448,7 @@ def test_rouge_l(reference, prediction, precision, recall, f1):
 
 class Fake:
     """Scores from every real token and its place, in float64; `boost` is added to the score of the mask token."""
-    mask_id, pad_id = MASK, PAD
+    mask_id, pad_id, vocab_size = MASK, PAD, 11
 
     def __init__(self, boost=-50.0, by_entropy=False):
         self.by_entropy = by_entropy
@@ -478,7 +478,7 @@ def llama():
     def predictor(ids, real, positions):
         return model(input_ids=ids, attention_mask=real.long()).logits[positions]
 
-    predictor.mask_id, predictor.pad_id, predictor.by_entropy = MASK, PAD, False
+    predictor.mask_id, predictor.pad_id, predictor.by_entropy, predictor.vocab_size = MASK, PAD, False, 11
     first = torch.tensor([[True, False]])
     a, b = (predictor(torch.tensor([[1, x]]), first | True, first) for x in (2, 3))
     assert not torch.allclose(a, b), "the first position must see the second"
@@ -564,6 +564,19 @@ def test_answer_probability_by_hand():
     assert ev.answer_probability(f64(log(2), 3 * log(2))) == pytest.approx((1 / 4, log(2) / 4))
     p, stderr = ev.answer_probability(f64(log(5)))
     assert p == pytest.approx(1 / 5) and stderr is None
+
+
+def test_scores_at_once_are_bounded(monkeypatch):
+    """Hand-worked, 11 scores at a position: 5 tokens take 55, so 330 are room for 6 rows, 329 for 5, and a row that
+    takes more than there is goes alone; 3 masks of 2 tokens take 22 each.  The order stays, and no job is lost."""
+    for scores, length, sizes in ((329, 5, [5, 5, 3]), (330, 5, [6, 6, 1]), (54, 5, [1] * 13), (9999, 5, [8, 5])):
+        monkeypatch.setattr(ev, "SCORES", scores)
+        found = ev.batches(Fake(), list(range(13)), length, 8)
+        assert [len(batch) for batch in found] == sizes and sum(found, []) == list(range(13))
+    fake, masks = Fake(), [torch.tensor([[True, True, False], [True, True, False], [True, False, True]])]
+    monkeypatch.setattr(ev, "SCORES", 44)
+    ev.masked_nll(fake, [([3], [4, 5, 6])], masks)
+    assert [len(ids) for ids, *_ in fake.calls] == [2, 1]
 
 
 def test_masked_nll_of_a_transformer_is_batch_independent(llama):
@@ -1825,7 +1838,7 @@ def test_mc1_and_mc2_by_hand():
 
 class Copycat:
     """Whoever asks it about a visible token gets that token; about a masked one, all are alike."""
-    mask_id, pad_id, end_id, by_entropy = 0, 1, 1, False
+    mask_id, pad_id, end_id, by_entropy, vocab_size = 0, 1, 1, False, 100
 
     def __init__(self, vocabulary):
         self.vocabulary, self.calls = vocabulary, []
@@ -1865,7 +1878,8 @@ def test_the_letters_are_scored_with_the_space_before_them(space, monkeypatch):
     """Whether " C" is one token or a space and a letter, the letter's is compared; the space itself is likelier."""
     ids = {f" {letter}": [*space, 3 + k] for k, letter in enumerate("ABCD")}
     monkeypatch.setattr(mdu, "encode_prompt", lambda *_: [9])
-    predictor = mock.Mock(mask_id=0, pad_id=1, return_value=torch.tensor([[0.0, 0, 9, 1, 2, 5, 4, 0, 0, 0]]))
+    scores = torch.tensor([[0.0, 0, 9, 1, 2, 5, 4, 0, 0, 0]])
+    predictor = mock.Mock(mask_id=0, pad_id=1, vocab_size=10, return_value=scores)
     row = dict(question="Q", prefill="Answer:", answer="C", subject="x")
     record, = ev.score_mmlu(predictor, lambda text, **_: mock.Mock(input_ids=ids[text]), [row], None, args())
     assert (record["generation"], record["accuracy"]) == ("C", 1)
@@ -3433,7 +3447,7 @@ def test_fragments(reference, text, marked):
 
 class Oracle:
     """Knows every response token at an even place, from `truth` by prompt; elsewhere it says 9 (of the toy's words)."""
-    mask_id, pad_id, end_id = 0, 1, 1
+    mask_id, pad_id, end_id, vocab_size = 0, 1, 1, 100
 
     def __init__(self, pairs):
         self.truth, self.calls = {tuple(p): r for p, r in pairs}, []
