@@ -4270,18 +4270,19 @@ def on_processes(n):
 
 def bench_growth():
     """Time and memory of an MDU step as one size grows, and the straight line through the points."""
-    sizes = {"response tokens n": ((20, 40, 80, 160), lambda n: one_step(response=n), "n", float),
-             "forget rows n in a batch": ((1, 2, 4, 8), lambda n: one_step(batch=n), "n", float),
-             "vocabulary n": ((8000, 32000, 64000, 128000), lambda n: one_step(V=n), "n", float),
-             f"processes n, {os.cpu_count()} cores, 8 rows": ((1, 2, 4), on_processes, "/ n", lambda n: 1 / n)}
+    sizes = {"response tokens n": ((20, 40, 80, 160), lambda n: one_step(response=n)),
+             "forget rows n in a batch": ((1, 2, 4, 8), lambda n: one_step(batch=n)),
+             "vocabulary n": ((8000, 32000, 64000, 128000), lambda n: one_step(V=n)),
+             f"processes n, {os.cpu_count()} cores, 8 rows": ((1, 2, 4), on_processes)}
     print("\n| an MDU step against | " + "points: ms, MB | line: ms | largest miss |\n|---|---|---|---|")
-    for title, (values, measure, form, x) in sizes.items():
+    for title, (values, measure) in sizes.items():
         points = [measure(n) for n in values]
-        x, ms = np.array([x(n) for n in values]), np.array([ms for ms, _ in points])
-        slope, start = np.polyfit(x, ms, 1)
+        ms = np.array([ms for ms, _ in points])
+        slope, start = np.polyfit(values, ms, 1)
         shown = ", ".join(f"{n}: {ms:.0f}, {mb:.0f}" for n, (ms, mb) in zip(values, points))
-        missed = np.abs(start + slope * x - ms).max() / ms.max()
-        print(f"| {title} | {shown} | {start:.0f} + {slope:.3g} {form} | {missed:.0%} |", flush=True)
+        missed = np.abs(start + slope * np.array(values) - ms).max() / ms.max()
+        line = "- | -" if measure is on_processes else f"{start:.0f} + {slope:.3g} n | {missed:.0%}"
+        print(f"| {title} | {shown} | {line} |", flush=True)
 
 
 def bench():
