@@ -2594,7 +2594,7 @@ def test_signals_stop_with_the_work_saved(sent, code, words, six_steps, tmp_path
     argv, whole, _ = six_steps
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     stopped, err = program([*argv, "--checkpoint-every", "3"], capsys, lambda argv: watch(
-        argv, tmp_path / "run", at=4, act=lambda: [os.kill(os.getpid(), number) for number in sent]))
+        argv, tmp_path / "run", at=4, act=lambda: [signal.raise_signal(number) for number in sent]))
     assert stopped == code and words in err, err
     assert before == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     folder, = (tmp_path / "run/checkpoint").iterdir()
@@ -3903,7 +3903,7 @@ def test_no_network_without_a_hub_name(finished, tmp_path, capfd, monkeypatch):
     for argv in (["--model", "nobody/nothing"], ["--data", "nobody/nothing"]):
         capfd.readouterr()
         with pytest.raises(SystemExit) as stop:
-            mdu.run_program("mdu.py", lambda: mdu.main(argv))
+            mdu.run_program("mdu.py", lambda: mdu.main([*argv, "--out", str(tmp_path / "none")]))
         err = capfd.readouterr().err
         assert tried and stop.value.code == 2 and err.count("\n") == 1 and "nobody/nothing" in err, err
         tried.clear()
