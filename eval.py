@@ -101,11 +101,14 @@ def draw_masks(n, samples, seed):
     return torch.from_numpy(order < size)
 
 
-SCORES = 2**30 if torch.cuda.is_available() else 2**26  # values at once: a CPU waits for what its caches do not hold
+SCORES = 2**30 if torch.cuda.is_available() else 2**26  # scores held at once: gigabytes of them slow a CPU down
 
 
 def batches(predictor, jobs, positions, batch_size):
-    """Jobs in batches of batch_size, or of fewer where V scores at each one's positions, a mean, exceed SCORES."""
+    """Jobs in batches of batch_size, or of fewer where their V scores at `positions` each would exceed SCORES.
+
+    positions: how many are scored in a job, on average.
+    """
     size = max(1, min(batch_size, int(SCORES / max(1, positions * predictor.vocab_size))))
     return [jobs[start:start + size] for start in range(0, len(jobs), size)]
 

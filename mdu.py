@@ -1249,7 +1249,7 @@ def toy_people():
                 for kind, how in TOY_ATTACKS.items() if person is target else ():
                     query = how.format(**person, question=question, reworded=reworded)
                     data["forget_level3"].append({**row, "level": "3", "type": kind, "query": query})
-    for i, (question, right, wrong) in enumerate(facts[::2]):
+    for i, (question, right, wrong) in enumerate(facts[::2]):  # their prompts are the longest rows: half will do
         choices = [str(choice) for choice in rng.permutation([right, *wrong])]
         labels = {"choices": choices, "labels": [int(choice == right) for choice in choices]}
         four = {"choices": choices, "answer": choices.index(right), "task": "facts", "examples": [shot]}
