@@ -664,10 +664,11 @@ def test_tofu_figures_by_hand_and_at_their_ends():
     del nine["world_facts"]["truth_ratio"]
     assert ev.model_utility(nine) is None and ev.model_utility({}) is None
     assert ev.summarise_answers([], "↑") == {"n": 0, "prob_stderr": None, "stderr": {}}
-    one = dict(rougeL_f1=0.5, rougeL_recall=0.25, prob=0.125, prob_stderr=0.1, truth_ratio=4.0, perplexity=8.0)
+    one = dict(rougeL_f1=0.5, rougeL_recall=0.25, prob=0.125, prob_stderr=0.1, truth_ratio=4.0, perplexity=8.0, fact=1.0)
     assert ev.summarise_answers([one], "↓") == dict(
-        n=1, rougeL_f1=0.5, rougeL_recall=0.25, prob=0.125, truth_ratio=0.25, prob_stderr=0.1, perplexity_median=8.0,
-        perplexity_mean=8.0, stderr=dict.fromkeys(("rougeL_f1", "rougeL_recall", "prob", "truth_ratio")))
+        n=1, rougeL_f1=0.5, rougeL_recall=0.25, prob=0.125, fact=1.0, truth_ratio=0.25, prob_stderr=0.1,
+        perplexity_median=8.0, perplexity_mean=8.0,
+        stderr=dict.fromkeys(("rougeL_f1", "rougeL_recall", "prob", "fact", "truth_ratio")))
     two = ev.summarise_answers([one, dict(one, truth_ratio=0.5)], "↑")
     assert two["truth_ratio"] == 0.25  # max(0, 1 - 4) = 0 and 1 - 1/2
     assert "truth_ratio" not in ev.summarise_answers([one, {k: v for k, v in one.items() if k != "truth_ratio"}], "↑")
@@ -2080,6 +2081,20 @@ def weights(run):
     return safetensors.torch.load_file(Path(run) / "model.safetensors")
 
 
+def reweigh(run, change):
+    """Every tensor of a run's model in place of itself: change(tensor)."""
+    safetensors.torch.save_file({k: change(x) for k, x in weights(run).items()}, Path(run) / "model.safetensors",
+                                {"format": "pt"})
+
+
+def talkative(base, run):
+    """A copy of the base, noise on its weights: it answers every question with other words, some of them right.  The
+    base itself says nothing."""
+    g = torch.Generator().manual_seed(0)
+    shutil.copytree(base, run)
+    reweigh(run, lambda x: x + 0.1 * torch.randn(x.shape, generator=g))
+
+
 def test_a_run_folder_is_a_model_and_tells_what_was_run(base, tmp_path):
     """Files, run.json, metrics.jsonl; the folder is taken back as --model;
     equal seeds give equal bits, others do not."""
@@ -2930,35 +2945,23 @@ def test_answers_are_scored_against_their_references(monkeypatch, base):
         (1, pytest.approx(1 / 3), pytest.approx(1 / 2), fact) for fact in (1, 0)]
 
 
-def test_the_seed_of_an_evaluation_chooses_its_masks(base, tmp_path):
-    """--seed 5: the loss of every answer over the masks of (5, split, row), computed again."""
-    run = tmp_path / "run"
-    shutil.copytree(base, run)
-    ev.main([str(run), "--samples", "2", "--limit", "2", "--steps", "1", "--brief", "--seed", "5"])
-    predictor, tokenizer = mdu.load_backbone(str(run))
-    for number, split in enumerate(mdu.TOFU_SPLITS):
-        for i, line in enumerate(open(run / f"eval/{split}.jsonl")):
-            r = json.loads(line)
-            pair = mdu.encode_row(tokenizer, predictor.end_id, r["question"], r["reference"])
-            loss, = ev.masked_nll(predictor, [pair], [ev.draw_masks(len(pair[1]), 2, [5, number, i])])
-            assert r["nll"] == pytest.approx(loss.mean().item(), rel=1e-4)
-
-
 def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
-    """summary.json is the mean of the records; every loss is found again one answer at a time,
-    every score from its record."""
+    """summary.json is the mean of the records; every loss, over the masks of (--seed, split, row), and every text is
+    found again one question at a time, every score from its record."""
     run = tmp_path / "run"
-    shutil.copytree(base, run)
-    ev.main([str(run), "--samples", "4", "--limit", "5", "--perplexity", "6"])
+    talkative(base, run)
+    flags = [str(run), "--samples", "4", "--limit", "5", "--perplexity", "6", "--seed", "5"]
+    ev.main(flags)
     summary = json.loads((run / "eval/summary.json").read_text())
     assert set(summary["splits"]) == set(mdu.TOFU_SPLITS) and summary["retain_rows_trained_on"] == [0, 1, 2, 3, 4]
     assert {f.name for f in (run / "eval").iterdir()} == {"summary.json", *(f"{s}.jsonl" for s in mdu.TOFU_SPLITS)}
     predictor, tokenizer = mdu.load_backbone(str(run))
+    seen = []
     for number, (split, scores) in enumerate(summary["splits"].items()):
         records = [json.loads(line) for line in open(run / f"eval/{split}.jsonl")]
         assert scores["n"] == len(records) == 5
-        last = "rougeL_f1_paraphrased" if number < 2 else "prob_options"
-        for key in ("rougeL_f1", "rougeL_recall", "prob", "fact", last):
+        last = ("rougeL_f1_paraphrased", "rougeL_recall_paraphrased") if number < 2 else ("prob_options",)
+        for key in ("rougeL_f1", "rougeL_recall", "prob", "fact", *last):
             values = [r[key] for r in records]
             assert scores[key] == pytest.approx(np.mean(values))
             assert scores["stderr"][key] == pytest.approx(np.std(values, ddof=1) / 5**0.5)
@@ -2971,13 +2974,18 @@ def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
             (perplexities[2], np.mean(perplexities)))
         for i, (r, row) in enumerate(zip(records, mdu.toy_world()[split])):
             assert (r["question"], r["reference"]) == (row["question"], row["answer"])
-            assert ev.rouge_l(r["reference"], r["generation"]) == (
-                r["rougeL_precision"], r["rougeL_recall"], r["rougeL_f1"])
+            for field, end in (("question", ""), ("paraphrased_question", "_paraphrased"))[:2 if number < 2 else 1]:
+                prompt = mdu.encode_prompt(tokenizer, row[field])
+                text = ev.decode(predictor, tokenizer, ev.generate(predictor, [prompt], 16, 16)[0])
+                assert (r[field], r["generation" + end]) == (row[field], text)
+                assert tuple(r[f"rougeL_{name}{end}"] for name in ("precision", "recall", "f1")) == ev.rouge_l(
+                    row["answer"], text)
+            assert r["fact"] == ev.holds(r["generation"], row["fact"])
 
             def loss(answer, *more):
                 pair = mdu.encode_row(tokenizer, predictor.end_id, row["question"], answer)
-                masks = [ev.draw_masks(len(pair[1]), 4, [0, number, i]),
-                         *(ev.draw_masks(len(pair[1]), n, [0, number, i, 1]) for n in more)]
+                masks = [ev.draw_masks(len(pair[1]), 4, [5, number, i]),
+                         *(ev.draw_masks(len(pair[1]), n, [5, number, i, 1]) for n in more)]
                 return ev.masked_nll(predictor, [pair], [torch.cat(masks)], batch_size=1)[0].mean().item()
             wrong = [loss(text) for text in row["perturbed_answer"]]
             right = loss(row["paraphrased_answer"]) if number < 2 else r["nll"]
@@ -2989,16 +2997,17 @@ def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
             assert r["truth_ratio"] == pytest.approx(np.mean(p_wrong) / p_right, rel=1e-3)
             if number < 2:
                 assert r["nll_paraphrased"] == pytest.approx(right, rel=1e-4) and "prob_options" not in r
-                prompt = mdu.encode_prompt(tokenizer, row["paraphrased_question"])
-                written, = ev.generate(predictor, [prompt], 16, 16)
-                assert r["generation_paraphrased"] == ev.decode(predictor, tokenizer, written)
             else:
                 assert r["prob_options"] == pytest.approx(p_right / (p_right + sum(p_wrong)), rel=1e-3)
+        seen += records
+    assert len({r["generation"] for r in seen}) > 10 and any(r["rougeL_f1"] for r in seen)  # there was what to compare
+    assert sum(r["rougeL_f1"] != r.get("rougeL_f1_paraphrased") for r in seen[:10]) > 2
     shown = capsys.readouterr().out
     before = snapshot(run)
-    ev.main([str(run), "--samples", "4", "--limit", "5", "--perplexity", "6"])
+    ev.main(flags)
     assert capsys.readouterr().out == shown and snapshot(run) == before
-    ev.main([str(run), "--samples", "4", "--limit", "5", "--brief", "--batch-size", "3"])  # the same figures, and fewer
+    del flags[-4:-2]
+    ev.main([*flags, "--brief", "--batch-size", "3"])  # the same figures, and fewer
     brief = json.loads((run / "eval/summary.json").read_text())
     for split, scores in brief["splits"].items():
         assert set(scores) == {"n", "rougeL_f1", "rougeL_recall", "prob", "prob_stderr", "fact", "stderr"}
@@ -3013,10 +3022,11 @@ def test_processes_and_interruptions_change_no_evaluation(base, tmp_path, monkey
     those of another seed are dropped."""
     one, four, stopped = (tmp_path / name for name in ("one", "four", "stopped"))
     for run in (one, four, stopped):
-        shutil.copytree(base, run)
+        talkative(base, run)
     flags = ["--samples", "2", "--limit", "40", "--steps", "4", "--brief"]
     ev.main([str(one), *flags])
     expected = {f.name: f.read_bytes() for f in (one / "eval").iterdir()}
+    assert len(set(re.findall(rb'"generation": "(.+?)"', expected["retain.jsonl"]))) > 10
     subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", ev.__file__, str(four),
                     *flags], check=True, timeout=120, cwd=tmp_path)
     assert {f.name: f.read_bytes() for f in (four / "eval").iterdir()} == expected
