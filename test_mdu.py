@@ -12,6 +12,7 @@ import contextlib
 import copy
 import hashlib
 import inspect
+import io
 import itertools
 import json
 import math
@@ -124,6 +125,7 @@ LOSSES = {
             ("nll_win", "nll_win_ref", "nll_lose", "nll_lose_ref", 0.1)),
 }
 every_loss = pytest.mark.parametrize("name", LOSSES)
+every_loss_of_logits = pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if "masked" in loss[2]])
 TRAINED = {"logits", "nll", "nll_win", "nll_lose"}                                # the arguments a gradient may reach
 
 
@@ -227,7 +229,7 @@ def test_wga_weight_carries_no_gradient():
     near(logits.grad, f64([3 / 16, -3 / 16]))
 
 
-@every_loss
+@every_loss_of_logits
 def test_losses_ignore_padding_and_empty_batches(name):
     """Extra unmasked columns change neither value nor gradient, and a batch with nothing masked gives zeros."""
     function, _, names = LOSSES[name]
@@ -235,14 +237,13 @@ def test_losses_ignore_padding_and_empty_batches(name):
     wide = dict(v, masked=F.pad(v["masked"], (0, 5)))
     (a, grads), (b, wide_grads) = (evaluate(getattr(mdu, function), names, x) for x in (v, wide))
     assert a.shape == (5,)
-    near((a, *(grads[k] for k in TRAINED & grads.keys())), (b, *(wide_grads[k] for k in TRAINED & grads.keys())), 1e-14)
-    if "masked" in names:
-        empty = {k: x[:0] for k, x in v.items()} | dict(masked=torch.zeros_like(v["masked"]), t=v["t"])
-        value, grads = evaluate(getattr(mdu, function), names, empty)
-        assert value.tolist() == [0] * 5 and grads["logits"].shape == (0, 6)
+    near((a, grads["logits"]), (b, wide_grads["logits"]), 1e-14)
+    empty = {k: x[:0] for k, x in v.items()} | dict(masked=torch.zeros_like(v["masked"]), t=v["t"])
+    value, grads = evaluate(getattr(mdu, function), names, empty)
+    assert value.tolist() == [0] * 5 and grads["logits"].shape == (0, 6)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, names) in LOSSES.items() if "masked" in names])
+@every_loss_of_logits
 @pytest.mark.parametrize("dtype, result", [(torch.bfloat16, torch.float32), (torch.float16, torch.float32),
                                            (torch.float32, torch.float32), (torch.float64, torch.float64)])
 def test_losses_compute_in_float32_at_least(name, dtype, result):
@@ -715,10 +716,9 @@ def test_generate_fixes_the_most_confident(prompt, length, steps, counts, by_ent
     fake = Fake(by_entropy=by_entropy)
     final = torch.tensor(ev.generate(fake, [prompt], length, steps)[0])
     assert final.shape == (length,) and (final != MASK).all()
-    calls = [call for call in fake.calls if call[2].any()]
-    masked = [positions[0, len(prompt):] for _, _, positions in calls] + [torch.zeros(length, dtype=torch.bool)]
+    masked = [positions[0, len(prompt):] for *_, positions in fake.calls] + [torch.zeros(length, dtype=torch.bool)]
     assert masked[0].all() and [int((now & ~then).sum()) for now, then in zip(masked, masked[1:])] == counts
-    for (ids, real, positions), now, then in zip(calls, masked, masked[1:]):
+    for (ids, real, positions), now, then in zip(fake.calls, masked, masked[1:]):
         assert ids[0, :len(prompt)].tolist() == prompt and not positions[0, :len(prompt)].any() and real.all()
         assert torch.equal(ids[0, len(prompt):], torch.where(now, MASK, final)) and not (then & ~now).any()
         scores = Fake()(ids, real, positions)
@@ -801,19 +801,17 @@ def test_presets_resolve_to_their_documented_numbers():
 
 
 def test_commands_in_the_readme_parse():
-    """Every mdu.py and eval.py line of README.md is accepted as typed."""
-    readme = (Path(mdu.__file__).parent / "README.md").read_text(encoding="utf-8")
-    tofu, = re.findall(r'TOFU="(.*)"', readme)
-    lines = [line.replace("$TOFU", tofu).split("mdu.py", 1)[1] for line in readme.splitlines()
-             if re.match(r"    (python|torchrun .*) ?mdu\.py", line)]
-    assert len(lines) >= 9
-    for line in lines:
-        mdu.resolve(mdu.parse(shlex.split(line, comments=True)))
-    lines = [line.split("eval.py", 1)[1] for line in readme.splitlines()
-             if re.match(r"    (python|torchrun .*) ?eval\.py", line)]
-    assert len(lines) >= 5
-    for line in lines:
-        ev.parse(shlex.split(line, comments=True))
+    """Every indented line of README.md that names a program is a command, and is accepted as typed."""
+    readme, programs = (Path(mdu.__file__).parent / "README.md").read_text(encoding="utf-8"), set()
+    for name, value in re.findall(r'^    (\w+)="(.*)"$', readme, re.M):
+        readme = readme.replace(f"${name}", value)
+    for line in re.findall(r"^    .*\b(?:mdu|eval)\.py\b.*", readme, re.M):
+        command = re.fullmatch(r"    (?:python|torchrun .*--nproc_per_node=\d+.*) (mdu|eval)\.py( .*)?", line)
+        assert command, line
+        argv = shlex.split(command[2] or "", comments=True)
+        mdu.resolve(mdu.parse(argv)) if command[1] == "mdu" else ev.parse(argv)
+        programs.add(command[1])
+    assert programs == {"mdu", "eval"}
 
 
 @pytest.fixture(scope="session")
@@ -843,7 +841,8 @@ def files(tmp_path_factory):
     (root / "text-folder/rows.txt").write_text("text")
     (root / "plain-folder/rows.jsonl").write_text("\n".join(rows))
     (root / "latin.jsonl").write_bytes(rows[0].replace("Who", "Qué").encode("latin-1").replace(b"\\u00e9", b"\xe9"))
-    return root
+    with unchanged(root):
+        yield root
 
 
 BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): words that the one line must hold
@@ -932,17 +931,25 @@ def snapshot(*folders):
     return {f: f.read_bytes() for folder in folders for f in Path(folder).rglob("*") if f.is_file()}
 
 
+@contextlib.contextmanager
+def unchanged(*folders):
+    """Around what many tests share: none of them may leave a byte in it that was not there."""
+    before = snapshot(*folders)
+    yield
+    assert snapshot(*folders) == before
+
+
 @pytest.mark.parametrize("typed", BAD_INPUT)
 def test_bad_input_is_one_line_and_exit_code_2(typed, files, base, broken, tmp_path, monkeypatch, capsys):
     """One line on stderr that names the trouble, exit code 2, and not a byte changed on disk."""
     monkeypatch.chdir(tmp_path)
-    before = snapshot(files, base, tmp_path, *broken.values())
-    with pytest.raises(SystemExit) as stop:
-        mdu.run_program("mdu.py", lambda: mdu.main(typed.format(d=files, base=base, **broken).split()))
+    argv = typed.format(d=files, base=base, **broken)
+    with unchanged(tmp_path, *(folder for folder in (files, base, *broken.values()) if str(folder) in argv)):
+        with pytest.raises(SystemExit) as stop:
+            mdu.run_program("mdu.py", lambda: mdu.main(argv.split()))
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.count("\n") == 1 and err.startswith("mdu.py: "), err
     assert all(word in err for word in BAD_INPUT[typed]), err
-    assert snapshot(files, base, tmp_path, *broken.values()) == before
 
 
 def test_bad_input_of_eval(base, tmp_path, capsys):
@@ -1011,7 +1018,7 @@ def test_toy_world_keeps_its_promises():
     assert splits == mdu.toy_world()
 
 
-def test_tofu_layout_is_read_from_a_folder(tofu):
+def test_tofu_layout_is_read_from_a_folder(tofu, tmp_path):
     """Splits, their rows and limit, of a folder in the layout of locuslab/TOFU."""
     splits = mdu.load_data(options("--data", str(tofu)))
     assert {split: len(rows) for split, rows in splits.items()} == dict(
@@ -1022,12 +1029,12 @@ def test_tofu_layout_is_read_from_a_folder(tofu):
     assert "paraphrased_answer" not in splits["world_facts"][0]
     assert splits["train_retain"][5]["question"] == "Q retain90 5?"
     assert len(mdu.load_data(options("--data", str(tofu), "--limit", "2"))["train_retain"]) == 2
-    file = tofu / "world_facts_perturbed.json"  # changed under the same name: read anew
-    before = file.read_text()
-    file.write_text(before + "\n" + before.splitlines()[0].replace("0?", "9?"))
-    read = mdu.load_data(options("--data", str(tofu)))["world_facts"]
-    assert [r["question"][-2:] for r in read] == ["0?", "1?", "2?", "9?"]
-    file.write_text(before)
+    for number in (9, 8):  # changed under the same name: read anew
+        shutil.copytree(tofu, tmp_path, dirs_exist_ok=True)
+        edit(tmp_path / "world_facts_perturbed.json",
+             lambda x: x + b"\n" + x.splitlines()[0].replace(b"0?", b"%d?" % number))
+        read = mdu.load_data(options("--data", str(tmp_path)))["world_facts"]
+        assert [r["question"][-2:] for r in read] == ["0?", "1?", "2?", f"{number}?"]
 
 
 def test_prompt_and_response_ids(base):
@@ -1416,7 +1423,8 @@ def hub(request, tmp_path_factory):
     """(kind, folder, weights by part, predictor, tokenizer) of a tiny LLaDA and a tiny Dream."""
     folder = tmp_path_factory.mktemp("hub") / request.param
     weights = write_checkpoint(folder, request.param)
-    return request.param, folder, weights, *mdu.load_backbone(str(folder))
+    with unchanged(folder):
+        yield request.param, folder, weights, *mdu.load_backbone(str(folder))
 
 
 def test_backbones_equal_a_transformer_written_out(hub):
@@ -1592,6 +1600,14 @@ def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
     ev.main([*asked, *runs])
     ev.main([*asked, *common, "out/rwku-llada/base"])
     assert {f.name for f in Path("out/rwku-llada/base").iterdir()} == {"run.json", "eval"}
+    for run, person, least in zip(runs[:2], PEOPLE, (0.1, 0.3)):  # made-up figures, which no two columns share
+        summary = json.loads(Path(f"{run}/eval/summary.json").read_text())
+        for k, (split, metric) in enumerate(ev.RWKU):
+            records = [json.loads(line) for line in open(f"{run}/eval/{split}.jsonl")]
+            scores = summary["splits"][split]["people"][person]
+            assert len(records) == scores["n"] == 2 and scores[metric] == sum(r[metric] for r in records) / 2
+            scores[metric] = least + k * least / 10
+        Path(f"{run}/eval/summary.json").write_text(json.dumps(summary))
     capsys.readouterr()
     ev.main(["--report", "out/rwku-llada/base", *runs])
     tables = [t.splitlines() for t in capsys.readouterr().out.split("\n\n") if t.startswith("| Method")]
@@ -1599,14 +1615,10 @@ def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
     assert tables[0][0] == (
         "| Method | F-L1 ↓ | F-L2 ↓ | F-L3 ↓ | N-L1 ↑ | N-L2 ↑ | MMLU ↑ | TruthfulQA MC1 ↑ | TruthfulQA MC2 ↑ | "
         "TriviaQA EM ↑ | TriviaQA F1 ↑ |")
-    figures = [float(re.sub("[*]|</?u>", "", cell)) for cell in tables[0][3].split(" | ")[1:-1]]
-    for column, (split, metric) in enumerate(ev.RWKU[:-1]):
-        means = []
-        for run in runs[:2]:
-            records = [json.loads(line) for line in open(f"{run}/eval/{split}.jsonl")]
-            assert len(records) == 2
-            means.append(sum(r[metric] for r in records) / 2)
-        assert figures[column] == pytest.approx(sum(means) / 2, abs=6e-4)
+    assert [re.sub("[*]|</?u>", "", table[3]) for table in tables] == [  # the mean of both, Ann Lee, Prince Bo
+        "| MDU τ=1 | 0.200 | 0.220 | 0.240 | 0.260 | 0.280 | 0.300 | 0.320 | 0.340 | 0.360 | 0.380 |",
+        "| MDU τ=1 | 0.100 | 0.110 | 0.120 | 0.130 | 0.140 | 0.150 | 0.160 | 0.170 | 0.180 | 0.190 |",
+        "| MDU τ=1 | 0.300 | 0.330 | 0.360 | 0.390 | 0.420 | 0.450 | 0.480 | 0.510 | 0.540 | 0.570 |"]
     with pytest.raises(ValueError, match="a person in common"):
         ev.main(["--report", runs[0], runs[3]])
 
@@ -1738,7 +1750,8 @@ def write_rwku(root, changes=()):
 
 @pytest.fixture(scope="session")
 def rwku(tmp_path_factory):
-    return write_rwku(tmp_path_factory.mktemp("rwku"))
+    with unchanged(root := write_rwku(tmp_path_factory.mktemp("rwku"))):
+        yield root
 
 
 def test_rwku_prompts_word_for_word(rwku):
@@ -2026,7 +2039,8 @@ def base(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "base"
     mdu.main(["--method", "sft", "--epochs", "2", "--out", str(out)])
     (out / "eval").mkdir()
-    return out
+    with unchanged(out.parent):
+        yield out
 
 
 @pytest.fixture(scope="session")
@@ -2058,7 +2072,8 @@ def broken(base, tmp_path_factory):
     for name, (file, change) in harm.items():
         shutil.copytree(base, folders[name])
         edit(folders[name] / file, change) if change else (folders[name] / file).unlink()
-    return folders
+    with unchanged(root):
+        yield folders
 
 
 @pytest.fixture(scope="session")
@@ -2075,7 +2090,8 @@ def tofu(tmp_path_factory):
         (root / f"{config}.json").write_text("\n".join(map(json.dumps, rows)))
     header = "".join(f"- config_name: {config}\n  data_files: {config}.json\n" for config in sizes)
     (root / "README.md").write_text(f"---\nconfigs:\n{header}---\n")
-    return root
+    with unchanged(root):
+        yield root
 
 
 def weights(run):
@@ -2410,16 +2426,14 @@ def test_killed_on_several_processes_and_resumed(many):
     assert_equal_ends(many / "two", many / "cut")
 
 
-@pytest.mark.parametrize("one", [0, 1])
-def test_an_error_in_one_process_ends_all_in_one_line(many, one):
+@pytest.mark.parametrize("name, words", [("error in 0", "good.jsonlx"), ("error in 1", "good.jsonlx"),
+                                         ("full disk", "00000001.partial: the checkpoint cannot be written")])
+def test_an_error_in_one_process_ends_all_in_one_line(many, name, words):
     """A data file that only one of two processes lacks, a disk that only one finds full: both end with exit code 2, and
     one line tells why."""
-    codes, lines = json.loads((many / "results.json").read_text())[f"error in {one}"]
-    assert codes == [2, 2] and len(lines) == 1 and "good.jsonlx" in lines[0], lines
+    codes, lines = json.loads((many / "results.json").read_text())[name]
+    assert codes == [2, 2] and len(lines) == 1 and words in lines[0], lines
     assert not (many / "error").exists()
-    codes, lines = json.loads((many / "results.json").read_text())["full disk"]
-    assert codes == [2, 2] and len(lines) == 1, lines
-    assert "00000001.partial: the checkpoint cannot be written" in lines[0], lines
 
 
 def program(argv, capsys, main=mdu.main):
@@ -2440,7 +2454,8 @@ def six_steps(tmp_path_factory):
     watch(argv, root / "whole")
     with pytest.raises(Broken):
         watch([*argv, "--checkpoint-every", "2"], root / "cut", at=4)
-    return argv, root / "whole", root / "cut"
+    with unchanged(root):
+        yield argv, root / "whole", root / "cut"
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
@@ -3295,7 +3310,8 @@ def unlearned(base, tmp_path_factory):
     """Two epochs of MDU from `base`, with --diagnose."""
     out = tmp_path_factory.mktemp("analysed") / "mdu"
     mdu.main(["--model", str(base), "--epochs", "2", "--diagnose", "--out", str(out)])
-    return out
+    with unchanged(out.parent):
+        yield out
 
 
 ROLE = dict(i="in-context", s="structural", k="stored-knowledge")
@@ -3350,10 +3366,15 @@ def test_denoise_goes_on_from_any_state():
                for (a, b), (x, _, z) in zip(states[:-1], fake.calls, strict=True))
 
 
-def analysed(run, name, *argv):
-    """What NAME.json beside the run then holds."""
-    ev.main(["--analysis", name, *map(str, argv), *map(str, run if isinstance(run, list) else [run])])
-    return json.loads((Path(run[0] if isinstance(run, list) else run).parent / f"analysis/{name}.json").read_text())
+@pytest.fixture
+def analysed(tmp_path):
+    """What NAME.json holds, beside a copy of the first run."""
+    def analyse(runs, name, *argv):
+        first, *others = runs if isinstance(runs, list) else [runs]
+        first = shutil.copytree(first, tmp_path / first.name, dirs_exist_ok=True)
+        ev.main(["--analysis", name, *map(str, [*argv, first, *others])])
+        return json.loads((tmp_path / f"analysis/{name}.json").read_text())
+    return analyse
 
 
 @pytest.fixture
@@ -3364,7 +3385,7 @@ def random_toys(monkeypatch):
     return model, frozen, tokenizer
 
 
-def test_trajectory_is_the_samplers_own(base, unlearned, random_toys):
+def test_trajectory_is_the_samplers_own(unlearned, random_toys, analysed):
     """Steps, tokens and KLs of the picture against what `generate` showed the model, one state at a time in float64;
     up to the end token, if the model writes one."""
     model, frozen, tokenizer = random_toys
@@ -3402,7 +3423,7 @@ def test_trajectory_is_the_samplers_own(base, unlearned, random_toys):
 MASK_OF_TOY = 0
 
 
-def test_rollouts_keep_the_fixed_tokens(base, random_toys):
+def test_rollouts_keep_the_fixed_tokens(base, random_toys, analysed):
     """What is marked in a state is marked in its roll-out; the rest the anchor wrote."""
     rows, (model, frozen, tokenizer) = mdu.toy_world()["forget"], random_toys
     shown, changed = [], 0
@@ -3438,7 +3459,7 @@ def test_rollouts_count_the_tokens_up_to_the_end(base, monkeypatch):
     assert [label for label, _ in block[2::2]] == ["y_t at k=5/8", "y_t at k=6/8", "y_t at k=7/8"]
 
 
-def test_roles_equal_slow_loop(base, unlearned):
+def test_roles_equal_slow_loop(base, unlearned, analysed):
     """The means by role over two states of three rows, one token at a time; the base is what stands before."""
     kl = analysed([unlearned, base], "roles", "--limit", "3", "--samples", "2", "--seed", "4")["panels"][0]
     assert list(kl["series"]) == ["Before", "MDU τ=1", "Base"] and kl["series"]["Base"] == kl["series"]["Before"]
@@ -3488,7 +3509,7 @@ class Oracle:
         return torch.stack(scores).index_fill(1, torch.tensor([self.mask_id]), 2.0)  # a mask is no answer
 
 
-def test_infill_of_an_oracle(base, monkeypatch, tmp_path):
+def test_infill_of_an_oracle(base, monkeypatch, analysed):
     """What is asked: all but floor(share n) of n tokens, never the end;
     what is counted: by hand from what was asked."""
     rows = mdu.toy_world()["forget"][:4]
@@ -3513,7 +3534,7 @@ def test_infill_of_an_oracle(base, monkeypatch, tmp_path):
     assert len(oracle.calls) == 128 and len(set(oracle.calls[96:])) > 20
 
 
-def test_relearning_is_taught_a_tenth_and_scored_on_the_rest(base, unlearned, monkeypatch, capsys):
+def test_relearning_is_taught_a_tenth_and_scored_on_the_rest(base, unlearned, tmp_path, monkeypatch, analysed):
     """What SFT is given, and what is scored; if SFT changes nothing, nothing returns."""
     typed = []
 
@@ -3524,15 +3545,16 @@ def test_relearning_is_taught_a_tenth_and_scored_on_the_rest(base, unlearned, mo
     monkeypatch.setattr(mdu, "main", no_training)
     result = analysed([base, unlearned], "relearn", "--samples", "2", "--steps", "4")
     forget = mdu.toy_world()["forget"]
-    for run, (o, rows) in zip((base, unlearned), typed, strict=True):
+    for run, (o, rows) in zip((tmp_path / "base", unlearned), typed, strict=True):
         assert [row["answer"] for row in rows] == [forget[i]["answer"] for i in (0, 10, 20)]
         assert (o.method, o.model, o.lr, o.epochs * 3 / o.batch_size / o.grad_accum) == (
             "sft", str(run), 1e-3, ev.RELEARN_STEPS)
     assert [panel["title"] for panel in result["panels"]] == [
         "answer probability", "ROUGE-L recall", "answers with the key fact"]
     assert all(panel["series"]["before"] == panel["series"]["after"] for panel in result["panels"])
-    ev.main([str(unlearned), "--samples", "2", "--steps", "4", "--brief"])
-    recall = [json.loads(line)["rougeL_recall"] for line in open(unlearned / "eval/forget.jsonl")]
+    shutil.copytree(unlearned, tmp_path / "mdu")
+    ev.main([str(tmp_path / "mdu"), "--samples", "2", "--steps", "4", "--brief"])
+    recall = [json.loads(line)["rougeL_recall"] for line in open(tmp_path / "mdu/eval/forget.jsonl")]
     assert result["panels"][1]["series"]["before"][1] == pytest.approx(sum(recall[i] for i in range(24) if i % 10) / 21)
 
 
@@ -3550,31 +3572,44 @@ EVERY = {"convergence": "", "roles": "--samples 2 --limit 2", "trajectory": "--q
          "gallery": "", "infill": "--samples 2 --limit 2", "relearn": "--samples 2 --limit 3"}
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_pictures_come_from_the_json_alone(name, unlearned, tmp_path, monkeypatch, capsys):
-    """Without matplotlib the numbers are written and one line says what to install;
-    the models gone, --redraw draws them."""
-    assert list(EVERY) == list(ev.ANALYSES)
-    monkeypatch.setattr(ev, "RELEARN_STEPS", 2)
-    run, file, picture = tmp_path / "mdu", tmp_path / f"analysis/{name}.json", tmp_path / f"analysis/{name}.png"
-    shutil.copytree(unlearned, run)
-    picture.parent.mkdir()
-    picture.write_text("of other numbers")
-    with monkeypatch.context() as without:
+@pytest.fixture(scope="session", params=EVERY)
+def measured(request, unlearned, tmp_path_factory):
+    """(name, folder, exit code, stderr) of every analysis where matplotlib is not there, but an older picture is."""
+    root, said = tmp_path_factory.mktemp(request.param), io.StringIO()
+    shutil.copytree(unlearned, root / "mdu")
+    (root / "analysis").mkdir()
+    (root / f"analysis/{request.param}.png").write_text("of other numbers")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said), pytest.raises(SystemExit) as stop:
+        patch.setattr(ev, "RELEARN_STEPS", 2)
         for module in ("matplotlib", "matplotlib.figure"):
-            without.setitem(sys.modules, module, None)
-        with pytest.raises(SystemExit) as stop:
-            mdu.run_program("eval.py", lambda: ev.main(["--analysis", name, *EVERY[name].split(), str(run)]))
-    said = [line for line in capsys.readouterr().err.splitlines() if "matplotlib" in line]
-    assert not stop.value.code and len(said) == 1 and "pip install matplotlib" in said[0]
-    before = file.read_text()
-    assert json.loads(before)["analysis"] == name and not picture.exists() and "NaN" not in before
-    shutil.rmtree(run)
+            patch.setitem(sys.modules, module, None)
+        mdu.run_program("eval.py", lambda: ev.main(
+            ["--analysis", request.param, *EVERY[request.param].split(), str(root / "mdu")]))
+    with unchanged(root):
+        yield request.param, root / "analysis", stop.value.code, said.getvalue()
+
+
+def test_analyses_do_without_matplotlib(measured):
+    """The numbers are written, one line says what to install, and no picture of other numbers stays."""
+    name, folder, code, err = measured
+    assert list(EVERY) == list(ev.ANALYSES)
+    said = [line for line in err.splitlines() if "matplotlib" in line]
+    assert not code and len(said) == 1 and "pip install matplotlib" in said[0]
+    assert {f.name for f in folder.iterdir()} == {f"{name}.json"}
+    text = (folder / f"{name}.json").read_text()
+    assert json.loads(text)["analysis"] == name and "NaN" not in text
+
+
+def test_pictures_come_from_the_json_alone(measured, tmp_path, monkeypatch):
+    """The models gone, --redraw draws the numbers, and changes none of them."""
     pytest.importorskip("matplotlib")
+    name, folder, *_ = measured
+    shutil.copytree(folder, tmp_path / "analysis")
     monkeypatch.setattr(mdu, "load_backbone", None)
-    ev.main(["--analysis", name, "--redraw", str(run)])
-    assert picture.read_bytes().startswith(b"\x89PNG") and file.read_text() == before
-    assert {f.name for f in picture.parent.iterdir()} == {file.name, picture.name}
+    ev.main(["--analysis", name, "--redraw", str(tmp_path / "mdu")])
+    drawn = snapshot(tmp_path)
+    assert drawn.pop(tmp_path / f"analysis/{name}.png").startswith(b"\x89PNG")
+    assert [*drawn.values()] == [*snapshot(folder).values()] and len(drawn) == 1
 
 
 def test_tables_of_analyses_by_hand():
@@ -3639,7 +3674,8 @@ def finished(base, unlearned, tmp_path_factory):
         shutil.copytree(run, root / name)
     ev.main(["--samples", "1", "--steps", "1", "--limit", "2", str(root / "base"), str(root / "run")])
     ev.main(["--analysis", "roles", "--samples", "1", "--limit", "1", str(root / "run")])
-    return root
+    with unchanged(root):
+        yield root
 
 
 def put(path, value=...):
