@@ -10,6 +10,7 @@ against the run that nothing broke.  `-m soak` kills torchrun and its workers fo
 import ast
 import contextlib
 import copy
+import fnmatch
 import hashlib
 import inspect
 import io
@@ -967,7 +968,14 @@ def test_bad_input_of_eval(base, tmp_path, capsys):
             (f"--report --samples 3 {base}", "--samples: not used with --report"),
             (f"--questions 1 {base}", "not used without"), (f"--report --questions 1-3 {base}", "--questions 1-3"),
             (f"--perplexity 0 {base}", "--perplexity 0"), (f"--brief --retain-run {base} {base}", "--brief"),
-            (f"--retain-run {tmp_path} {base}", "not scored yet")):
+            (f"--retain-run {tmp_path} {base}", "not scored yet"),
+            (f"--subject 1 {base}", "give both or none"), (f"--generate-corpus 1 {base}", "give both or none"),
+            (f"--preset toy {tmp_path}/a {tmp_path}/b", "need one folder"),
+            (f"--model {base} {tmp_path}/a {tmp_path}/b", "need one folder"),
+            (f"--model {base} {base}", "holds a trained run"),
+            (f"--preset toy {tmp_path}/a", "names no published model"),
+            *((f"--preset toy-rwku --model {base} {flag} {tmp_path}/a", "are about TOFU")
+              for flag in ("--brief", "--perplexity 2", f"--retain-run {base}"))):
         with pytest.raises(SystemExit) as stop:
             ev.mdu.run_program("eval.py", lambda: ev.main(typed.split()))
         err = capsys.readouterr().err
@@ -1059,8 +1067,7 @@ def test_pools_hold_the_rows_of_their_stream(base):
     """Unlearning: forget and retain rows, for dpo with every wrong answer; sft: forget rows, retain rows and, without a
     model to start from, the other splits, and prompts are hidden from the first retain row on alone."""
     predictor, tokenizer = mdu.load_backbone(str(base))
-    splits = mdu.toy_world()
-    splits["train_retain"] = splits["retain"]
+    splits = mdu.load_data(options())
 
     def encode(split, *numbers):
         return [mdu.encode_row(tokenizer, 1, row["question"], row["perturbed_answer"][numbers[0]] if numbers else
@@ -1495,6 +1502,29 @@ def test_tokens_of_the_chat_templates(hub):
         "llada": (258, 257, False), "Dream": (258, 256, True)}[kind]
 
 
+def test_a_hub_name_is_fetched_and_none_of_its_code_is_run(files, tmp_path, monkeypatch):
+    """The revision is passed on, weights, settings and tokenizer are asked for and pickles are not; what the folder
+    holds of Python would raise an error, and is copied beside what is saved."""
+    import huggingface_hub
+    asked = []
+    write_checkpoint(tmp_path / "hub", "llada")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kw: asked.append((args, kw)) or str(
+        tmp_path / "hub"))
+    mdu.main(["--model", "GSAI-ML/x.y-1", "--revision", "abc", "--forget", str(files / "good.jsonl"), "--epochs", "0.5",
+              "--retain-weight", "0", "--out", str(tmp_path / "run")])
+    assert len(asked) == 2 and asked[0] == asked[1]  # for the weights, and for the layout that is kept
+    (name,), kw = asked[0]
+    patterns = kw.pop("allow_patterns")
+    assert name == "GSAI-ML/x.y-1" and kw == {"revision": "abc"}
+    wanted = [f.name for f in (tmp_path / "hub").iterdir()] + ["merges.txt", "tokenizer.model", "chat_template.jinja"]
+    for file, allowed in (*((f, True) for f in wanted), *((f, False) for f in (
+            "pytorch_model.bin", "model.pt", "model.pkl", "model.ckpt", "README.md", "model.gguf", "run.sh"))):
+        assert any(fnmatch.fnmatch(file, pattern) for pattern in patterns) == allowed, file
+    assert (tmp_path / "run/modeling_llada.py").read_bytes() == (tmp_path / "hub/modeling_llada.py").read_bytes()
+    options_of_run = json.loads((tmp_path / "run/run.json").read_text())["options"]
+    assert (options_of_run["model"], options_of_run["revision"]) == ("GSAI-ML/x.y-1", "abc")
+
+
 REFUSED = {  # what is wrong with a checkpoint: (kind, changes to config.json, words of the error)
     "block type": ("llada", dict(block_type="sequential"), ["block_type", "'sequential'", "'llama'"]),
     "alibi": ("llada", dict(alibi=True), ["alibi", "True"]),
@@ -1603,7 +1633,7 @@ def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
     for run, person, least in zip(runs[:2], PEOPLE, (0.1, 0.3)):  # made-up figures, which no two columns share
         summary = json.loads(Path(f"{run}/eval/summary.json").read_text())
         for k, (split, metric) in enumerate(ev.RWKU):
-            records = [json.loads(line) for line in open(f"{run}/eval/{split}.jsonl")]
+            records = read_lines(f"{run}/eval/{split}.jsonl")
             scores = summary["splits"][split]["people"][person]
             assert len(records) == scores["n"] == 2 and scores[metric] == sum(r[metric] for r in records) / 2
             scores[metric] = least + k * least / 10
@@ -1634,6 +1664,11 @@ def test_a_corpus_tells_known_from_made_up(base, tmp_path, monkeypatch):
                                            generate_corpus=2))
     rows = mdu.read_jsonl(tmp_path / "stephen-king.jsonl")
     assert [(row["answer"], row["perturbed_answer"]) for row in rows] == [("real", ["made up"])] * 2
+    monkeypatch.setattr(ev, "decode", lambda p, tokenizer, text: text.replace("made up", " "))
+    with pytest.raises(ValueError, match="wrote nothing about Bruce Lee"):
+        ev.main(["--preset", "toy-rwku", "--model", str(base), "--generate-corpus", "2", "--subject", "all",
+                 str(tmp_path)])
+    assert [f.name for f in tmp_path.iterdir()] == ["stephen-king.jsonl"]
 
 
 def test_presets_for_real_backbones():
@@ -1667,8 +1702,7 @@ def test_memory_options_change_no_result(base, tmp_path):
         torch.testing.assert_close(value, half[key], rtol=0, atol=6e-4)
     assert any(not torch.equal(value, half[key]) for key, value in plain.items())
     predictor, tokenizer = mdu.load_backbone(str(base))
-    o, splits = options("--max-length", "20"), mdu.toy_world()
-    splits["train_retain"] = splits["retain"]
+    o, splits = options("--max-length", "20"), mdu.load_data(options())
     whole, cut = (mdu.encode_pools(each, splits, predictor, tokenizer) for each in (options(), o))
     for (prompt, response), (p, r) in zip(whole["retain"], cut["retain"], strict=True):
         assert p == prompt and r == response[:20 - len(prompt)]
@@ -1839,6 +1873,16 @@ def test_a_person_is_reported_alone():
 def test_exact_match_and_f1(prediction, references, em, f1):
     """Normalised as TriviaQA does; [b b c] and [b c c] share b and c: precision = recall = 2/3."""
     assert ev.em_f1(prediction, references) == pytest.approx((em, f1))
+
+
+def test_trivia_is_scored_by_the_whole_answer(monkeypatch):
+    """Worked by hand: of "fist of fury" the first line alone would miss two words; "fist" and two others share one."""
+    monkeypatch.setattr(ev, "write_answers", lambda *_: ["Fist\nof Fury ", "Fist\nof Fury", ""])
+    rows = [dict(question="What?", subject="x", answer=right[0], answers=right) for right in (
+        ["fist of fury"], ["x", "Fist"], ["x"])]
+    records = ev.score_triviaqa(None, None, rows, None, args())
+    assert [(r["generation"], r["em"], r["f1"]) for r in records] == [
+        ("Fist\nof Fury", 1, 1), ("Fist\nof Fury", 0, 2 / 4), ("", 0, 0)]
 
 
 def test_mc1_and_mc2_by_hand():
@@ -2098,10 +2142,20 @@ def weights(run):
     return safetensors.torch.load_file(Path(run) / "model.safetensors")
 
 
+def read_lines(file):
+    """The values of a file that holds one JSON text per line."""
+    return [json.loads(line) for line in Path(file).read_bytes().splitlines()]
+
+
 def reweigh(run, change):
     """Every tensor of a run's model in place of itself: change(tensor)."""
     safetensors.torch.save_file({k: change(x) for k, x in weights(run).items()}, Path(run) / "model.safetensors",
                                 {"format": "pt"})
+
+
+def spoil(run):
+    """What is left of a model whose training diverged."""
+    reweigh(run, lambda x: x * math.nan)
 
 
 def talkative(base, run):
@@ -2123,11 +2177,33 @@ def test_a_run_folder_is_a_model_and_tells_what_was_run(base, tmp_path):
     info = json.loads((runs[0] / "run.json").read_text())
     assert info["options"]["tau"] == 0.5 and info["options"]["model"] == str(base) and info["steps"] == 6
     assert info["data"]["forget"]["rows"] == 24 and info["rows_per_step"] == 8
-    lines = [json.loads(line) for line in open(runs[0] / "metrics.jsonl")]
+    lines = read_lines(runs[0] / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6] and lines[-1]["epoch"] == 2
     assert all(math.isfinite(line[k]) for line in lines for k in ("forget", "retain", "lr", "grad_norm"))
     assert not list(runs[0].glob("*.partial")) and not list(runs[0].rglob("*.bin"))
     mdu.main(["--model", str(runs[0]), "--epochs", "1", "--method", "npo", "--out", str(tmp_path / "again")])
+
+
+def test_training_that_diverges_ends_in_one_line(base, tmp_path, capsys):
+    """A loss that is no number: exit code 2, one line that says what to lower, and no model."""
+    shutil.copytree(base, tmp_path / "start")
+    spoil(tmp_path / "start")
+    for method in ("ga", "mdu"):
+        code, err = program(["--method", method, "--model", str(tmp_path / "start"), "--out", str(tmp_path / "run"),
+                             "--epochs", "1", "--overwrite"], capsys)
+        assert code == 2 and err.startswith("mdu.py: step 1: loss [nan") and "lower --lr 0.001" in err, err
+        assert {f.name for f in (tmp_path / "run").iterdir()} == {"run.json", "metrics.jsonl"}
+        assert (tmp_path / "run/metrics.jsonl").read_text() == ""
+
+
+def test_rows_that_processes_cannot_share_evenly_are_refused(base, tmp_path, monkeypatch, capsys):
+    """Of 8 rows 3 processes would take 2 or 3; 4 processes take 2 each."""
+    monkeypatch.setattr(mdu, "train", break_off)
+    for n, words in ((3, "--batch-size 4 x --grad-accum 2 = 8 rows per step: cannot be shared evenly by 3"), (4, None)):
+        monkeypatch.setattr(mdu, "world_size", lambda: n)
+        argv = ["--model", str(base), "--batch-size", "4", "--grad-accum", "2", "--out", str(tmp_path / "run")]
+        with pytest.raises(ValueError, match=words) if words else pytest.raises(Broken):
+            mdu.main(argv)
 
 
 def test_accumulation_and_processes_change_nothing(base, tmp_path):
@@ -2139,7 +2215,7 @@ def test_accumulation_and_processes_change_nothing(base, tmp_path):
                     "--out", str(tmp_path / "processes")], check=True, timeout=120, cwd=tmp_path)
     one, start = weights(tmp_path / "one"), weights(base)
     assert max((one[k] - start[k]).abs().max() for k in one) > 1e-4
-    logs = {run: [json.loads(line) for line in open(tmp_path / run / "metrics.jsonl")]
+    logs = {run: read_lines(tmp_path / run / "metrics.jsonl")
             for run in ("one", "four", "processes")}
     for other in ("four", "processes"):
         for a, b in zip(logs["one"], logs[other], strict=True):
@@ -2149,10 +2225,11 @@ def test_accumulation_and_processes_change_nothing(base, tmp_path):
             torch.testing.assert_close(value, one[key], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_training_equals_a_plain_loop(base, tmp_path, sharded, monkeypatch):
-    """Three steps of NPO at lambda 0.5 against AdamW, clipping and the schedule written out,
-    on means over the whole batch; and bit for bit against an unsharded model and torch's own, with FSDP and without."""
+@pytest.mark.parametrize("method, retain_weight, sharded", [
+    ("npo", 0.5, False), ("npo", 0.5, True), ("mdu", 0.0, False)])
+def test_training_equals_a_plain_loop(base, tmp_path, method, retain_weight, sharded, monkeypatch):
+    """Three steps against torch's own AdamW, the schedule written out, on means over the whole batch, gradients clipped
+    where their norm is above 1 (mdu's alone is below): bit for bit, with FSDP and without."""
     shard = mdu.shard
 
     def share_out(predictor, dtype):
@@ -2162,41 +2239,30 @@ def test_training_equals_a_plain_loop(base, tmp_path, sharded, monkeypatch):
         assert isinstance(next(predictor.parameters()), torch.distributed.tensor.DTensor)
     if sharded:
         monkeypatch.setattr(mdu, "shard", share_out)
-    argv = ["--method", "npo", "--model", str(base), "--epochs", "1", "--lr", "1e-4", "--retain-weight", "0.5"]
-    mdu.main([*argv, "--out", str(tmp_path)])
-    o, splits = options(*argv), mdu.toy_world()
-    splits["train_retain"] = splits["retain"]
-    (model, tokenizer), (frozen, _), (plain, _) = (mdu.load_backbone(str(base)) for _ in range(3))
-    drawn = mdu.encode_pools(o, splits, model, tokenizer)
-    adamw = torch.optim.AdamW(plain.parameters(), weight_decay=0.0, fused=True)
-    parameters = dict(model.lm.named_parameters())
-    first, second = ({k: torch.zeros_like(p) for k, p in parameters.items()} for _ in range(2))
-    logs = [json.loads(line) for line in open(tmp_path / "metrics.jsonl")]
-    for step, lr in enumerate([1e-4, 1e-4, 0.5e-4]):  # one step of warm-up, then half a cosine over the two others
+    argv = ["--method", method, "--model", str(base), "--epochs", "1", "--lr", "1e-4", "--retain-weight", retain_weight]
+    o = options(*map(str, argv))
+    mdu.main([*map(str, argv), "--out", str(tmp_path)])
+    (model, tokenizer), (frozen, _) = (mdu.load_backbone(str(base)) for _ in range(2))
+    drawn = mdu.encode_pools(o, mdu.load_data(o), model, tokenizer)
+    adamw = torch.optim.AdamW(model.parameters(), weight_decay=0.0, fused=True)
+    logs = read_lines(tmp_path / "metrics.jsonl")
+    for log_line, lr in zip(logs, [1e-4, 1e-4, 0.5e-4], strict=True):  # one step of warm-up, then half a cosine
+        step = log_line["step"] - 1
         examples = [sorted(rows, key=lambda e: len(e.prompt + e.response))  # the order of the sums, for the last bit
                     for rows in mdu.draw_examples(o, drawn, range(8 * step, 8 * step + 8))]
-        forget, retain = mdu.step_losses(o, plain, frozen, *examples)
-        ((forget.sum() + 0.5 * retain.sum()) / 8).backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        adamw.param_groups[0]["lr"] = logs[step]["lr"]
+        forget, retain = mdu.step_losses(o, model, frozen, *examples)
+        ((forget.sum() + retain_weight * retain.sum()) / 8).backward()
+        norm = math.sqrt(sum(p.grad.double().pow(2).sum().item() for p in model.parameters()))
+        assert (norm < 1) == (method == "mdu")
+        if norm > 1:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adamw.param_groups[0]["lr"] = log_line["lr"]
         adamw.step()
         adamw.zero_grad()
-        forget, retain = mdu.step_losses(o, model, frozen, *examples)
-        grads = torch.autograd.grad(forget.mean() + 0.5 * retain.mean(), list(parameters.values()))
-        norm = math.sqrt(sum(g.pow(2).sum().item() for g in grads))
-        assert logs[step]["grad_norm"] == pytest.approx(norm, rel=1e-4) and logs[step]["lr"] == pytest.approx(lr)
-        assert (logs[step]["forget"], logs[step]["retain"]) == pytest.approx(
-            (forget.mean().item(), retain.mean().item()), rel=1e-4)
-        with torch.no_grad():
-            for (k, p), g in zip(parameters.items(), grads):
-                g = g * min(1.0, 1.0 / norm)
-                first[k], second[k] = 0.9 * first[k] + 0.1 * g, 0.999 * second[k] + 0.001 * g * g
-                corrected = second[k] / (1 - 0.999 ** (step + 1))
-                p -= lr * (first[k] / (1 - 0.9 ** (step + 1))) / (corrected.sqrt() + 1e-8)
-    assert len(logs) == 3
+        assert [log_line[k] for k in ("grad_norm", "lr", "forget", "retain")] == pytest.approx(
+            [norm, lr, forget.mean().item(), retain.mean().item() if retain_weight else 0], rel=1e-4)
     for key, value in weights(tmp_path).items():
-        torch.testing.assert_close(value, parameters[key].detach(), rtol=0, atol=2e-6)
-        assert torch.equal(value, plain.lm.state_dict()[key])
+        assert torch.equal(value, model.lm.state_dict()[key])
 
 
 def test_python_mdu_trains_the_base_it_lacks(tmp_path, tofu, monkeypatch):
@@ -2291,7 +2357,7 @@ def watch(argv, out, at=None, act=break_off, **patches):
 
 def rows_shown(out, n, steps):
     """What n processes were shown in their first steps of 12 rows: [forget, retain], step after step, each in order."""
-    ranks = [[sum((json.loads(line)[part] for line in open(f"{out}.shown-{n}-{r}")), []) for part in (0, 1)]
+    ranks = [[sum((both[part] for both in read_lines(f"{out}.shown-{n}-{r}")), []) for part in (0, 1)]
              for r in range(n)]
     return [[row for s in range(steps)
              for row in sorted(row for r in range(n) for row in ranks[r][part][s * 12 // n:(s + 1) * 12 // n])]
@@ -2384,7 +2450,7 @@ def many(base, files, tmp_path_factory):
 def ends(out):
     """All that a finished run leaves: weights and optimizer states, whole, and the lines of metrics.jsonl without its
     clock."""
-    lines = [json.loads(line) for line in open(Path(out) / "metrics.jsonl")]
+    lines = read_lines(Path(out) / "metrics.jsonl")
     lines = [{k: v for k, v in line.items() if "second" not in k} for line in lines]
     return safetensors.torch.load_file(f"{out}.state"), lines
 
@@ -2588,11 +2654,11 @@ def test_resume_wants_the_same_start(base, tmp_path, capsys):
     argv = ["--method", "npo", "--model", str(start), "--epochs", "1", "--checkpoint-every", "1"]
     with pytest.raises(Broken):
         watch(argv, run, at=2)
-    before, old = snapshot(run), weights(start)
-    safetensors.torch.save_file({k: v + 1e-3 for k, v in old.items()}, start / "model.safetensors", {"format": "pt"})
+    before = snapshot(run)
+    reweigh(start, lambda x: x + 1e-3)
     code, err = program([*argv, "--resume", "--out", str(run)], capsys)
     assert code == 2 and "weights have changed" in err and snapshot(run) == before, err
-    safetensors.torch.save_file(old, start / "model.safetensors", {"format": "pt"})
+    shutil.copy(base / "model.safetensors", start)
     assert program([*argv, "--resume", "--out", str(run)], capsys)[0] == 0 and (run / "config.json").is_file()
 
 
@@ -3008,7 +3074,7 @@ def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
     predictor, tokenizer = mdu.load_backbone(str(run))
     seen = []
     for number, (split, scores) in enumerate(summary["splits"].items()):
-        records = [json.loads(line) for line in open(run / f"eval/{split}.jsonl")]
+        records = read_lines(run / f"eval/{split}.jsonl")
         assert scores["n"] == len(records) == 5
         last = ("rougeL_f1_paraphrased", "rougeL_recall_paraphrased") if number < 2 else ("prob_options",)
         for key in ("rougeL_f1", "rougeL_recall", "prob", "fact", *last):
@@ -3125,12 +3191,9 @@ def test_evaluation_says_what_differs_and_refuses_what_does_not_fit(base, files,
         with pytest.raises(ValueError, match=words):
             ev.main(list(map(str, argv)))
         assert {f: b for f, b in snapshot(tmp_path).items() if "partial" not in f.parts} == before
-    damaged = tmp_path / "damaged"
-    shutil.copytree(base, damaged)
-    nans = {k: x * math.nan for k, x in weights(base).items()}
-    safetensors.torch.save_file(nans, damaged / "model.safetensors", {"format": "pt"})
+    spoil(run)
     with pytest.raises(ValueError, match="not finite"):
-        ev.main([str(damaged), *flags])
+        ev.main([str(run), *flags])
 
 
 def test_a_retain_model_never_sees_the_forget_rows(tofu, tmp_path, monkeypatch, capsys):
@@ -3219,6 +3282,50 @@ def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
         ev.main(["--report", *runs, "--questions", "4"])
     with pytest.raises(ValueError, match="no truth ratios"):
         ev.main(["--report", *runs, "--retain-run", runs[0]])
+
+
+def test_a_row_on_the_screen():
+    """What is printed of a run when it is scored: title and figures of each split, then those of the whole run."""
+    tofu = {"forget": dict(n=4, rougeL_f1=0.1234, rougeL_recall=0.9, prob=0.5, fact=0.25), "retain": dict(prob=1.0)}
+    assert ev.screen_row("out/toy/ga", dict(splits=tofu, model_utility=0.61234, forget_quality=0.00012)) == (
+        "out/toy/ga               | Forget 0.123 0.500 | Retain 1.000 | fact 0.25 | utility 0.612 | "
+        "forget quality 0.00012")
+    rwku = {"forget_level1": dict(rougeL_recall=0.25), "utility_truthfulness": dict(mc2=0.5, mc1=1.0),
+            "utility_factuality": dict(em=0.0, f1=0.125)}
+    assert ev.screen_row("x", dict(splits=rwku, model_utility=None, forget_quality=None)) == (
+        "x                        | F-L1 0.250 | TruthfulQA 1.000 0.500 | TriviaQA 0.000 0.125")
+
+
+def test_report_against_a_retain_model_and_of_equal_titles(tmp_path):
+    """Worked by hand: by R's order 4 questions of a model and of the retain model lie apart (2 of 70 interleavings),
+    are the same (all), or alternate in pairs, D = 1/2 (54 of 70).  Seeds are averaged; another --lr is told apart."""
+    mixed = {"base": (0.1, 0.2, 0.3, 0.4), "retain": (2, 3, 4, 5), "npo": (2, 3, 4, 5), "npo-2": (2, 3, 4, 5),
+             "low": (1.1, 1.2, 3.1, 3.2)}
+    runs = []
+    for k, (name, wrong) in enumerate(mixed.items()):
+        runs.append(scored(tmp_path, name, "npo" if k > 1 else "sft", seed=2 if name == "npo-2" else 1, rougeL_f1=0.5,
+                           prob=0.5, perplexity_median=k + 0.5, perplexity_mean=3000.25 + k))
+        edit(tmp_path / name / "eval/forget.jsonl", lambda x: "".join(json.dumps(
+            {**json.loads(line), "nll_perturbed": [w, w]}) + "\n" for line, w in zip(x.splitlines(), wrong)).encode())
+        edit(tmp_path / name / "eval/summary.json", put("protocol.perplexity", 6))
+    edit(tmp_path / "retain/run.json", put("options.retain_only", True))
+    edit(tmp_path / "low/run.json", put("options.lr", 1e-9))
+    ev.main(["--report", *runs, "--retain-run", runs[1]])
+    tables = [[line for line in part.splitlines() if not line.startswith("|---")]
+              for part in (tmp_path / "report.md").read_text().split("\n\n") if part.startswith("| Method")]
+    npo, low = f"NPO ({runs[2]})", f"NPO ({runs[4]})"
+    assert [line.split(" | ")[0] for line in tables[0]] == [
+        f"| {title}" for title in ("Method", "Base", "Retain model", npo, low)]
+    assert tables[1] == ["| Method | Forget quality ↑ |", "| Base | 0.029 |", "| Retain model | 1 |",
+                         f"| {npo} | **1** ± 0 |", f"| {low} | <u>0.77</u> |"]
+    assert tables[2] == ["| Method | Forget median | Forget mean |", "| Base | 0.50 | 3,000.25 |",
+                         "| Retain model | 1.50 | 3,001.25 |", f"| {npo} | 3.00 ± 0.71 | 3,002.75 ± 0.71 |",
+                         f"| {low} | 4.50 | 3,004.25 |"]
+    text = (tmp_path / "report.md").read_text()
+    assert f"never saw the forget rows ({runs[1]})" in text and "6 masks each" in text
+    methods = json.loads((tmp_path / "report.json").read_text())["methods"]
+    assert [m["title"] for m in methods] == ["Base", "Retain model", npo, low]
+    assert [m["forget_quality"]["mean"] for m in methods] == pytest.approx([2 / 70, 1, 1, 54 / 70])
 
 
 def test_the_base_has_no_rank_and_the_sweep_its_order(tmp_path):
@@ -3324,7 +3431,7 @@ def test_anchor_kl_equals_slow_loop():
 def test_step_0_of_a_diagnosed_run_is_the_base(unlearned):
     """metrics.jsonl: KLs before training, at both ends of an epoch and nowhere else;
     the base is 0 from itself, then not."""
-    lines = [json.loads(line) for line in open(unlearned / "metrics.jsonl")]
+    lines = read_lines(unlearned / "metrics.jsonl")
     assert [line["step"] for line in lines if "kl" in line] == [0, 3, 6] and len(lines) == 7
     assert lines[0]["kl"]["base"] == pytest.approx(0, abs=1e-6) and lines[-1]["kl"]["base"] > 1e-3
 
@@ -3332,7 +3439,7 @@ def test_step_0_of_a_diagnosed_run_is_the_base(unlearned):
 def test_the_last_step_is_diagnosed_wherever_it_falls(base, tmp_path):
     """1.4 epochs of 24 rows are 33.6 rows, so 5 steps of 8: KLs before the first, after the third and the fifth."""
     mdu.main(["--model", str(base), "--epochs", "1.4", "--diagnose", "--out", str(tmp_path)])
-    lines = [json.loads(line) for line in open(tmp_path / "metrics.jsonl")]
+    lines = read_lines(tmp_path / "metrics.jsonl")
     assert [(line["step"], "kl" in line) for line in lines] == [
         (0, True), (1, False), (2, False), (3, True), (4, False), (5, True)]
 
@@ -3566,6 +3673,35 @@ def test_infill_of_an_oracle(base, monkeypatch, analysed):
     assert len(oracle.calls) == 128 and len(set(oracle.calls[96:])) > 20
 
 
+def test_convergence_shows_what_was_logged(unlearned, analysed):
+    """Epochs and KLs of metrics.jsonl, a panel for each of the three; lines without a KL are passed over."""
+    logged = [line for line in read_lines(unlearned / "metrics.jsonl") if "kl" in line]
+    panels = analysed(unlearned, "convergence")["panels"]
+    for panel, target in zip(panels, ("base", "anchor", "uniform"), strict=True):
+        assert target in panel["title"] and len(set(panel["series"]["MDU τ=1"][1])) == 3
+        assert panel["series"] == {"MDU τ=1": [[0, 1, 2], [line["kl"][target] for line in logged]]}
+
+
+def test_gallery_marks_what_the_answers_share(base, unlearned, random_toys, analysed, monkeypatch):
+    """Each question, and what every run wrote to it, in the order of the runs; what is the reference's is flagged."""
+    tokenizer = random_toys[2]
+    rows = [mdu.toy_world()["forget"][i] for i in (3, 1)]
+    assert rows[0]["answer"] == "The books of Petra Osei are comedy."
+    written = iter([["The books of Oslo are comedy.", ""], ["haiku of comedy", "Oslo."]])
+
+    def write(model, prompts, *_):
+        texts = dict(zip([row["question"] for row in rows], next(written)))
+        asked = [next(q for q in texts if mdu.encode_prompt(tokenizer, q) == prompt) for prompt in prompts]
+        return [mdu.encode_text(tokenizer, texts[question]) + [1, 5] for question in asked]
+    monkeypatch.setattr(ev, "generate", write)
+    blocks = analysed([base, unlearned], "gallery", "--questions", "3,1")["blocks"]
+    assert blocks == [[["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]], *answers]
+                      for row, answers in zip(rows, (
+        [["Base", [["The books of", True], [" Oslo ", False], ["are comedy", True], [".", False]]],
+         ["MDU τ=1", [["haiku of ", False], ["comedy", True]]]],
+        [["Base", []], ["MDU τ=1", [["Oslo.", False]]]]))]
+
+
 def test_relearning_is_taught_a_tenth_and_scored_on_the_rest(base, unlearned, tmp_path, monkeypatch, analysed):
     """What SFT is given, and what is scored; if SFT changes nothing, nothing returns."""
     typed = []
@@ -3586,7 +3722,7 @@ def test_relearning_is_taught_a_tenth_and_scored_on_the_rest(base, unlearned, tm
     assert all(panel["series"]["before"] == panel["series"]["after"] for panel in result["panels"])
     shutil.copytree(unlearned, tmp_path / "mdu")
     ev.main([str(tmp_path / "mdu"), "--samples", "2", "--steps", "4", "--brief"])
-    recall = [json.loads(line)["rougeL_recall"] for line in open(tmp_path / "mdu/eval/forget.jsonl")]
+    recall = [r["rougeL_recall"] for r in read_lines(tmp_path / "mdu/eval/forget.jsonl")]
     assert result["panels"][1]["series"]["before"][1] == pytest.approx(sum(recall[i] for i in range(24) if i % 10) / 21)
 
 
@@ -3662,12 +3798,12 @@ def test_bad_input_of_analyses(base, unlearned, tmp_path, capsys, monkeypatch):
     """One line, exit code 2, and what was measured before stays."""
     for name in ("other", "unfinished", "nan"):
         shutil.copytree(unlearned, tmp_path / name)
+    shutil.copytree(base, tmp_path / "another")
     info = json.loads((tmp_path / "other/run.json").read_text())
     info["data"]["forget"]["sha256"] = "0"
     (tmp_path / "other/run.json").write_text(json.dumps(info))
     (tmp_path / "unfinished/config.json").unlink()
-    nans = {k: x * math.nan for k, x in weights(tmp_path / "nan").items()}
-    safetensors.torch.save_file(nans, tmp_path / "nan/model.safetensors", {"format": "pt"})
+    spoil(tmp_path / "nan")
     (tmp_path / "analysis").mkdir()
     (tmp_path / "analysis/roles.json").write_text("{}")
     before = snapshot(tmp_path)
@@ -3681,6 +3817,7 @@ def test_bad_input_of_analyses(base, unlearned, tmp_path, capsys, monkeypatch):
             (f"roles --redraw {tmp_path}/nan", "not what --analysis roles writes"),
             (f"infill --redraw {tmp_path}/nan", "not there"),
             (f"roles --redraw --samples 3 {tmp_path}/nan", "not used with --redraw"),
+            (f"roles {unlearned} {tmp_path}/another", "give runs of one base"),
             (f"relearn --limit 1 {unlearned}", "leave none to score")):
         with pytest.raises(SystemExit) as stop:
             mdu.run_program("eval.py", lambda: ev.main(["--analysis", *typed.split()]))
