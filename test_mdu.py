@@ -11,6 +11,7 @@ import ast
 import contextlib
 import copy
 import fnmatch
+import functools
 import hashlib
 import inspect
 import io
@@ -813,6 +814,34 @@ def test_commands_in_the_readme_parse():
         mdu.resolve(mdu.parse(argv)) if command[1] == "mdu" else ev.parse(argv)
         programs.add(command[1])
     assert programs == {"mdu", "eval"}
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@pytest.mark.parametrize("target", ["demo", "table", "figures", "rwku"])
+def test_commands_of_make_parse(target, tmp_path, monkeypatch):
+    """Every command that `make` would run is accepted, what stands in Python on one line too; what is started from,
+    scored, reported or drawn was trained before, and all that is trained is shown at the end."""
+    shell = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    typed = subprocess.run(["make", "-n", target], cwd=Path(mdu.__file__).parent, env=shell, check=True, text=True,
+                           capture_output=True).stdout
+    called, trained, shown = [], set(), set()
+    for name in ("mdu", "eval"):
+        main = functools.partial(lambda name, argv: called.append((name, argv)), name)
+        monkeypatch.setitem(sys.modules, name, mock.Mock(main=main))
+    monkeypatch.setattr("glob.glob", lambda pattern: [pattern])
+    monkeypatch.chdir(tmp_path)  # where no folder is there yet
+    for code, program, words in re.findall(r"python (?:-c '(.*?)'|(mdu|eval)\.py ([^\n]*))", typed, re.S):
+        exec(code, {}) if code else called.append((program, words.split()))
+    for program, argv in called:
+        if program == "mdu":
+            o = mdu.resolve(mdu.parse(argv))
+            assert o.model in (None, *trained)
+            trained.add(o.out)
+        else:
+            a = ev.parse(argv)
+            assert {run for run in (*a.runs, a.retain_run or a.runs[0]) if "*" not in run} <= trained
+            shown |= set(a.runs if a.report or a.analysis else [])
+    assert shown >= trained if target != "rwku" else any("*" in run for run in shown)
 
 
 @pytest.fixture(scope="session")
@@ -1658,7 +1687,7 @@ def test_a_corpus_tells_known_from_made_up(base, tmp_path, monkeypatch):
     monkeypatch.setattr(mdu, "encode_prompt", lambda tokenizer, question, prefill="": question)
     monkeypatch.setattr(mdu, "load_backbone", lambda *_, **__: (None, None))
     monkeypatch.setattr(ev, "generate", lambda p, prompts, *_, **__: [
-        "real" if "You know Stephen King very well." in text else "made up" for text in prompts])
+        "real" if re.search("You know (Stephen King|Bruce Lee) very well.", text) else "made up" for text in prompts])
     monkeypatch.setattr(ev, "decode", lambda p, tokenizer, text: text)
     ev.generate_corpus(str(tmp_path), args(preset="toy-rwku", model=str(base), data=None, subject="1", seed=0,
                                            generate_corpus=2))
@@ -2197,9 +2226,9 @@ def test_training_that_diverges_ends_in_one_line(base, tmp_path, capsys):
 
 
 def test_rows_that_processes_cannot_share_evenly_are_refused(base, tmp_path, monkeypatch, capsys):
-    """Of 8 rows 3 processes would take 2 or 3; 4 processes take 2 each."""
+    """Of 8 rows 3 processes would take 2 or 3; 8 processes take one each."""
     monkeypatch.setattr(mdu, "train", break_off)
-    for n, words in ((3, "--batch-size 4 x --grad-accum 2 = 8 rows per step: cannot be shared evenly by 3"), (4, None)):
+    for n, words in ((3, "--batch-size 4 x --grad-accum 2 = 8 rows per step: cannot be shared evenly by 3"), (8, None)):
         monkeypatch.setattr(mdu, "world_size", lambda: n)
         argv = ["--model", str(base), "--batch-size", "4", "--grad-accum", "2", "--out", str(tmp_path / "run")]
         with pytest.raises(ValueError, match=words) if words else pytest.raises(Broken):
