@@ -62,7 +62,8 @@ def rows_of(masked):
 
 def slow_softmax(row):
     exps = [z.exp() for z in row]
-    return [e / sum(exps) for e in exps]
+    total = sum(exps)
+    return [e / total for e in exps]
 
 
 def slow_mdu(logits, anchor, masked, tau):
@@ -73,7 +74,8 @@ def slow_mdu(logits, anchor, masked, tau):
         for m in rows:
             p = slow_softmax(logits[m])
             power = [1.0] * len(p) if tau == 0 else [q.item() ** tau for q in slow_softmax(anchor[m])]
-            total = total + sum(p_v * (p_v.log() - log(u_v / sum(power))) for p_v, u_v in zip(p, power))
+            z = sum(power)
+            total = total + sum(p_v * (p_v.log() - log(u_v / z)) for p_v, u_v in zip(p, power))
         out.append(total / max(len(rows), 1))
     return torch.stack(out)
 
@@ -182,6 +184,9 @@ FLAT, TILT, STEEP = [0.0, 0.0], [0.0, log(3)], [0.0, log(9)]                 # p
     ("wga_loss", (f64(TILT, FLAT), FIRST, TWO, 1.0), -log(2)),
     ("wga_loss", (f64(TILT, FLAT), FIRST, TWO, 2.0), -3 / 8 * log(2)),
     ("dpo_loss", (f64(1), f64(1 + log(3)), f64(2 + log(3)), f64(2), 0.5), log(4 / 3)),
+    ("mdu_loss", (f64(TILT, STEEP), f64(TILT, STEEP), TWO, 1.0), 0),
+    ("mdu_loss", (f64(TILT), f64(STEEP), ONE, 1e-12), 3 / 4 * log(3) - log(2)),
+    ("npo_loss", (f64(3), f64(3), 0.5), 4 * log(2)), ("dpo_loss", (f64(3), f64(3), f64(1), f64(1), 0.5), log(2)),
 ])
 def test_losses_by_hand(function, args, expected):
     """Each loss against pencil and paper.
@@ -193,42 +198,9 @@ def test_losses_by_hand(function, args, expected):
     NPO  -2/beta log sigma(1/2 * 2 log 3) = -4 log 3/4   SimNPO  the same: nll/4 - 1 = 2 log 3
     WGA  -(1/4 log 4 + 1/2 log 2) = -log 2, and with gamma 2: -(1/16 log 4 + 1/4 log 2) = -3/8 log 2
     DPO  ratios +log 3 (chosen) and -log 3 (rejected): -log sigma(1/2 * 2 log 3) = -log 3/4
+    Last at their ends: MDU that has arrived, MDU whose tau goes to 0, and what NPO and DPO start from, -log 1/2.
     """
     near(getattr(mdu, function)(*args), f64(expected))
-
-
-def test_mdu_limits():
-    """tau 1 with equal logits gives 0 and no push; tau 0 gives log V - entropy, the limit tau -> 0 of any anchor."""
-    v = problem()
-    value, grads = evaluate(mdu.mdu_loss, ("logits", "anchor", "masked", 1.0), dict(v, anchor=v["logits"]))
-    near(value, torch.zeros(5).double(), 1e-14)
-    near(grads["logits"], torch.zeros_like(v["logits"]), 1e-14)
-    entropy = torch.distributions.Categorical(logits=v["logits"]).entropy()
-    expected = f64(*(sum(log(6) - entropy[m].item() for m in rows) / max(len(rows), 1)
-                     for rows in rows_of(v["masked"])))
-    near(mdu.mdu_loss(v["logits"], None, v["masked"], 0), expected)
-    near(mdu.mdu_loss(v["logits"], v["anchor"], v["masked"], 1e-9), expected, 1e-7)
-
-
-def test_ratio_losses_limits():
-    """At small beta NPO pushes as GA does and SimNPO as GA per token, also through the logits; DPO starts at log 2."""
-    v = problem()
-    for function, names, scale in (("npo_loss", ("nll", "nll_ref", 1e-9), torch.ones(5)),
-                                   ("simnpo_loss", ("nll", "length", 1e-9, 0.4), v["length"])):
-        grad = evaluate(getattr(mdu, function), names, v)[1]["nll"]
-        ga = evaluate(mdu.ga_loss, ("nll",), v)[1]["nll"]
-        near(grad * scale, ga, 1e-7)
-    unit = ("logits", "targets", "masked", "t")
-    npo = evaluate(lambda *a: mdu.npo_loss(mdu.sft_loss(*a), v["nll_ref"], 1e-9), unit, v)[1]["logits"]
-    near(npo, evaluate(lambda *a: mdu.ga_loss(mdu.sft_loss(*a)), unit, v)[1]["logits"], 1e-6)
-    near(mdu.dpo_loss(v["nll_win"], v["nll_win"], v["nll_lose"], v["nll_lose"], 0.1), f64(*[log(2)] * 5))
-
-
-def test_wga_weight_carries_no_gradient():
-    """One position with p = 1/4: the gradient of w log p is w (1 - p) = 3/16, with no term from dw."""
-    logits = f64(TILT).requires_grad_()
-    mdu.wga_loss(logits, FIRST[:1], ONE, 1.0).sum().backward()
-    near(logits.grad, f64([3 / 16, -3 / 16]))
 
 
 @every_loss_of_logits
@@ -331,45 +303,9 @@ def test_mask_tokens_follows_its_definition(sampling, at_least_one):
         assert t[b].item() == pytest.approx(rate, rel=1e-6)
     assert (empty > 50) == (sampling == "bernoulli") and mdu.T_MIN == 0.001
     assert torch.equal(ids, before) and torch.equal(noised, torch.where(masked, torch.tensor(MASK), ids))
-
-
-def test_bernoulli_masks_at_rate_t():
-    """The masked share of 20000 tokens is within 5 sigma of t from 0.001 to 1; a coin equal to t masks nothing."""
-    n, u = 20000, torch.tensor([0.0, 0.1, 0.5, 0.9, math.nextafter(1, 0)], dtype=torch.float64)
-    coins = torch.from_numpy(np.random.default_rng(1).random((5, n)))
-    answer = torch.ones(5, n, dtype=torch.bool)
-    _, masked, t = mdu.mask_tokens(torch.ones(5, n, dtype=torch.long), answer, MASK, u, coins)
-    assert t.tolist() == pytest.approx([0.001, 0.1009, 0.5005, 0.9001, 1.0])
-    share = masked.double().mean(1)
-    assert ((share - t).abs() <= 5 * (t * (1 - t) / n).sqrt() + 1e-12).all(), share
-    assert masked[0].any() and masked[4].all()
+    # A coin equal to t masks nothing.
     edge = torch.tensor([[mdu.T_MIN, math.nextafter(mdu.T_MIN, 0)]], dtype=torch.float64)
     assert mdu.mask_tokens(torch.ones(1, 2).long(), edge > 0, MASK, f64(0.0), edge)[1].tolist() == [[False, True]]
-
-
-def assert_subset_shares(masks):
-    """Eq. 7's distribution by enumeration: each subset of size l of n positions has probability 1/(n C(n, l))."""
-    N, n = masks.shape
-    codes = (masks.long() * 2 ** torch.arange(n)).sum(1).bincount(minlength=2 ** n).double() / N
-    for subset in range(2 ** n):
-        size = subset.bit_count()
-        p = 1 / (n * math.comb(n, size)) if size else 0.0
-        assert abs(codes[subset].item() - p) <= 5 * math.sqrt(p * (1 - p) / N), (n, subset, codes[subset].item(), p)
-
-
-def test_draws_are_uniform_over_the_answer():
-    """Shares in 60000 draws: by count each subset as in the enumeration; of forced tokens each of the four 1/4."""
-    N, rng = 60000, np.random.default_rng(2)
-    u, coins = torch.from_numpy(rng.random(N)), torch.from_numpy(rng.random((N, 6)))
-    ids, answer = torch.ones(N, 6).long(), torch.tensor([[False, True, True, True, True, False]]).expand(N, 6)
-    masked = mdu.mask_tokens(ids, answer, MASK, u, coins, "count")[1]
-    assert not masked[:, [0, 5]].any()
-    assert_subset_shares(masked[:, 1:5])
-    plain, forced = (mdu.mask_tokens(ids, answer, MASK, 0 * u, coins, at_least_one=x)[1] for x in (False, True))
-    drawn = plain.any(1)                                                     # at t = 0.001 nearly every draw is empty
-    assert torch.equal(plain[drawn], forced[drawn]) and (forced[~drawn].sum(1) == 1).all()
-    share = forced[~drawn].double().mean(0)
-    assert not share[[0, 5]].any() and (share[1:5] - 1 / 4).abs().max() < 5 * math.sqrt(3 / 16 / N), share
 
 
 def test_both_samplings_estimate_the_same_loss():
@@ -468,24 +404,13 @@ class Fake:
         return scores
 
 
-@pytest.fixture(scope="module")
-def llama():
-    """A random two-layer Llama without the causal mask, as a predictor."""
-    config = transformers.LlamaConfig(vocab_size=11, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                                      num_attention_heads=4, max_position_embeddings=64, initializer_range=0.4)
+def tiny(seed, mask_id=0, pad_id=1):
+    """A random bidirectional Llama with a vocabulary of 64 in float64, so that sums in any order agree."""
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                                      num_attention_heads=2, initializer_range=0.4)
     config.is_causal = False
-    torch.manual_seed(7)
-    model = transformers.LlamaForCausalLM(config).eval()
-
-    @torch.no_grad()
-    def predictor(ids, real, positions):
-        return model(input_ids=ids, attention_mask=real.long()).logits[positions]
-
-    predictor.mask_id, predictor.pad_id, predictor.by_entropy, predictor.vocab_size = MASK, PAD, False, 11
-    first = torch.tensor([[True, False]])
-    a, b = (predictor(torch.tensor([[1, x]]), first | True, first) for x in (2, 3))
-    assert not torch.allclose(a, b), "the first position must see the second"
-    return predictor
+    torch.manual_seed(seed)
+    return mdu.MaskPredictor(transformers.LlamaForCausalLM(config).double(), mask_id, pad_id, end_id=1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -503,7 +428,10 @@ def test_draw_masks():
     for n in (1, 2, 3, 4):
         masks = ev.draw_masks(n, 40000, [8, n])
         assert masks.shape == (40000, n) and masks.dtype == torch.bool
-        assert_subset_shares(masks)
+        shares = (masks.long() * 2 ** torch.arange(n)).sum(1).bincount(minlength=2 ** n).double() / 40000
+        for subset, share in enumerate(shares.tolist()):  # 1/n for its size, shared by the C(n, size) of that size
+            p = 1 / (n * math.comb(n, subset.bit_count())) if subset else 0.0
+            assert abs(share - p) <= 5 * math.sqrt(p * (1 - p) / 40000), (n, subset, share, p)
     first = ev.draw_masks(20, 128, [1, 2])
     assert torch.equal(first, ev.draw_masks(20, 128, [1, 2]))
     assert all(not torch.equal(first, ev.draw_masks(20, 128, seed)) for seed in ([1, 3], [2, 1], [1], [1, 2, 3]))
@@ -582,8 +510,9 @@ def test_scores_at_once_are_bounded(monkeypatch):
     assert [len(ids) for ids, *_ in fake.calls] == [2, 1]
 
 
-def test_masked_nll_of_a_transformer_is_batch_independent(llama):
+def test_masked_nll_of_a_transformer_is_batch_independent():
     """A real bidirectional transformer: padded batches against one question and one mask at a time."""
+    llama = tiny(7, MASK, PAD)
     masks = [ev.draw_masks(len(response), 6, [11, i]) for i, (_, response) in enumerate(PAIRS)]
     together = ev.masked_nll(llama, PAIRS, masks)
     for pair, subset, nll in zip(PAIRS, masks, together):
@@ -743,9 +672,9 @@ def test_generate_never_writes_the_mask_token():
 
 
 @pytest.mark.parametrize("length, steps", [(6, 6), (7, 3)])
-def test_generate_is_batch_independent(llama, length, steps):
+def test_generate_is_batch_independent(length, steps):
     """Prompts of different lengths in batches of 2 or all together against one at a time: the fake and the Llama."""
-    for predictor in (Fake(), llama):
+    for predictor in (Fake(), tiny(7, MASK, PAD)):
         alone = [ev.generate(predictor, [prompt], length, steps)[0] for prompt in PROMPTS]
         assert len({tuple(tokens) for tokens in alone}) > 1
         for batch_size in (2, 64):
@@ -1199,15 +1128,6 @@ def test_micro_batches_keep_pairs_together():
     assert sorted(kept) == sorted(known(*retain)) and lengths == sorted(lengths)
 
 
-def tiny(seed):
-    """A random bidirectional Llama with a vocabulary of 64 in float64, so that sums in any order agree."""
-    config = transformers.LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-                                      num_attention_heads=2, mask_token_id=0, pad_token_id=1)
-    config.is_causal = False
-    torch.manual_seed(seed)
-    return mdu.MaskPredictor(transformers.LlamaForCausalLM(config).double(), mask_id=0, pad_id=1, end_id=1)
-
-
 def slow_step(o, model, frozen, forget, retain):
     """Algorithm 1 one sequence at a time, unpadded, from full logits: the sum of the forget losses,
     that of the retain losses."""
@@ -1244,17 +1164,11 @@ def slow_step(o, model, frozen, forget, retain):
             losses.append(sum((lp[j, e.response[i]].detach().exp() ** o.gamma * lp[j, e.response[i]]
                                for j, i in enumerate(hit)), 0 * lp.sum()))
         else:
-            y = sft(model, e)
-            y0 = sft(frozen, e).detach()
-            logsigmoid = F.logsigmoid
-            if o.method == "dpo":
-                win = forget[half + i]
-                losses.append(-logsigmoid(o.beta * (sft(frozen, win).detach() - sft(model, win) - y0 + y)))
-            else:
-                losses.append({"ga": lambda: -y, "gd": lambda: -y, "sft": lambda: y,
-                               "npo": lambda: -2 / o.beta * logsigmoid(o.beta * (y - y0)),
-                               "simnpo": lambda: -2 / o.beta * logsigmoid(o.beta * (y / len(e.response) - o.delta)),
-                               }[o.method]())
+            y, y0 = sft(model, e), sft(frozen, e)
+            win = [sft(net, forget[half + i]) for net in (model, frozen)] if o.method == "dpo" else ()
+            given = {"npo": (y, y0, o.beta), "simnpo": (y, len(e.response), o.beta, o.delta),
+                     "dpo": (*win, y, y0, o.beta)}.get(o.method, (y,))
+            losses.append(y if o.method == "sft" else LOSSES["ga" if o.method == "gd" else o.method][1](*given))
     return sum(losses), sum((sft(model, e) for e in retain), torch.zeros(()))
 
 
@@ -3405,12 +3319,8 @@ class Other(Fake):
 
 
 def slow_kl(logits, target=None):
-    """KL(softmax(logits) || softmax(target)) of two rows of scores, the second uniform if absent, by a float64 loop."""
-    def softmax(row):
-        total = sum(math.exp(z) for z in row)
-        return [math.exp(z) / total for z in row]
-    p, q = softmax(logits.tolist()), softmax([0] * len(logits) if target is None else target.tolist())
-    return sum(a * log(a / b) for a, b in zip(p, q))
+    """KL(softmax(logits) || softmax(target)) of two rows of scores, the second uniform if absent."""
+    return slow_mdu(logits[None], target if target is None else target[None], ONE, int(target is not None)).item()
 
 
 @pytest.mark.parametrize("sampling", ["bernoulli", "count"])
