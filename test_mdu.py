@@ -713,6 +713,33 @@ def options(*argv):
     return mdu.resolve(mdu.parse(argv))
 
 
+def program(argv, capsys, main=mdu.main):
+    """mdu.py, or eval.py by its main, run to its end -> (exit code, its one line on stderr or "")."""
+    name = "eval.py" if main is ev.main else "mdu.py"
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        mdu.run_program(name, lambda: main(argv))
+    err = capsys.readouterr().err
+    assert err.count("\n") <= 1 and err.startswith(f"{name}: " if err else ""), err
+    return stop.value.code, err
+
+
+def edit(file, change):
+    file.write_bytes(change(file.read_bytes()))
+
+
+def put(path, value=...):
+    """A change of JSON text: the value at a.b.c (left out without one)."""
+    def change(text):
+        whole = part = json.loads(text)
+        *inner, last = path.split(".")
+        for key in inner:
+            part = part[int(key) if isinstance(part, list) else key]
+        part.pop(last) if value is ... else part.update({last: value})
+        return json.dumps(whole).encode()
+    return change
+
+
 def test_presets_resolve_to_their_documented_numbers():
     """Default < method < preset < flag, and every method gets the options that are its own and no others."""
     o = options("--preset", "toy")
@@ -773,35 +800,73 @@ def test_commands_of_make_parse(target, tmp_path, monkeypatch):
     assert shown >= trained if target != "rwku" else any("*" in run for run in shown)
 
 
+ROW = '{"question": "Who is number 0?", "answer": "It is word0."}'
+BAD_ROWS = {  # a file of rows: (what stands in it, words of the line that names it)
+    "malformed": (ROW + "\n" + ROW[:-3], ["line 2", "JSON"]), "array": ("[1, 2]", ["line 1", "object"]),
+    "empty": ("\n", ["no rows"]), "no-question": ('{"answer": "a"}', ["line 1", "question is None"]),
+    "empty-answer": (ROW + '\n\n{"question": "q", "answer": " "}', ["line 3", "answer is ' '"]),
+    "prompt-number": ('{"prompt": 3, "response": "a"}', ["question is 3"]),
+    "wrong-perturbed": (ROW[:-1] + ', "perturbed_answer": [3]}', ["line 1", "perturbed_answer"]),
+    "list-perturbed": (ROW[:-1] + ', "perturbed_answer": {"a": "b"}}', ["line 1", "perturbed_answer"]),
+    "wrong-paraphrase": (ROW[:-1] + ', "paraphrased_question": ["q"]}', ["paraphrased_question"]),
+    "both": ('{"question": "q", "prompt": "p", "answer": "a"}', ["line 1", "both question and prompt"]),
+    "twice": ('{"question": "q", "question": "p", "answer": "a"}', ["line 1", "'question' stands twice"]),
+    "nan": ('{"question": NaN, "answer": "a"}', ["line 1", "NaN is no number"]),
+    "nul": ("\0\0\0", ["line 1", "not JSON"]), "deep": ("[" * 100000, ["line 1", "recursion"]),
+    "digits": ('{"question": ' + "9" * 5000 + "}", ["line 1", "digits"]),
+    "surrogate": ('{"question": "\\ud800", "answer": "a"}', ["line 1", "question"]),
+    "utf16": (ROW.encode("utf-16"), ["not UTF-8"]),
+    "latin": (ROW.replace("Who", "Qué").encode("latin-1"), ["not UTF-8"]),
+}
+
+
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
     """Data files, good and bad."""
     root = tmp_path_factory.mktemp("data")
-    rows = [json.dumps({"question": f"Who is number {i}?", "answer": f"It is word{i}."}) for i in range(16)]
-    content = {"good": "\n".join(rows), "malformed": rows[0] + "\n" + rows[1][:-3], "array": "[1, 2]", "empty": "\n",
-               "no-question": '{"answer": "a"}', "empty-answer": rows[0] + '\n\n{"question": "q", "answer": " "}',
-               "prompt-number": '{"prompt": 3, "response": "a"}',
-               "wrong-perturbed": rows[0][:-1] + ', "perturbed_answer": [3]}',
-               "wrong-paraphrase": rows[0][:-1] + ', "paraphrased_question": ["q"]}',
-               "both": '{"question": "q", "prompt": "p", "answer": "a"}',
-               "twice": '{"question": "q", "question": "p", "answer": "a"}', "nan": '{"question": NaN, "answer": "a"}',
-               "nul": "\0\0\0", "list-perturbed": rows[0][:-1] + ', "perturbed_answer": {"a": "b"}}',
-               "deep": "[" * 100000, "digits": '{"question": ' + "9" * 5000 + "}",
-               "surrogate": '{"question": "\\ud800", "answer": "a"}',
-               "long": '{"question": "q", "answer": "' + "a " * 2000 + '"}\n' + "\n".join(rows)}
+    rows = "\n".join(ROW.replace("0", str(i)) for i in range(16))
+    content = {"good": rows, "long": '{"question": "q", "answer": "' + "a " * 2000 + '"}\n' + rows,
+               **{name: text for name, (text, _) in BAD_ROWS.items()}}
     for name, text in content.items():
-        (root / f"{name}.jsonl").write_text(text)
-    (root / "utf16.jsonl").write_bytes(rows[0].encode("utf-16"))
+        (root / f"{name}.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
     os.mkfifo(root / "pipe.jsonl")
     for name, target in (("loop", "loop"), ("dangling", "nowhere"), ("up", ".")):
         (root / name).symlink_to(target)
     for name in ("empty", "text", "plain"):
         (root / f"{name}-folder").mkdir()
     (root / "text-folder/rows.txt").write_text("text")
-    (root / "plain-folder/rows.jsonl").write_text("\n".join(rows))
-    (root / "latin.jsonl").write_bytes(rows[0].replace("Who", "Qué").encode("latin-1").replace(b"\\u00e9", b"\xe9"))
+    (root / "plain-folder/rows.jsonl").write_text(rows)
     with unchanged(root):
         yield root
+
+
+def without_head(x):
+    return safetensors.torch.save({k: v for k, v in safetensors.torch.load(x).items() if "head" not in k},
+                                  {"format": "pt"})
+
+
+CONFIG, TOKENIZER, TENSORS, TEMPLATE = "config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"
+HARMED_BASES = {  # a copy of the base: (file, its bytes -> what is written in their place, None: nothing, words)
+    "causal": (CONFIG, put("is_causal"), ["causal model", "bidirectional"]),
+    "mask": (CONFIG, put("mask_token_id", 99999), ["mask_token_id 99999"]),
+    "true": (CONFIG, put("mask_token_id", True), ["mask_token_id True"]),
+    "pad": (CONFIG, put("pad_token_id", -5), ["pad_token_id -5", "439 tokens"]),
+    "vocabulary": (CONFIG, put("vocab_size", 7), ["mismatched keys", "embed_tokens"]),
+    "gpt": (CONFIG, put("model_type", "gpt2"), ["AutoModelForMaskedLM", "GPT2"]),
+    "garbage": (CONFIG, lambda x: b"{", ["config.json", "not JSON"]),
+    "latin": (CONFIG, lambda x: b"\xff" + x, ["config.json", "not JSON", "utf-8"]),
+    "list": (CONFIG, lambda x: b"[]", ["config.json", "not a JSON object"]),
+    "unfinished": (CONFIG, None, ["no config.json"]),
+    "tokenizer": (TOKENIZER, lambda x: b"{}", ["PreTrainedTokenizerFast"]),
+    "unnamed": ("tokenizer_config.json", lambda x: b"{}", ["no end token"]),
+    "larger": (TOKENIZER, put("model.vocab.more", 9999), ["token 9999 of its tokenizer", "439"]),
+    "template": (TEMPLATE, lambda x: b"{% for", ["TemplateSyntaxError"]),
+    "twofold": (TEMPLATE, lambda x: x + x, ["too many values"]),
+    "truncated": (TENSORS, lambda x: x[:-100], ["SafetensorError"]),
+    "empty": (TENSORS, lambda x: b"", ["SafetensorError", "too small"]),
+    "random": (TENSORS, lambda x: np.random.default_rng(0).bytes(5000), ["SafetensorError"]),
+    "half": (TENSORS, without_head, ["missing keys", "lm_head"]),
+}
 
 
 BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): words that the one line must hold
@@ -820,28 +885,14 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--forget {d}/absent.jsonl --retain-weight 0": ["absent.jsonl", "No such file"],
     "--forget {d} --retain-weight 0": ["directory"],
     "--forget {d}/good.jsonl --retain-weight 0 --out {d} --overwrite": ["would replace --forget"],
-    "--forget {d}/malformed.jsonl --retain-weight 0": ["malformed.jsonl, line 2", "JSON"],
-    "--forget {d}/array.jsonl --retain-weight 0": ["array.jsonl, line 1", "object"],
-    "--forget {d}/empty.jsonl --retain-weight 0": ["empty.jsonl", "no rows"],
-    "--forget {d}/no-question.jsonl --retain-weight 0": ["line 1", "question is None"],
-    "--forget {d}/empty-answer.jsonl --retain-weight 0": ["line 3", "answer is ' '"],
-    "--forget {d}/prompt-number.jsonl --retain-weight 0": ["question is 3"],
-    "--forget {d}/wrong-perturbed.jsonl --retain-weight 0": ["perturbed_answer"],
-    "--forget {d}/wrong-paraphrase.jsonl --retain-weight 0": ["paraphrased_question"],
     "--method mdu --retain-only": ["--retain-only", "only sft"],
-    "--forget {d}/latin.jsonl --retain-weight 0": ["latin.jsonl", "UTF-8"],
-    "--forget {d}/deep.jsonl --retain-weight 0": ["line 1", "recursion"],
-    "--forget {d}/digits.jsonl --retain-weight 0": ["line 1", "digits"],
-    "--forget {d}/surrogate.jsonl --retain-weight 0": ["line 1", "question"],
     "--forget {d}/good.jsonl --retain-weight 0 --method dpo": ["row 0", "perturbed_answer"],
     "--forget {d}/long.jsonl --retain-weight 0 --model {base}": ["2004 tokens", "1024"],
     "--data {d}/absent": ["absent", "hub name"], "--limit 4": ["4 forget rows", "8 of one step"],
     "--model {d}": ["no config.json"], "--model {base} --out {base}": ["would replace --model"],
     "--model {base}/eval/.. --out {base}/..": ["--out"], "--out {d}": ["holds other files"],
-    "--out {d}/good.jsonl": ["is a file"], "--model {causal}": ["causal model", "bidirectional"],
-    "--model {garbage}": ["config.json", "not JSON"], "--model {tokenizer}": ["PreTrainedTokenizerFast"],
-    "--model {template}": ["TemplateSyntaxError"],
-    "--model {mask}": ["mask_token_id 99999"], "--revision x --model {base}": ["hub name"],
+    "--out {d}/good.jsonl": ["is a file"],
+    "--revision x --model {base}": ["hub name"],
     "--epochs 1e300": ["1000000"], "--preset rwku-llada": ["--forget FILE", "--subject NAME"],
     "--preset toy-rwku --subject King": ["(Stephen King?)", "1 to 2"],
     "--preset toy-rwku --subject 3": ["--subject 3", "1 to 2"], "--subject 1": ["toy-rwku"],
@@ -851,11 +902,10 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--preset toy-rwku --subject 1 --method gd": ["use --method ga"],
     "--preset tofu-llada --data toy": ["no base model", "--method sft"], "--dtype float16": ["float16", "bfloat16"],
     "--max-length 5 --model {base}": ["more than 5"],
-    "--model {truncated}": ["SafetensorError"],
-    **{f"--forget {{d}}/{name}.jsonl --retain-weight 0": [f"{name}.jsonl", *words] for name, words in {
-        "both": ["line 1", "both question and prompt"], "twice": ["line 1", "'question' stands twice"],
-        "nan": ["line 1", "NaN is no number"], "nul": ["line 1", "not JSON"],
-        "list-perturbed": ["line 1", "perturbed_answer"], "utf16": ["not UTF-8"], "pipe": ["pipe or device"]}.items()},
+    **{f"--forget {{d}}/{name}.jsonl --retain-weight 0": [f"{name}.jsonl", *words]
+       for name, (_, words) in BAD_ROWS.items()},
+    **{f"--model {{{name}}}": words for name, (*_, words) in HARMED_BASES.items()},
+    "--forget {d}/pipe.jsonl --retain-weight 0": ["pipe.jsonl", "pipe or device"],
     "--forget /dev/zero --retain-weight 0": ["/dev/zero", "pipe or device"],
     "--forget {d}/loop --retain-weight 0": ["loop", "symbolic links"],
     "--forget a\0b --retain-weight 0": ["--forget", "a\\x00b"],
@@ -865,20 +915,14 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--out {d}/dangling --model {base}": ["link to nothing"], "--model {d}/loop": ["loop", "neither a folder"],
     "--forget {d}/good.jsonl --retain-weight 0 --out {d}/up --overwrite": ["would replace --forget"],
     "--out / --model {base}": ["would replace --model"], "--out /dev/null": ["is a file"],
-    "--out /proc/x --model {base}": ["/proc/x"],
+    "--out /proc/x --model {base}": ["/proc/x"], "--out {d}/good.jsonl/x --model {base}": ["good.jsonl/x"],
     "--data {d}/empty-folder": ["empty-folder", "forget10_perturbed", "any data files"],
     "--data {d}/text-folder": ["text-folder", "forget10_perturbed"],
     "--data {d}/plain-folder": ["plain-folder", "forget10_perturbed", "not found"],
     "--data {base} --model {base}": ["base", "forget10_perturbed"],
     "--preset toy-rwku --subject 1 --data {d}/plain-folder": ["plain-folder", "forget_target"],
     "--data {d}/good.jsonl": ["neither 'toy'"], "--model {d}/good.jsonl": ["neither a folder"],
-    "--model {pad}": ["pad_token_id -5", "439 tokens"], "--model {true}": ["mask_token_id True"],
-    "--model {latin}": ["config.json", "not JSON", "utf-8"], "--model {list}": ["config.json", "not a JSON object"],
-    "--model {gpt}": ["AutoModelForMaskedLM", "GPT2"], "--model {empty}": ["SafetensorError", "too small"],
-    "--model {random}": ["SafetensorError"], "--model {half}": ["missing keys", "lm_head"],
-    "--model {unnamed}": ["no end token"], "--model {larger}": ["token 9999 of its tokenizer", "439"],
-    "--model {twofold}": ["too many values"], "--model {vocabulary}": ["mismatched keys", "embed_tokens"],
-    "--model {unfinished}": ["no config.json"], "--seed 99999999999999999999": ["2^63 - 1"],
+    "--seed 99999999999999999999": ["2^63 - 1"],
     "--checkpoint-every 0": ["--checkpoint-every 0"], "--retain-weight inf": ["--retain-weight inf"],
     "--gamma -1 --method wga": ["--gamma -1"], "--delta nan --method simnpo": ["--delta nan"],
     "--null-prompt-rate 2": ["--null-prompt-rate 2"], "--resume --overwrite": ["give one of them"],
@@ -899,45 +943,13 @@ def unchanged(*folders):
 
 
 @pytest.mark.parametrize("typed", BAD_INPUT)
-def test_bad_input_is_one_line_and_exit_code_2(typed, files, base, broken, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_one_line_and_exit_code_2(typed, files, base, harmed_bases, tmp_path, monkeypatch, capsys):
     """One line on stderr that names the trouble, exit code 2, and not a byte changed on disk."""
     monkeypatch.chdir(tmp_path)
-    argv = typed.format(d=files, base=base, **broken)
-    with unchanged(tmp_path, *(folder for folder in (files, base, *broken.values()) if str(folder) in argv)):
-        with pytest.raises(SystemExit) as stop:
-            mdu.run_program("mdu.py", lambda: mdu.main(argv.split()))
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1 and err.startswith("mdu.py: "), err
-    assert all(word in err for word in BAD_INPUT[typed]), err
-
-
-def test_bad_input_of_eval(base, tmp_path, capsys):
-    """The same for eval.py: no run, a damaged one, one that is not scored, numbers out of range."""
-    for name, text in (("json", "{"), ("list", "[]"), ("options", '{"options": {"x": 1}, "data": {}}')):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text(text)
-    (tmp_path / "list/eval").mkdir()
-    (tmp_path / "list/eval/summary.json").write_text("[]")
-    for typed, expected in (
-            (f"--report {tmp_path}/list", "not a summary"), (f"{tmp_path}/json", "not JSON"),
-            (f"{tmp_path}/list", "it is []"), (f"{tmp_path}/options", "['x']"), (f"{tmp_path}", "no run.json"),
-            (f"--report {tmp_path}", "not scored yet"), ("", "RUN"), (f"--samples 0 {base}", "--samples 0"),
-            (f"--steps 17 {base}", "more than the 16 tokens"),
-            (f"--report --samples 3 {base}", "--samples: not used with --report"),
-            (f"--questions 1 {base}", "not used without"), (f"--report --questions 1-3 {base}", "--questions 1-3"),
-            (f"--perplexity 0 {base}", "--perplexity 0"), (f"--brief --retain-run {base} {base}", "--brief"),
-            (f"--retain-run {tmp_path} {base}", "not scored yet"),
-            (f"--subject 1 {base}", "give both or none"), (f"--generate-corpus 1 {base}", "give both or none"),
-            (f"--preset toy {tmp_path}/a {tmp_path}/b", "need one folder"),
-            (f"--model {base} {tmp_path}/a {tmp_path}/b", "need one folder"),
-            (f"--model {base} {base}", "holds a trained run"),
-            (f"--preset toy {tmp_path}/a", "names no published model"),
-            *((f"--preset toy-rwku --model {base} {flag} {tmp_path}/a", "are about TOFU")
-              for flag in ("--brief", "--perplexity 2", f"--retain-run {base}"))):
-        with pytest.raises(SystemExit) as stop:
-            ev.mdu.run_program("eval.py", lambda: ev.main(typed.split()))
-        err = capsys.readouterr().err
-        assert stop.value.code == 2 and err.count("\n") == 1 and expected in err, err
+    argv = typed.format(d=files, base=base, **harmed_bases)
+    with unchanged(tmp_path, *(folder for folder in (files, base, *harmed_bases.values()) if str(folder) in argv)):
+        code, err = program(argv.split(), capsys)
+    assert code == 2 and all(word in err for word in BAD_INPUT[typed]), err
 
 
 def test_a_run_is_replaced_only_with_overwrite(base, tmp_path, capsys):
@@ -1482,6 +1494,9 @@ REFUSED = {  # what is wrong with a checkpoint: (kind, changes to config.json, w
     "layers": ("llada", dict(n_layers=3), ["missing keys", "model.layers.2"]),
     "fewer layers": ("Dream", dict(num_hidden_layers=1), ["unexpected keys", "model.layers.1"]),
     "width": ("llada", dict(mlp_hidden_size=40), ["mismatched keys", "mlp"]),
+    **{f"{field} {value!r}": (kind, {field: value}, ["config.json fits no"]) for kind, field, value in (
+        ("llada", "d_model", "x"), ("llada", "n_heads", 0), ("Dream", "num_hidden_layers", -1),
+        ("Dream", "eos_token_id", "x"))},  # whatever the class of the library's own error
 }
 
 
@@ -1982,18 +1997,24 @@ def test_rwku_layout_is_read_from_a_folder(rwku):
     assert [o.out for o in mdu.run_each(options(*common, "--out", "x"), {"out": "x"})] == ["x"]
 
 
-@pytest.mark.parametrize("config, field, value", [
-    ("forget_level1", "query", None), ("forget_level2", "answer", " "), ("forget_level3", "type", None),
-    ("neighbor_level1", "subject", None), ("forget_level1", "level", "4"),
-    ("utility_general", "choices", ["1", "2", "3"]), ("utility_general", "answer", 4),
-    ("utility_general", "examples", [dict(question="", choices=["1", "0", "3", "4"], answer=0)]),
-    ("utility_factuality", "answers", []),
-    ("utility_truthfulness", "mc1_targets", {"choices": ["a", "b"], "labels": [0, 0]}),
-    ("train_pair_llama3", "response", ["one"])])
-def test_a_row_that_does_not_fit_is_named(config, field, value, tmp_path):
-    write_rwku(tmp_path, [(config, 1, field, value)])
-    with pytest.raises(ValueError, match=f"{config}, row 1: {field}"):
-        mdu.load_data(options("--preset", "rwku-llada", "--data", str(tmp_path), "--subject", "1", "--method", "dpo"))
+@pytest.mark.parametrize("rows, config, field, value", [
+    *(([1], *case) for case in (
+        ("forget_level1", "query", None), ("forget_level2", "answer", " "), ("forget_level3", "type", None),
+        ("neighbor_level1", "subject", None), ("forget_level1", "level", "4"),
+        ("utility_general", "choices", ["1", "2", "3"]), ("utility_general", "answer", 4),
+        ("utility_general", "examples", [dict(question="", choices=["1", "0", "3", "4"], answer=0)]),
+        ("utility_factuality", "answers", []),
+        ("utility_truthfulness", "mc1_targets", {"choices": ["a", "b"], "labels": [0, 0]}),
+        ("train_pair_llama3", "response", ["one"]))),
+    *((range(6), *case) for case in (  # in every row, so that the library makes a column of that kind of it
+        ("utility_truthfulness", "mc1_targets", {"choices": ["a", "b"], "labels": ["0", "1"]}),
+        ("utility_general", "answer", 1.5), ("utility_general", "examples", ["x"]), ("forget_target", "target", None),
+        ("train_positive_llama3", "subject", None)))])
+def test_a_row_that_does_not_fit_is_named(rows, config, field, value, tmp_path):
+    write_rwku(tmp_path, [(config, i, field, value) for i in rows])
+    method = "dpo" if config == "train_pair_llama3" else "mdu"
+    with pytest.raises(ValueError, match=rf"{config}, row {rows[0]}: {field}[.\w]* is"):
+        mdu.load_data(options("--preset", "rwku-llada", "--data", str(tmp_path), "--subject", "1", "--method", method))
 
 
 def test_toy_people_keep_their_promises():
@@ -2031,36 +2052,14 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def broken(base, tmp_path_factory):
+def harmed_bases(base, tmp_path_factory):
     """Copies of the base model that must be refused."""
-    root = tmp_path_factory.mktemp("broken")
-    config, tokenizer, tensors, template = "config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"
-
-    def with_larger_token(x):
-        x = x.replace(b'"vocab": {', b'"vocab": {"more": 9999,')
-        return x.replace(b'"vocab":{', b'"vocab":{"more":9999,')
-
-    def without_head(x):
-        rest = {k: v for k, v in safetensors.torch.load(x).items() if "head" not in k}
-        return safetensors.torch.save(rest, {"format": "pt"})
-    harm = {  # name: (file, its bytes -> what is written in their place)
-        "causal": (config, lambda x: json.dumps({k: v for k, v in json.loads(x).items() if k != "is_causal"}).encode()),
-        "mask": (config, change_json(mask_token_id=99999)), "true": (config, change_json(mask_token_id=True)),
-        "pad": (config, change_json(pad_token_id=-5)), "vocabulary": (config, change_json(vocab_size=7)),
-        "gpt": (config, change_json(model_type="gpt2")), "garbage": (config, lambda x: b"{"),
-        "latin": (config, lambda x: b"\xff" + x), "list": (config, lambda x: b"[]"),
-        "tokenizer": (tokenizer, lambda x: b"{}"), "unnamed": ("tokenizer_config.json", lambda x: b"{}"),
-        "larger": (tokenizer, with_larger_token),
-        "template": (template, lambda x: b"{% for"), "twofold": (template, lambda x: x + x),
-        "truncated": (tensors, lambda x: x[:-100]), "empty": (tensors, lambda x: b""),
-        "random": (tensors, lambda x: np.random.default_rng(0).bytes(5000)), "half": (tensors, without_head),
-        "unfinished": (config, None)}
-    folders = {name: root / name for name in harm}
-    for name, (file, change) in harm.items():
-        shutil.copytree(base, folders[name])
-        edit(folders[name] / file, change) if change else (folders[name] / file).unlink()
+    root = tmp_path_factory.mktemp("harmed")
+    for name, (file, change, _) in HARMED_BASES.items():
+        shutil.copytree(base, root / name)
+        edit(root / name / file, change) if change else (root / name / file).unlink()
     with unchanged(root):
-        yield folders
+        yield {name: root / name for name in HARMED_BASES}
 
 
 @pytest.fixture(scope="session")
@@ -2259,10 +2258,6 @@ STEPS_OF_12 = steps_of_12()
 OTHER_RUNS = {"dpo": dict(method="dpo", tau=None), "bfloat16": dict(weights="bfloat16")}
 
 
-def pull_the_plug(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 class Broken(Exception):
     """What a broken machine would be, in a test that goes on."""
 
@@ -2346,7 +2341,10 @@ def many_processes(base, good, root):
     common, results = ["--model", base, *STEPS_OF_12], {}
     mdu.load_backbone(base)  # what it imports, all copies have then
 
-    def run(n, name, *args, at=None, act=pull_the_plug, only=None, out=None, changes=None, **patches):
+    def kill():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def run(n, name, *args, at=None, act=kill, only=None, out=None, changes=None, **patches):
         out, argv = root / (out or name), ["--model", base, *steps_of_12(**changes or {})]
         results[name] = forked(n, lambda rank: watch(
             [*argv, *args], out, at if only in (None, rank) else None, act, **patches))
@@ -2477,16 +2475,6 @@ def test_an_error_in_one_process_ends_all_in_one_line(many, name, words):
     assert not (many / "error").exists()
 
 
-def program(argv, capsys, main=mdu.main):
-    """mdu.py run to its end -> (exit code, its one line on stderr or "")."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        mdu.run_program("mdu.py", lambda: main(argv))
-    err = capsys.readouterr().err
-    assert err.count("\n") <= 1 and err.startswith("mdu.py: " if err else ""), err
-    return stop.value.code, err
-
-
 @pytest.fixture(scope="session")
 def six_steps(tmp_path_factory):
     """argv of a run of six steps, a finished run of it, and one broken off in its fourth step, checkpointed after the
@@ -2525,14 +2513,6 @@ def test_resumed_equals_uninterrupted(weights, tmp_path, monkeypatch, capsys):
     assert "finished already" in capsys.readouterr().out and snapshot(tmp_path / "b") == before
 
 
-def edit(file, change):
-    file.write_bytes(change(file.read_bytes()))
-
-
-def change_json(**values):
-    return lambda text: json.dumps({**json.loads(text), **values}).encode()
-
-
 SHARD, INFO = "shard-00001-model-00001-of-00001.safetensors", "checkpoint.json"
 DAMAGED = {  # what happens to the newest checkpoint: (the file that the error names, how it comes about)
     "cut short": (SHARD, lambda f: edit(f / SHARD, lambda x: x[:-1])),
@@ -2544,12 +2524,22 @@ DAMAGED = {  # what happens to the newest checkpoint: (the file that the error n
     "checkpoint.json cut short": (INFO, lambda f: edit(f / INFO, lambda x: x[:-3])),
     "checkpoint.json not UTF-8": (INFO, lambda f: edit(f / INFO, lambda x: b"\xff" + x)),
     "checkpoint.json a list": (INFO, lambda f: edit(f / INFO, lambda x: b"[1]")),
-    "another step": (INFO, lambda f: edit(f / INFO, change_json(step=3))),
-    "no step at all": (INFO, lambda f: edit(f / INFO, change_json(step=[]))),
+    "another step": (INFO, lambda f: edit(f / INFO, put("step", 3))),
+    "no step at all": (INFO, lambda f: edit(f / INFO, put("step", []))),
     "another digest": (SHARD, lambda f: edit(f / INFO, lambda x: x.replace(b'safetensors": "', b'safetensors": "0'))),
-    "no digests": (SHARD, lambda f: edit(f / INFO, change_json(files={}))),
+    "no digests": (SHARD, lambda f: edit(f / INFO, put("files", {}))),
+    "another model's": ("00000002: not a checkpoint of this run", lambda f: of_another_model(f)),
     "metrics missing": ("metrics.jsonl", lambda f: (f.parents[1] / "metrics.jsonl").unlink()),
+    **{f"metrics {line!r}": ("metrics.jsonl", lambda f, line=line: (f.parents[1] / "metrics.jsonl").write_bytes(line))
+       for line in (b"{\n", b"[1]\n", b'{"step": "x"}\n', b"\xff\n")},
 }
+
+
+def of_another_model(folder):
+    """A whole checkpoint, of tensors of another shape."""
+    other = {name: torch.zeros(3) for name in safetensors.torch.load_file(folder / SHARD)}
+    safetensors.torch.save_file(other, folder / SHARD, {"format": "pt"})
+    edit(folder / INFO, put("files", {SHARD: hashlib.sha256((folder / SHARD).read_bytes()).hexdigest()}))
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
@@ -2562,7 +2552,7 @@ def test_a_damaged_checkpoint_is_refused(damage, six_steps, tmp_path, capsys):
     harm(folder)
     before = snapshot(tmp_path)
     code, err = program([*argv, "--resume", "--out", str(tmp_path / "run")], capsys)
-    assert code == 2 and (f"{name}: " in err or f"{name}'" in err), err
+    assert code == 2 and any(name + end in err for end in (": ", "'", " (")), err
     assert snapshot(tmp_path) == before
 
 
@@ -2636,25 +2626,13 @@ def test_a_full_disk_leaves_the_last_checkpoint(full, size, named, six_steps, tm
     assert {f.name for f in (tmp_path / "run").iterdir()} == {f.name for f in whole.iterdir()}
 
 
-def test_a_place_that_takes_no_files(six_steps, files, tmp_path, capsys):
-    """--out under a file or in a system's folder: one line, exit code 2."""
-    argv, _, _ = six_steps
-    for out in (files / "good.jsonl/run", "/proc/run"):
-        code, err = program([*argv, "--out", str(out)], capsys)
-        assert code == 2 and str(out) in err, err
-
-
 def test_no_pickle_anywhere(six_steps, many):
-    """What runs leave, finished or not, on one process or several, are safetensors and text; the sources read nothing
-    else."""
+    """What runs leave, finished or not, on one process or several, are safetensors and text."""
     for run in (*six_steps[1:], *(many / name for name in ("one", "four", "cut"))):
         kinds = {f.suffix for f in run.rglob("*") if f.is_file()}
         assert kinds <= {".json", ".jsonl", ".safetensors", ".jinja", ".txt"}
         for file in run.rglob("*.safetensors"):
             assert safetensors.torch.load_file(file)
-    for module in (mdu, ev):
-        assert not re.search(r"torch\.load\b|pickle|gather_object|broadcast_object|scatter_object|weights_only",
-                             inspect.getsource(module))
 
 
 @pytest.mark.parametrize("sent, code, words", [
@@ -3367,20 +3345,14 @@ def test_anchor_kl_equals_slow_loop():
     near(ev.anchor_kl(Fake(), Fake(), hidden, answer, real, masked), 0 * ours, 1e-14)
 
 
-def test_step_0_of_a_diagnosed_run_is_the_base(unlearned):
-    """metrics.jsonl: KLs before training, at both ends of an epoch and nowhere else;
-    the base is 0 from itself, then not."""
-    lines = read_lines(unlearned / "metrics.jsonl")
-    assert [line["step"] for line in lines if "kl" in line] == [0, 3, 6] and len(lines) == 7
-    assert lines[0]["kl"]["base"] == pytest.approx(0, abs=1e-6) and lines[-1]["kl"]["base"] > 1e-3
-
-
-def test_the_last_step_is_diagnosed_wherever_it_falls(base, tmp_path):
-    """1.4 epochs of 24 rows are 33.6 rows, so 5 steps of 8: KLs before the first, after the third and the fifth."""
+def test_epochs_are_diagnosed_and_the_last_step(base, tmp_path):
+    """1.4 epochs of 24 rows are 33.6 rows, so 5 steps of 8: KLs before the first, where the base is 0 from itself,
+    after the third and the fifth, and nowhere else."""
     mdu.main(["--model", str(base), "--epochs", "1.4", "--diagnose", "--out", str(tmp_path)])
     lines = read_lines(tmp_path / "metrics.jsonl")
-    assert [(line["step"], "kl" in line) for line in lines] == [
-        (0, True), (1, False), (2, False), (3, True), (4, False), (5, True)]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert [line["step"] for line in lines if "kl" in line] == [0, 3, 5]
+    assert lines[0]["kl"]["base"] == pytest.approx(0, abs=1e-6) and lines[-1]["kl"]["base"] > 1e-3
 
 
 @pytest.fixture(scope="session")
@@ -3480,7 +3452,7 @@ def test_trajectory_is_the_samplers_own(unlearned, random_toys, analysed):
         precise = [copy.deepcopy(each).double() for each in (model, frozen)]
         expected, after = {}, [positions for _, _, positions in calls[1:]] + [torch.zeros_like(calls[0][2])]
         for step, ((ids, real, positions), left) in enumerate(zip(calls, after), 1):
-            hidden = torch.tensor([[MASK_OF_TOY] * len(prompt) + ids[0, len(prompt):].tolist()])
+            hidden = torch.tensor([[model.mask_id] * len(prompt) + ids[0, len(prompt):].tolist()])
             for place in (positions & ~left)[0].nonzero().flatten().tolist():
                 at = torch.arange(ids.shape[1])[None] == place
                 with torch.no_grad():
@@ -3498,16 +3470,13 @@ def test_trajectory_is_the_samplers_own(unlearned, random_toys, analysed):
             [k for k, i in enumerate(order) if roles[i] == role] for role in ROLE.values()] and len(set(roles)) > 1
 
 
-MASK_OF_TOY = 0
-
-
 def test_rollouts_keep_the_fixed_tokens(base, random_toys, analysed):
     """What is marked in a state is marked in its roll-out; the rest the anchor wrote."""
     rows, (model, frozen, tokenizer) = mdu.toy_world()["forget"], random_toys
     shown, changed = [], 0
     frozen.register_forward_pre_hook(lambda _, args: shown.append(args[0]))
     blocks = analysed(base, "rollout", "--questions", "5,0")["blocks"]
-    assert len(shown) == 2 * (12 + 8 + 4) and all((ids[:, :-16] == MASK_OF_TOY).all() for ids in shown)  # no prompt
+    assert len(shown) == 2 * (12 + 8 + 4) and all((ids[:, :-16] == model.mask_id).all() for ids in shown)  # no prompt
     for block, row in zip(blocks, (rows[5], rows[0]), strict=True):
         assert block[:2] == [["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]]]
         states = [parts for _, parts in block[2:]]
@@ -3546,11 +3515,11 @@ def test_roles_equal_slow_loop(base, unlearned, analysed):
     for i, row in enumerate(mdu.toy_world()["forget"][:3]):
         prompt, response = mdu.encode_row(tokenizer, 1, row["question"], row["answer"])
         for mask in ev.draw_masks(len(response), 2, [4, i]).tolist():
-            noised = [MASK_OF_TOY if hit else y for hit, y in zip(mask, response)]
+            noised = [model.mask_id if hit else y for hit, y in zip(mask, response)]
             at = torch.tensor([[False] * len(prompt) + mask])
             with torch.no_grad():
                 p, q = (f(torch.tensor([head + noised]), at | True, at)
-                        for f, head in ((model, prompt), (frozen, [0] * len(prompt))))
+                        for f, head in ((model, prompt), (frozen, [model.mask_id] * len(prompt))))
             roles = [r for r, hit in zip(ev.token_roles(tokenizer, row["question"], response), mask) if hit]
             for role, *pair in zip(roles, p, q):
                 values[role].append(slow_kl(*pair))
@@ -3733,41 +3702,10 @@ def test_tables_of_analyses_by_hand():
     assert ev.as_markdown({"panels": [one_each]}) == ""
 
 
-def test_bad_input_of_analyses(base, unlearned, tmp_path, capsys, monkeypatch):
-    """One line, exit code 2, and what was measured before stays."""
-    for name in ("other", "unfinished", "nan"):
-        shutil.copytree(unlearned, tmp_path / name)
-    shutil.copytree(base, tmp_path / "another")
-    info = json.loads((tmp_path / "other/run.json").read_text())
-    info["data"]["forget"]["sha256"] = "0"
-    (tmp_path / "other/run.json").write_text(json.dumps(info))
-    (tmp_path / "unfinished/config.json").unlink()
-    spoil(tmp_path / "nan")
-    (tmp_path / "analysis").mkdir()
-    (tmp_path / "analysis/roles.json").write_text("{}")
-    before = snapshot(tmp_path)
-    for typed, words in (
-            (f"convergence {base}", "--diagnose"), (f"trajectory {base} {unlearned}", "follows one run"),
-            (f"what {base}", "--analysis"), (f"rollout --questions 24 {base}", "there are 24 forget questions"),
-            (f"roles --questions 1 {base}", "not used with --analysis roles"),
-            (f"gallery --samples 2 {base}", "not used with --analysis gallery"),
-            (f"gallery {base} {tmp_path}/other", "other forget rows"),
-            (f"gallery {tmp_path}/unfinished", "no finished model"), (f"roles {tmp_path}/nan", "not finite"),
-            (f"roles --redraw {tmp_path}/nan", "not what --analysis roles writes"),
-            (f"infill --redraw {tmp_path}/nan", "not there"),
-            (f"roles --redraw --samples 3 {tmp_path}/nan", "not used with --redraw"),
-            (f"roles {unlearned} {tmp_path}/another", "give runs of one base"),
-            (f"relearn --limit 1 {unlearned}", "leave none to score")):
-        with pytest.raises(SystemExit) as stop:
-            mdu.run_program("eval.py", lambda: ev.main(["--analysis", *typed.split()]))
-        err = capsys.readouterr().err
-        assert stop.value.code == 2 and err.count("\n") == 1 and words in err, (typed, err)
-    with pytest.raises(ValueError, match="--redraw: not used without"):
-        ev.main(["--redraw", str(base)])
+def test_an_analysis_runs_in_one_process(base, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="2 processes"):
+    with pytest.raises(ValueError, match="2 processes: .* start this with python"):
         ev.main(["--analysis", "gallery", str(base)])
-    assert snapshot(tmp_path) == before
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -3786,24 +3724,40 @@ def finished(base, unlearned, tmp_path_factory):
         yield root
 
 
-def put(path, value=...):
-    """A change of JSON text: the value at a.b.c (left out without one)."""
-    def change(text):
-        whole = part = json.loads(text)
-        *inner, last = path.split(".")
-        for key in inner:
-            part = part[int(key) if isinstance(part, list) else key]
-        part.pop(last) if value is ... else part.update({last: value})
-        return json.dumps(whole).encode()
-    return change
-
-
 SCORE, REPORT, REDRAW = "{run} --samples 1", "--report {run} {base}", "--analysis roles --redraw {run}"
 COMPARE = "{base} --samples 1 --steps 1 --limit 2 --retain-run {run}"
 ROLES, CONVERGENCE = "--analysis roles {run} --samples 1", "--analysis convergence {run}"
 RUN, SUMMARY, RECORDS = "run/run.json", "run/eval/summary.json", "run/eval/forget.jsonl"
 ANALYSIS = "analysis/roles.json"
-DAMAGED_RUNS = [  # command, file, what becomes of it (None: removed), words of the one line
+UNUSABLE = [  # command, file, what becomes of it (None: removed), words of the one line
+    (SCORE, RUN, lambda x: b"{", "run.json: not JSON"), (SCORE, RUN, lambda x: b"[]", "it is []"),
+    (SCORE, RUN, lambda x: b'{"options": {"x": 1}, "data": {}}', "['x']"),
+    (REPORT, SUMMARY, lambda x: b"[]", "not a summary"),
+    ("--analysis gallery {base} {run}", RUN, put("data.forget.sha256", "0"), "other forget rows"),
+    ("--analysis gallery {run}", "run/config.json", None, "no finished model"),
+    (ROLES, "run/model.safetensors", lambda x: safetensors.torch.save(
+        {k: v * math.nan for k, v in safetensors.torch.load(x).items()}, {"format": "pt"}), "not finite"),
+    (REDRAW, ANALYSIS, lambda x: b"{}", "not what --analysis roles writes"),
+    *((typed, None, None, words) for typed, words in (  # nothing is damaged
+        ("", "RUN"), ("{root}", "no run.json"), ("--report {root}", "not scored yet"),
+        ("--samples 0 {base}", "--samples 0"),
+        ("--steps 17 {base}", "more than the 16 tokens"), ("--questions 1 {base}", "not used without"),
+        ("--report --samples 3 {base}", "--samples: not used with --report"), ("--redraw {base}", "not used without"),
+        ("--report --questions 1-3 {base}", "--questions 1-3"), ("--perplexity 0 {base}", "--perplexity 0"),
+        ("--brief --retain-run {base} {base}", "--brief"), ("--retain-run {root} {base}", "not scored yet"),
+        ("--subject 1 {base}", "give both or none"), ("--generate-corpus 1 {base}", "give both or none"),
+        ("--preset toy {root}/a {root}/b", "need one folder"), ("--model {base} {root}/a {root}/b", "need one folder"),
+        ("--model {base} {base}", "holds a trained run"), ("--preset toy {root}/a", "names no published model"),
+        *((f"--preset toy-rwku --model {{base}} {flag} {{root}}/a", "are about TOFU")
+          for flag in ("--brief", "--perplexity 2", "--retain-run {base}")),
+        *((f"--analysis {typed}", words) for typed, words in (
+            ("what {base}", "--analysis"), ("convergence {base}", "--diagnose"),
+            ("trajectory {base} {run}", "follows one run"), ("roles {run} {base}", "give runs of one base"),
+            ("rollout --questions 24 {base}", "there are 24 forget questions"),
+            ("roles --questions 1 {base}", "not used with --analysis roles"),
+            ("gallery --samples 2 {base}", "not used with --analysis gallery"),
+            ("infill --redraw {run}", "not there"), ("roles --redraw --samples 3 {run}", "not used with --redraw"),
+            ("relearn --limit 1 {run}", "leave none to score"))))),
     (SCORE, RUN, lambda x: b"\xff" + x, "run.json: not JSON"), (SCORE, RUN, put("options", None), "options is None"),
     (SCORE, RUN, put("options", ["tau"]), "options is ['tau']"), (SCORE, RUN, put("data", []), "data is []"),
     (SCORE, RUN, put("data.forget", 3), "data.forget is 3"), (SCORE, RUN, put("steps", "x"), "steps is 'x'"),
@@ -3849,21 +3803,19 @@ DAMAGED_RUNS = [  # command, file, what becomes of it (None: removed), words of 
 ]
 
 
-@pytest.mark.parametrize("typed, file, change, words", DAMAGED_RUNS,
-                         ids=[f"{i}: {case[1]}" for i, case in enumerate(DAMAGED_RUNS)])
-def test_a_damaged_run_is_named_in_one_line(typed, file, change, words, finished, tmp_path, capsys):
-    """What eval.py reads, damaged: one line that names it, exit code 2, and nothing else changed or left there."""
+@pytest.mark.parametrize("typed, file, change, words", UNUSABLE,
+                         ids=[f"{i}: {case[1] or case[0]}" for i, case in enumerate(UNUSABLE)])
+def test_what_eval_cannot_use_is_named_in_one_line(typed, file, change, words, finished, tmp_path, capsys):
+    """What is typed, or damaged in what is read: one line that names it, exit code 2, nothing else changed or left."""
     if typed == REDRAW:
         pytest.importorskip("matplotlib")  # some damage shows only in what is drawn
     shutil.copytree(finished, tmp_path / "root")
-    file = tmp_path / "root" / file
-    edit(file, change) if change else file.unlink()
+    if file:
+        edit(tmp_path / "root" / file, change) if change else (tmp_path / "root" / file).unlink()
     before = snapshot(tmp_path)
-    argv = typed.format(run=tmp_path / "root/run", base=tmp_path / "root/base").split()
-    with pytest.raises(SystemExit) as stop:
-        mdu.run_program("eval.py", lambda: ev.main(argv))
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and err.startswith("eval.py: ") and err.count("\n") == 1 and words in err, err
+    argv = typed.format(root=tmp_path / "root", run=tmp_path / "root/run", base=tmp_path / "root/base").split()
+    code, err = program(argv, capsys, ev.main)
+    assert code == 2 and words in err, err
     after = snapshot(tmp_path)
     assert {f: after.get(f) for f in before} == before
     assert not [f for f in after.keys() - before.keys() if f.name != "report.png"]
@@ -3888,52 +3840,8 @@ def test_a_damaged_dataset_is_named_in_one_line(harm, base, tmp_path, capfd):
     if content is not None:
         file.write_bytes(content)
     argv = ["--preset", "toy-rwku", "--data", str(tmp_path), "--subject", "1", "--model", str(base)]
-    with pytest.raises(SystemExit) as stop:
-        mdu.run_program("mdu.py", lambda: mdu.main(argv))
-    err = capfd.readouterr().err
-    assert stop.value.code == 2 and err.count("\n") == 1 and str(tmp_path) in err and words in err, err
-
-
-@pytest.mark.parametrize("config, field, value", [
-    ("utility_truthfulness", "mc1_targets", {"choices": ["a", "b"], "labels": ["0", "1"]}),
-    ("utility_general", "answer", 1.5), ("utility_general", "examples", ["x"]), ("forget_target", "target", None),
-    ("train_positive_llama3", "subject", None)])
-def test_fields_of_another_kind_are_named(config, field, value, tmp_path):
-    """In every row, so that the library makes a column of that kind of it."""
-    write_rwku(tmp_path, [(config, i, field, value) for i in range(6)])
-    with pytest.raises(ValueError, match=rf"{config}, row 0: {field}(\.0)? is"):
-        mdu.load_data(options("--preset", "toy-rwku", "--data", str(tmp_path), "--subject", "1"))
-
-
-def test_a_checkpoint_of_another_run_and_damaged_metrics(six_steps, tmp_path, capsys):
-    """Whole, but of another model; lines of metrics.jsonl that are no JSON: one line, nothing changed."""
-    argv, _, cut = six_steps
-    shutil.copytree(cut, tmp_path / "run")
-    folder, = (tmp_path / "run/checkpoint").iterdir()
-    other = {name: torch.zeros(3) for name in safetensors.torch.load_file(folder / SHARD)}
-    safetensors.torch.save_file(other, folder / SHARD, {"format": "pt"})
-    edit(folder / INFO, change_json(files={SHARD: hashlib.sha256((folder / SHARD).read_bytes()).hexdigest()}))
-    before = snapshot(tmp_path)
-    code, err = program([*argv, "--resume", "--out", str(tmp_path / "run")], capsys)
-    assert code == 2 and "not a checkpoint of this run" in err and snapshot(tmp_path) == before, err
-    shutil.rmtree(tmp_path / "run")
-    shutil.copytree(cut, tmp_path / "run")
-    for line in (b"{\n", b"[1]\n", b'{"step": "x"}\n', b"\xff\n"):
-        (tmp_path / "run/metrics.jsonl").write_bytes(line)
-        before = snapshot(tmp_path)
-        code, err = program([*argv, "--resume", "--out", str(tmp_path / "run")], capsys)
-        assert code == 2 and "metrics.jsonl" in err and snapshot(tmp_path) == before, err
-
-
-def test_backbone_configs_of_other_types(tmp_path):
-    """Fields of config.json that the native class does not take are one ValueError,
-    of whatever class the library's is."""
-    for kind, change in (("llada", dict(d_model="x")), ("llada", dict(n_heads=0)),
-                         ("Dream", dict(num_hidden_layers=-1)), ("Dream", dict(eos_token_id="x"))):
-        write_checkpoint(tmp_path / "model", kind, **change)
-        with pytest.raises(ValueError, match="config.json fits no"):
-            mdu.load_backbone(str(tmp_path / "model"))
-        shutil.rmtree(tmp_path / "model")
+    code, err = program(argv, capfd)
+    assert code == 2 and str(tmp_path) in err and words in err, err
 
 
 def test_one_evaluation_at_a_time_and_full_disks(finished, tmp_path, capsys, monkeypatch):
@@ -3942,10 +3850,8 @@ def test_one_evaluation_at_a_time_and_full_disks(finished, tmp_path, capsys, mon
     run, flags = str(tmp_path / "root/run"), ["--samples", "1", "--steps", "1", "--limit", "1"]
 
     def fails(argv):
-        with pytest.raises(SystemExit) as stop:
-            mdu.run_program("eval.py", lambda: ev.main(argv))
-        err = capsys.readouterr().err
-        assert stop.value.code == 2 and err.count("\n") == 1, err
+        code, err = program(argv, capsys, ev.main)
+        assert code == 2
         return err
     before = snapshot(tmp_path)
     with mdu.keep_out(run):
@@ -4005,16 +3911,18 @@ def test_the_sources_run_no_code_and_no_shell():
     """No eval, exec, compile or import by name, no shell or other program, no pickle, nothing that fetches;
     the libraries that could run a model folder's code are told not to."""
     for module in (mdu, ev):
+        assert not re.search(r"torch\.load\b|pickle|gather_object|broadcast_object|scatter_object|weights_only",
+                             inspect.getsource(module))
         tree = ast.parse(inspect.getsource(module))
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         assert not names & {"eval", "exec", "compile", "__import__", "input", "importlib", "runpy"}
         attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         assert not attributes & {"system", "popen", "Popen", "spawnv", "execv", "fork", "import_module", "urlopen",
-                                 "hub", "allow_pickle"}
+                                 "hub"}
         modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         modules |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not {name.split(".")[0] for name in modules} & {
-            "pickle", "dill", "joblib", "cloudpickle", "marshal", "shelve", "subprocess", "ctypes", "urllib", "http",
+            "dill", "joblib", "cloudpickle", "marshal", "shelve", "subprocess", "ctypes", "urllib", "http",
             "requests", "httpx", "ssl"}
         for node in ast.walk(tree):
             if isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "shell"):
@@ -4038,7 +3946,8 @@ def test_code_in_a_folder_is_never_run_nor_asked_for(where, base, tmp_path, monk
         argv = ["--preset", "toy-rwku", "--subject", "1", "--data", str(model), "--model", str(base)]
     elif where == "config.json":
         auto_map = dict(AutoConfig="code.C", AutoModelForMaskedLM="code.M")
-        edit(model / where, change_json(model_type="new", auto_map=auto_map))
+        edit(model / where, put("model_type", "new"))
+        edit(model / where, put("auto_map", auto_map))
         argv = ["--model", str(model)]
     else:
         settings = dict(tokenizer_class="New", auto_map=dict(AutoTokenizer=["code.T", None]))
@@ -4071,11 +3980,8 @@ def test_no_network_without_a_hub_name(finished, tmp_path, capfd, monkeypatch):
     mdu.load_data(options("--preset", "toy-rwku", "--data", str(write_rwku(tmp_path)), "--subject", "1"))
     assert tried == []
     for argv in (["--model", "nobody/nothing"], ["--data", "nobody/nothing"]):
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            mdu.run_program("mdu.py", lambda: mdu.main([*argv, "--out", str(tmp_path / "none")]))
-        err = capfd.readouterr().err
-        assert tried and stop.value.code == 2 and err.count("\n") == 1 and "nobody/nothing" in err, err
+        code, err = program([*argv, "--out", str(tmp_path / "none")], capfd)
+        assert tried and code == 2 and "nobody/nothing" in err, err
         tried.clear()
 
 
