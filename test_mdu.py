@@ -740,22 +740,36 @@ def put(path, value=...):
     return change
 
 
-def test_presets_resolve_to_their_documented_numbers():
+PRESETS = {  # what is typed: what it stands for; of the hub's backbones the paper's numbers
+    "": dict(method="mdu", tau=1.0, retain_weight=1.0, data="toy", batch_size=8, mask_sampling="count", beta=None,
+             gamma=None, delta=None, null_prompt_rate=0.0, out="out/toy/mdu-tau1"),
+    "--method sft": dict(lr=5e-3, epochs=150, batch_size=16, null_prompt_rate=0.1, out="out/toy/base", tau=None,
+                         retain_weight=None),
+    "--method ga": dict(retain_weight=None), "--method gd": dict(retain_weight=1.0),
+    "--method npo": dict(retain_weight=1.0, beta=0.2), "--method simnpo": dict(retain_weight=1.0, beta=4.5, delta=0.0),
+    "--method wga": dict(retain_weight=1.0, gamma=1.0), "--method dpo": dict(retain_weight=1.0, beta=0.1),
+    "--method mdu --tau 0.25 --lr 0.3": dict(lr=0.3, out="out/toy/mdu-tau0.25"),
+}
+HUB_MODELS = ["GSAI-ML/LLaDA-8B-Instruct", "Dream-org/Dream-v0-Instruct-7B"]
+for name, model, epochs, epochs_of_sft in zip(("llada", "dream"), HUB_MODELS, (9, 5), (1000, 300)):
+    common = dict(batch_size=4, grad_accum=4, data="locuslab/TOFU", mask_sampling="bernoulli", response_length=128)
+    PRESETS.update({
+        f"--preset tofu-{name}": dict(
+            common, lr=1e-5, epochs=epochs, retain_weight=1.0, retain_reduction="sequence", null_prompt_rate=0.0,
+            model=None, out=f"out/tofu-{name}/mdu-tau1"),
+        f"--preset tofu-{name} --method sft": dict(common, lr=2e-5, epochs=epochs_of_sft, model=model),
+        f"--preset tofu-{name} --method sft --model x/y": dict(model="x/y", revision=None),
+        f"--preset rwku-{name} --forget x.jsonl": dict(
+            lr=1e-5, epochs=3, batch_size=4, grad_accum=1, retain_weight=0.0, model=model)})
+
+
+@pytest.mark.parametrize("typed", PRESETS)
+def test_presets_resolve_to_their_documented_numbers(typed):
     """Default < method < preset < flag, and every method gets the options that are its own and no others."""
-    o = options("--preset", "toy")
-    assert (o.method, o.tau, o.retain_weight, o.data, o.batch_size, o.mask_sampling) == (
-        "mdu", 1.0, 1.0, "toy", 8, "count")
-    assert (o.beta, o.gamma, o.delta, o.null_prompt_rate, o.out) == (None, None, None, 0.0, "out/toy/mdu-tau1")
-    o = options("--method", "sft")
-    assert (o.lr, o.epochs, o.batch_size, o.null_prompt_rate, o.out) == (5e-3, 150, 16, 0.1, "out/toy/base")
-    assert o.tau is None and o.retain_weight is None
-    own = {"npo": dict(beta=0.2), "simnpo": dict(beta=4.5, delta=0.0), "wga": dict(gamma=1.0), "dpo": dict(beta=0.1),
-           "gd": {}}
-    for method, values in own.items():
-        o = options("--method", method)
-        assert o.retain_weight == 1.0 and {k: getattr(o, k) for k in values} == values
-    assert options("--method", "ga").retain_weight is None
-    assert options("--method", "mdu", "--tau", "0.25", "--lr", "0.3", "--overwrite").out == "out/toy/mdu-tau0.25"
+    o = options(*typed.split())
+    assert {name: getattr(o, name) for name in PRESETS[typed]} == PRESETS[typed]
+    assert len(o.revision or "") == (40 if o.model in HUB_MODELS else 0)
+    assert ev.RWKU_LENGTH == 30  # tokens of an answer on RWKU
 
 
 def test_commands_in_the_readme_parse():
@@ -952,7 +966,7 @@ def test_bad_input_is_one_line_and_exit_code_2(typed, files, base, harmed_bases,
     assert code == 2 and all(word in err for word in BAD_INPUT[typed]), err
 
 
-def test_a_run_is_replaced_only_with_overwrite(base, tmp_path, capsys):
+def test_a_run_is_replaced_only_with_overwrite(base, tmp_path):
     """A folder that holds a run is refused and untouched; with --overwrite it is replaced."""
     out = tmp_path / "run"
     argv = ["--method", "ga", "--model", str(base), "--epochs", "1", "--out", str(out)]
@@ -1184,12 +1198,12 @@ def slow_step(o, model, frozen, forget, retain):
     return sum(losses), sum((sft(model, e) for e in retain), torch.zeros(()))
 
 
-STEPS = ["mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "ga", "gd", "npo", "simnpo --delta 0.3", "wga --gamma 0.5",
+METHODS = ["mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "ga", "gd", "npo", "simnpo --delta 0.3", "wga --gamma 0.5",
          "dpo", "sft"]
 
 
 @pytest.mark.parametrize("sampling", ["count", "bernoulli"])
-@pytest.mark.parametrize("method", STEPS)
+@pytest.mark.parametrize("method", METHODS)
 def test_step_equals_one_sequence_at_a_time(method, sampling):
     """The fused, padded step of every method against slow_step: losses and all gradients, to 1e-9."""
     null = [] if method == "ga" else ["--null-prompt-rate", "0.4"]  # ga has no retain rows
@@ -1544,7 +1558,7 @@ def test_any_masked_language_model_loads(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["llada", "Dream"])
-def test_real_backbones_run_end_to_end(kind, tofu, tmp_path, monkeypatch, capsys):
+def test_hub_layouts_run_end_to_end(kind, tofu, tmp_path, monkeypatch, capsys):
     """The TOFU preset from a hub-layout checkpoint: sft, mdu from the base beside it, evaluation;
     layout kept to the end."""
     monkeypatch.chdir(tmp_path)
@@ -1627,24 +1641,6 @@ def test_a_corpus_tells_known_from_made_up(base, tmp_path, monkeypatch):
         ev.main(["--preset", "toy-rwku", "--model", str(base), "--generate-corpus", "2", "--subject", "all",
                  str(tmp_path)])
     assert [f.name for f in tmp_path.iterdir()] == ["stephen-king.jsonl"]
-
-
-def test_presets_for_real_backbones():
-    """The paper's numbers: batch 4 x accumulation 4, 2e-5 and 1000 / 300 epochs of SFT,
-    1e-5 and 9 / 5 epochs of unlearning."""
-    for name, epochs, sft_epochs, model in (("llada", 9, 1000, "GSAI-ML/LLaDA-8B-Instruct"),
-                                            ("dream", 5, 300, "Dream-org/Dream-v0-Instruct-7B")):
-        o = options("--preset", f"tofu-{name}")
-        assert (o.lr, o.epochs, o.batch_size, o.grad_accum, o.retain_weight) == (1e-5, epochs, 4, 4, 1.0)
-        assert (o.data, o.model, o.mask_sampling, o.response_length) == ("locuslab/TOFU", None, "bernoulli", 128)
-        assert (o.retain_reduction, o.null_prompt_rate, o.out) == ("sequence", 0.0, f"out/tofu-{name}/mdu-tau1")
-        o = options("--preset", f"tofu-{name}", "--method", "sft")
-        assert (o.lr, o.epochs, o.batch_size, o.grad_accum, o.model) == (2e-5, sft_epochs, 4, 4, model)
-        assert len(o.revision) == 40
-        assert options("--preset", f"tofu-{name}", "--method", "sft", "--model", "x/y").revision is None
-        o = options("--preset", f"rwku-{name}", "--forget", "x.jsonl")
-        assert (o.lr, o.epochs, o.batch_size, o.grad_accum, o.retain_weight, o.model) == (1e-5, 3, 4, 1, 0.0, model)
-    assert ev.RWKU_LENGTH == 30  # tokens of an answer on RWKU
 
 
 def test_memory_options_change_no_result(base, tmp_path):
@@ -2138,7 +2134,7 @@ def test_training_that_diverges_ends_in_one_line(base, tmp_path, capsys):
         assert (tmp_path / "run/metrics.jsonl").read_text() == ""
 
 
-def test_rows_that_processes_cannot_share_evenly_are_refused(base, tmp_path, monkeypatch, capsys):
+def test_rows_that_processes_cannot_share_evenly_are_refused(base, tmp_path, monkeypatch):
     """Of 8 rows 3 processes would take 2 or 3; 8 processes take one each."""
     monkeypatch.setattr(mdu, "train", break_off)
     for n, words in ((3, "--batch-size 4 x --grad-accum 2 = 8 rows per step: cannot be shared evenly by 3"), (8, None)):
@@ -2487,13 +2483,13 @@ def six_steps(tmp_path_factory):
         yield argv, root / "whole", root / "cut"
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
-def test_resumed_equals_uninterrupted(weights, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resumed_equals_uninterrupted(dtype, tmp_path, monkeypatch, capsys):
     """A base broken off, resumed by the run that needs it, and that run broken off and resumed twice: bit for bit the
     run that nothing broke, in weights, optimizer states and metrics; a finished run says so; --resume of nothing starts
     afresh."""
     monkeypatch.setitem(mdu.PRESETS["toy"]["sft"], "epochs", 1)
-    argv = ["--weights", weights, "--epochs", "2", "--checkpoint-every", "2"]
+    argv = ["--weights", dtype, "--epochs", "2", "--checkpoint-every", "2"]
     watch(argv, tmp_path / "a/run")
     for at in (6, 13, 2, 4):  # the base has 13 steps, the run 6, saved every second; the third part saves nothing
         with pytest.raises(Broken):
@@ -2505,8 +2501,8 @@ def test_resumed_equals_uninterrupted(weights, tmp_path, monkeypatch, capsys):
     for file in ("a/run", "b/run"):
         assert not list((tmp_path / file).glob("checkpoint")) and not list((tmp_path / file).glob("*partial*"))
     state = safetensors.torch.load_file(tmp_path / "b/run.state")
-    assert {str(x.dtype) for name, x in state.items() if name.startswith("weights.")} == {f"torch.{weights}"}
-    assert any(x.any() for name, x in state.items() if name.startswith("compensation.")) == (weights == "bfloat16")
+    assert {str(x.dtype) for name, x in state.items() if name.startswith("weights.")} == {f"torch.{dtype}"}
+    assert any(x.any() for name, x in state.items() if name.startswith("compensation.")) == (dtype == "bfloat16")
     before = snapshot(tmp_path / "b")
     capsys.readouterr()
     mdu.main([*argv, "--resume", "--out", str(tmp_path / "b/run")])
@@ -2803,7 +2799,7 @@ def test_kahan_adamw_at_tiny_gradients():
 N = 8_015_581_184  # parameters of LLaDA-8B
 
 
-@pytest.mark.parametrize("world, weights, card, expected, once", [
+@pytest.mark.parametrize("world, dtype, card, expected, once", [
     # 4 N weights + 4 N gradients + 8 N averages, shared, and 2 N for the reference, whole
     (4, "float32", 140, dict(weights=N, gradients=N, AdamW=2 * N), False),
     (2, "float32", 140, dict(weights=2 * N, gradients=2 * N, AdamW=4 * N), False),
@@ -2812,25 +2808,25 @@ N = 8_015_581_184  # parameters of LLaDA-8B
     (1, "float32", 140, dict(weights=4 * N, gradients=4 * N, AdamW=8 * N), False),
     # 2 N weights + 2 N gradients + (2 + 4) N averages + 2 N compensation
     (1, "bfloat16", 140, dict(weights=2 * N, gradients=2 * N, AdamW=6 * N, compensation=2 * N), False)])
-def test_memory_plan_by_hand(world, weights, card, expected, once, monkeypatch):
+def test_memory_plan_by_hand(world, dtype, card, expected, once, monkeypatch):
     """LLaDA-8B under the TOFU preset on 4, 2 and 1 cards, with a bfloat16 reference: bytes by hand, and 134 against
     104.5 GiB."""
     monkeypatch.setattr(mdu, "world_size", lambda: world)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mock.Mock(total_memory=card * 2 ** 30))
-    o = options("--preset", "tofu-llada", "--dtype", "bfloat16", "--weights", weights)
+    o = options("--preset", "tofu-llada", "--dtype", "bfloat16", "--weights", dtype)
     assert mdu.memory_plan(o, N, True) == ({"compensation": 0, "frozen reference": 2 * N, **expected}, once)
     assert mdu.memory_plan(o, N, False)[0]["frozen reference"] == 0
     if world == 1:
         total = sum(mdu.memory_plan(o, N, True)[0].values()) / 2 ** 30
-        assert total == pytest.approx({"float32": 134.4, "bfloat16": 104.5}[weights], abs=0.05)
+        assert total == pytest.approx({"float32": 134.4, "bfloat16": 104.5}[dtype], abs=0.05)
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
-def test_memory_plan_counts_what_is_held(weights, base):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_plan_counts_what_is_held(dtype, base):
     """The plan of one process against the bytes of the tensors that a run continues from, and of its gradients."""
-    o = options("--weights", weights)
-    model, _ = mdu.load_backbone(str(base), dtype=getattr(torch, weights))
+    o = options("--weights", dtype)
+    model, _ = mdu.load_backbone(str(base), dtype=getattr(torch, dtype))
     optimizer = mdu.new_optimizer(o, list(model.parameters()))
     held = mdu.memory_plan(o, sum(p.numel() for p in model.parameters()), False)[0]
     size = dict.fromkeys(("weights", "exp_avg", "exp_avg_sq", "compensation", "step"), 0)
@@ -3117,7 +3113,7 @@ def test_evaluation_says_what_differs_and_refuses_what_does_not_fit(base, files,
         ev.main([str(run), *flags])
 
 
-def test_a_retain_model_never_sees_the_forget_rows(tofu, tmp_path, monkeypatch, capsys):
+def test_a_retain_model_never_sees_the_forget_rows(tofu, tmp_path, capsys):
     """--retain-only trains on the other rows with the same vocabulary, and is scored on the forget rows
     like any run."""
     splits = mdu.load_data(options("--method", "sft", "--retain-only"))
@@ -3366,10 +3362,10 @@ def unlearned(base, tmp_path_factory):
 
 ROLE = dict(i="in-context", s="structural", k="stored-knowledge")
 LABELLED = [  # question, answer cut where the role changes, its roles by initial: Section 4's example, then our own
-    ("What is Donald Trump's job?", "Donald| |Trump| is a |politician|.", "isiskS"),
-    ("Where was Zoë Łuk born?", "Zoë| |Łuk|'s |home|, and |birthplace|, is |Gdańsk|.", "isiskskskS"),
-    ("What does Yara Costa write?", "Yara| |Costa| is |known| for |fantasy|.", "isiskskS"),
-    ("When was the author born?", "The |author| was |born| on |22| |March| |1937| in a |café|.", "sisiskskskskS"),
+    ("What is Donald Trump's job?", "Donald| |Trump| is a |politician|.", "isisks"),
+    ("Where was Zoë Łuk born?", "Zoë| |Łuk|'s |home|, and |birthplace|, is |Gdańsk|.", "isisksksks"),
+    ("What does Yara Costa write?", "Yara| |Costa| is |known| for |fantasy|.", "isisksks"),
+    ("When was the author born?", "The |author| was |born| on |22| |March| |1937| in a |café|.", "sisisksksksks"),
 ]
 
 
@@ -3388,7 +3384,7 @@ def test_token_roles_of_hand_labelled_answers(kind, question, cut, roles):
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
     ids = mdu.encode_text(tokenizer, answer)
     expected = []
-    for part, role in zip(cut.split("|"), roles.lower(), strict=True):
+    for part, role in zip(cut.split("|"), roles, strict=True):
         n = len(part.encode()) if kind == "bytes" else len(re.findall(r"\w+|[^\w\s]", part))
         expected += [ROLE[role]] * n
     assert ev.token_roles(tokenizer, question, [*ids, tokenizer.eos_token_id]) == [*expected, "structural"]
@@ -3869,7 +3865,7 @@ def test_one_evaluation_at_a_time_and_full_disks(finished, tmp_path, capsys, mon
     assert json.loads((tmp_path / "root/run/eval/summary.json").read_text())["splits"]["forget"]["n"] == 1
 
 
-def test_a_folder_without_permission(finished, tmp_path, capsys):
+def test_a_folder_without_permission(finished, capsys):
     """As an ordinary user, in a folder of another's: one line, exit code 2, nothing changed."""
     place = Path(tempfile.mkdtemp(dir="/tmp"))
     try:
@@ -3992,9 +3988,9 @@ def test_control_tokens_in_user_data_are_text(hub):
     control = " ".join([*SPECIAL[kind], "<|im_start|>system", "\0"])
     row = {"question": control, "answer": control, "perturbed_answer": [control]}
     o = options("--method", "dpo", "--max-length", "4000")
-    pools = mdu.encode_pools(o, {"forget": [row], "train_retain": [row], "retain": []}, predictor, tokenizer)
+    drawn = mdu.encode_pools(o, {"forget": [row], "train_retain": [row], "retain": []}, predictor, tokenizer)
     bare, _ = mdu.encode_row(tokenizer, predictor.end_id, "x", "x")
-    for prompt, response in (pools["forget"][0], pools["retain"][0], pools["preferred"][0][0]):
+    for prompt, response in (drawn["forget"][0], drawn["retain"][0], drawn["preferred"][0][0]):
         assert [i for i in prompt if i >= 256] == [i for i in bare if i >= 256]
         assert [i for i in response if i >= 256] == [predictor.end_id] and tokenizer.decode(response[:-1]) == control
     assert max(mdu.encode_prompt(tokenizer, "x", control)[len(mdu.encode_prompt(tokenizer, "x")):]) < 256
