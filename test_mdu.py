@@ -740,6 +740,7 @@ def put(path, value=...):
     return change
 
 
+TOFU_NUMBERS = dict(batch_size=4, grad_accum=4, data="locuslab/TOFU", mask_sampling="bernoulli", response_length=128)
 PRESETS = {  # what is typed: what it stands for; of the hub's backbones the paper's numbers
     "": dict(method="mdu", tau=1.0, retain_weight=1.0, data="toy", batch_size=8, mask_sampling="count", beta=None,
              gamma=None, delta=None, null_prompt_rate=0.0, out="out/toy/mdu-tau1"),
@@ -749,18 +750,16 @@ PRESETS = {  # what is typed: what it stands for; of the hub's backbones the pap
     "--method npo": dict(retain_weight=1.0, beta=0.2), "--method simnpo": dict(retain_weight=1.0, beta=4.5, delta=0.0),
     "--method wga": dict(retain_weight=1.0, gamma=1.0), "--method dpo": dict(retain_weight=1.0, beta=0.1),
     "--method mdu --tau 0.25 --lr 0.3": dict(lr=0.3, out="out/toy/mdu-tau0.25"),
+    **{f"--preset {typed}": numbers for name, hub_model, epochs, epochs_of_sft in (
+        ("llada", "GSAI-ML/LLaDA-8B-Instruct", 9, 1000), ("dream", "Dream-org/Dream-v0-Instruct-7B", 5, 300))
+       for typed, numbers in {
+           f"tofu-{name}": dict(TOFU_NUMBERS, lr=1e-5, epochs=epochs, model=None, retain_weight=1.0,
+                                null_prompt_rate=0.0, retain_reduction="sequence", out=f"out/tofu-{name}/mdu-tau1"),
+           f"tofu-{name} --method sft": dict(TOFU_NUMBERS, lr=2e-5, epochs=epochs_of_sft, model=hub_model),
+           f"tofu-{name} --method sft --model x/y": dict(model="x/y", revision=None),
+           f"rwku-{name} --forget x.jsonl": dict(lr=1e-5, epochs=3, batch_size=4, grad_accum=1, retain_weight=0.0,
+                                                 model=hub_model)}.items()},
 }
-HUB_MODELS = ["GSAI-ML/LLaDA-8B-Instruct", "Dream-org/Dream-v0-Instruct-7B"]
-for name, model, epochs, epochs_of_sft in zip(("llada", "dream"), HUB_MODELS, (9, 5), (1000, 300)):
-    common = dict(batch_size=4, grad_accum=4, data="locuslab/TOFU", mask_sampling="bernoulli", response_length=128)
-    PRESETS.update({
-        f"--preset tofu-{name}": dict(
-            common, lr=1e-5, epochs=epochs, retain_weight=1.0, retain_reduction="sequence", null_prompt_rate=0.0,
-            model=None, out=f"out/tofu-{name}/mdu-tau1"),
-        f"--preset tofu-{name} --method sft": dict(common, lr=2e-5, epochs=epochs_of_sft, model=model),
-        f"--preset tofu-{name} --method sft --model x/y": dict(model="x/y", revision=None),
-        f"--preset rwku-{name} --forget x.jsonl": dict(
-            lr=1e-5, epochs=3, batch_size=4, grad_accum=1, retain_weight=0.0, model=model)})
 
 
 @pytest.mark.parametrize("typed", PRESETS)
@@ -768,7 +767,7 @@ def test_presets_resolve_to_their_documented_numbers(typed):
     """Default < method < preset < flag, and every method gets the options that are its own and no others."""
     o = options(*typed.split())
     assert {name: getattr(o, name) for name in PRESETS[typed]} == PRESETS[typed]
-    assert len(o.revision or "") == (40 if o.model in HUB_MODELS else 0)
+    assert len(o.revision or "") == (0 if o.model in (None, "x/y") else 40)
     assert ev.RWKU_LENGTH == 30  # tokens of an answer on RWKU
 
 
