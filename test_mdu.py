@@ -798,6 +798,59 @@ def test_presets_resolve_to_their_documented_numbers():
     assert options("--method", "mdu", "--tau", "0.25", "--lr", "0.3", "--overwrite").out == "out/toy/mdu-tau0.25"
 
 
+def test_names_that_are_also_folders(tmp_path, monkeypatch, capsys):
+    """--out may be named as data that is built in or on the hub; a preset's model may lie in a folder of its name."""
+    monkeypatch.chdir(tmp_path)
+    for argv in (["--preset", "toy-rwku", "--method", "sft", "--out", "toy-rwku"],
+                 ["--preset", "tofu-llada", "--method", "sft", "--out", "locuslab"]):
+        mdu.check_run(options(*argv), {"forget": [0] * 99, "train_retain": [0] * 99})
+    (tmp_path / "GSAI-ML/LLaDA-8B-Instruct").mkdir(parents=True)
+    assert options("--preset", "rwku-llada", "--subject", "1").model == str(tmp_path / "GSAI-ML/LLaDA-8B-Instruct")
+
+
+def test_a_model_brings_its_preset(base, tmp_path):
+    """Without --preset: a run's own; any other model gets numbers for billions of weights, and not the toy's."""
+    o = options("--model", str(base))
+    assert (o.preset, o.lr, o.batch_size) == ("toy", 1e-3, 8)
+    shutil.copytree(base, tmp_path / "run")
+    edit(tmp_path / "run/run.json", put("options.preset", "toy-rwku"))
+    assert options("--model", str(tmp_path / "run"), "--subject", "1").epochs == 50
+    for model in ("owner/name", str(tmp_path)):
+        o = options("--model", model, "--forget", "x.jsonl", "--retain", "y.jsonl")
+        assert (o.preset, o.lr, o.epochs, o.batch_size, o.grad_accum, o.mask_sampling, o.response_length, o.out) == (
+            "own", 1e-5, 5, 4, 1, "bernoulli", 128, "out/own/mdu-tau1")
+    assert options("--model", "owner/name", "--data", "locuslab/TOFU", "--method", "sft").lr == 2e-5
+    assert options("--model", "owner/name", "--preset", "toy").lr == 1e-3
+
+
+@pytest.mark.parametrize("argv, trained, frozen", [
+    ("--dtype bfloat16", torch.float32, torch.bfloat16), ("--dtype float32", torch.float32, torch.float32),
+    ("--dtype bfloat16 --weights bfloat16", torch.bfloat16, torch.bfloat16),
+    ("--dtype bfloat16 --weights bfloat16 --method sft", torch.bfloat16, None)])
+def test_rotary_frequencies_are_never_rounded(base, tmp_path, monkeypatch, argv, trained, frozen):
+    """Weights in the dtype that was asked for, the frozen model's those of the start; the frequencies, a buffer, in
+    float32 in every model: rounded to bfloat16 they would turn by a radian within 500 tokens."""
+    from transformers import LlamaForCausalLM
+    seen, step_losses = [], mdu.step_losses
+    monkeypatch.setattr(mdu, "step_losses", lambda o, *models_and_rows: (
+        seen.append(models_and_rows[:2]), step_losses(o, *models_and_rows))[1])
+    model = [] if "sft" in argv else ["--model", str(base)]
+    mdu.main([*argv.split(), *model, "--epochs", "0.1", "--out", str(tmp_path / "run")])
+    predictor, reference = seen[0]
+    assert {p.dtype for p in predictor.parameters()} == {trained} and (reference is None) == (frozen is None)
+    for network in filter(None, seen[0]):
+        frequencies = [b for name, b in network.named_buffers() if "inv_freq" in name]
+        assert frequencies
+        for found in frequencies:  # 8 frequencies for 16 dimensions of a head, at the default base of 10000
+            torch.testing.assert_close(found, torch.tensor([10000 ** (-i / 8) for i in range(8)]), rtol=1e-6, atol=0)
+    if reference is not None:
+        config = mdu.load_backbone(str(base))[0].lm.config
+        start = LlamaForCausalLM.from_pretrained(base, config=config, dtype=frozen)
+        ids = torch.arange(300)[None] % 90
+        own = reference(ids, torch.ones_like(ids, dtype=torch.bool), torch.ones_like(ids, dtype=torch.bool))
+        assert torch.equal(own, start(input_ids=ids).logits[0]) and own.dtype == frozen
+
+
 def test_commands_in_the_readme_parse():
     """Every mdu.py and eval.py line of README.md is accepted as typed."""
     readme = (Path(mdu.__file__).parent / "README.md").read_text(encoding="utf-8")
@@ -876,7 +929,7 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--forget {d}/good.jsonl --retain-weight 0 --method dpo": ["row 0", "perturbed_answer"],
     "--forget {d}/long.jsonl --retain-weight 0 --model {base}": ["2004 tokens", "1024"],
     "--data {d}/absent": ["absent", "hub name"], "--limit 4": ["4 forget rows", "8 of one step"],
-    "--model {d}": ["no config.json"], "--model {base} --out {base}": ["would replace --model"],
+    "--preset toy --model {d}": ["no config.json"], "--model {base} --out {base}": ["would replace --model"],
     "--model {base}/eval/.. --out {base}/..": ["--out"], "--out {d}": ["holds other files"],
     "--out {d}/good.jsonl": ["is a file"], "--model {causal}": ["causal model", "bidirectional"],
     "--model {garbage}": ["config.json", "not JSON"], "--model {tokenizer}": ["PreTrainedTokenizerFast"],
@@ -902,7 +955,10 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--out a\udcffb --model {base}": ["--out", "udcff", "not UTF-8"], "--data a\udcffb": ["--data", "udcff"],
     f"--out {'a' * 300} --model {{base}}": ["too long"], f"--forget {'a' * 5000} --retain-weight 0": ["too long"],
     "--subject=": ["--subject", "is empty"], "--model=": ["--model", "is empty"], "--out {d}/loop": ["link to nothing"],
-    "--out {d}/dangling --model {base}": ["link to nothing"], "--model {d}/loop": ["loop", "neither a folder"],
+    "--out {d}/dangling --model {base}": ["link to nothing"],
+    "--preset toy --model {d}/loop": ["loop", "neither a folder"],
+    "--model owner/name": ["for which rows?"],
+    "--preset own --forget {d}/good.jsonl --retain-weight 0": ["which rows?"],
     "--forget {d}/good.jsonl --retain-weight 0 --out {d}/up --overwrite": ["would replace --forget"],
     "--out / --model {base}": ["would replace --model"], "--out /dev/null": ["is a file"],
     "--out /proc/x --model {base}": ["/proc/x"],
@@ -911,7 +967,7 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--data {d}/plain-folder": ["plain-folder", "forget10_perturbed", "not found"],
     "--data {base} --model {base}": ["base", "forget10_perturbed"],
     "--preset toy-rwku --subject 1 --data {d}/plain-folder": ["plain-folder", "forget_target"],
-    "--data {d}/good.jsonl": ["neither 'toy'"], "--model {d}/good.jsonl": ["neither a folder"],
+    "--data {d}/good.jsonl": ["neither 'toy'"], "--preset toy --model {d}/good.jsonl": ["neither a folder"],
     "--model {pad}": ["pad_token_id -5", "439 tokens"], "--model {true}": ["mask_token_id True"],
     "--model {latin}": ["config.json", "not JSON", "utf-8"], "--model {list}": ["config.json", "not a JSON object"],
     "--model {gpt}": ["AutoModelForMaskedLM", "GPT2"], "--model {empty}": ["SafetensorError", "too small"],
@@ -1752,6 +1808,7 @@ def test_rwku_prompts_word_for_word(rwku):
                              "background hint", "synonym manipulation"), (head + "Question: Q\n", "Answer:"))
     attacks["incontext learning"] = head + "Q\n", "Answer:"
     attacks["affirmative suffix"] = head + "Question: Q", ""
+    assert mdu.ask(dict(query="Q", answer="A", level="3"))["question"] == head + "Question: Q\n"
     for kind, asked in attacks.items():
         row = mdu.ask(dict(query="Q", answer="A", level="3", type=kind))
         assert (row["question"], row["prefill"], row["kind"]) == (*asked, kind)
@@ -2167,8 +2224,9 @@ def test_training_equals_a_plain_loop(base, tmp_path, sharded, monkeypatch):
         assert torch.equal(value, plain.lm.state_dict()[key])
 
 
-def test_python_mdu_trains_the_base_it_lacks(tmp_path, tofu, monkeypatch):
-    """Without --model, the base beside the run is trained first, reused after, and refused for other data."""
+def test_python_mdu_trains_the_base_it_lacks(tmp_path, tofu, monkeypatch, capsys):
+    """Without --model, the base beside the run is trained first, reused after, and refused for other data; where it
+    was trained otherwise, the program says so."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(mdu.PRESETS["toy"]["sft"], "epochs", 1)
     argv = ["--data", str(tofu), "--epochs", "1", "--out", "x/run"]
@@ -2176,6 +2234,11 @@ def test_python_mdu_trains_the_base_it_lacks(tmp_path, tofu, monkeypatch):
     before = snapshot(tmp_path / "x/base")
     assert {f.name for f in before} >= {"config.json", "model.safetensors", "run.json", "tokenizer.json"}
     mdu.main([*argv, "--overwrite", "--method", "dpo"])
+    assert "as it is" not in capsys.readouterr().out
+    mdu.main([*argv, "--overwrite", "--seed", "7", "--dtype", "float32", "--checkpoint-every", "9"])
+    told = [line.split("base: ")[1] for line in capsys.readouterr().out.splitlines() if "as it is" in line]
+    assert told == ["was trained with --dtype None, and is taken as it is",
+                    "was trained with --seed 1, and is taken as it is"]
     assert snapshot(tmp_path / "x/base") == before
     with pytest.raises(ValueError, match="other forget rows"):
         mdu.main(["--epochs", "1", "--out", "x/toy"])
@@ -2772,6 +2835,16 @@ def test_memory_plan_by_hand(world, weights, card, expected, once, monkeypatch):
     if world == 1:
         total = sum(mdu.memory_plan(o, N, True)[0].values()) / 2 ** 30
         assert total == pytest.approx({"float32": 134.4, "bfloat16": 104.5}[weights], abs=0.05)
+
+
+@pytest.mark.parametrize("argv, world, once", [
+    ("6 2", 3, True), ("6 2", 2, False), ("4 4", 4, False), ("4 4", 2, True)])
+def test_gradients_wait_where_a_process_has_several_batches(argv, world, once, monkeypatch):
+    """12 rows for 3 processes are 4 each, of which at most 2 make a batch as large as every other; 2 take 6 at once."""
+    monkeypatch.setattr(mdu, "world_size", lambda: world)
+    rows, accum = argv.split()
+    plan = mdu.memory_plan(options("--batch-size", rows, "--grad-accum", accum), 100, False)
+    assert plan[1] == once and plan[0].get("gradients being summed") == (400 if once else None)
 
 
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
@@ -3900,7 +3973,7 @@ def test_no_network_without_a_hub_name(finished, tmp_path, capfd, monkeypatch):
     ev.main(["--report", run])
     mdu.load_data(options("--preset", "toy-rwku", "--data", str(write_rwku(tmp_path)), "--subject", "1"))
     assert tried == []
-    for argv in (["--model", "nobody/nothing"], ["--data", "nobody/nothing"]):
+    for argv in (["--model", "nobody/nothing", "--preset", "toy"], ["--data", "nobody/nothing"]):
         capfd.readouterr()
         with pytest.raises(SystemExit) as stop:
             mdu.run_program("mdu.py", lambda: mdu.main([*argv, "--out", str(tmp_path / "none")]))
