@@ -319,32 +319,36 @@ def resolve(given):
         preset.pop("revision", None)
     o = Options(**{**own, **{k: v for k, v in preset.items() if k != "sft"}, **given})
     check_ranges(vars(o))
-    if o.method == "gd" and o.retain_weight == 0:
-        raise ValueError("--retain-weight 0: gd without its retain loss is ga; use --method ga")
-    for name in ("null_prompt_rate", "retain_reduction"):
-        if name in given and o.method != "sft" and not o.retain_weight:
-            raise ValueError(f"--{name.replace('_', '-')} {given[name]}: not used without a retain loss")
-    if o.subject and (o.method == "sft" or o.data == "toy"):
-        raise ValueError(f"--subject {o.subject}: {o.method} on {o.data} does not use it; unlearning on RWKU does, "
-                         "--preset toy-rwku for one")
-    if "rwku" in o.preset and not (o.subject or o.forget or o.method == "sft"):
-        raise ValueError(f"--preset {o.preset}: whom to forget? give --subject NAME, a number or all, or --forget FILE")
-    if "revision" in given and (o.model is None or Path(o.model).is_dir()):
-        raise ValueError(f"--revision {o.revision}: used only with a hub name as --model")
-    if o.preset == "own" and not (o.model and (o.forget or "data" in given)):
-        raise ValueError(f"--model {o.model}: for which rows? give --forget FILE (and --retain FILE), --data or a "
-                         "--preset")
-    if o.diagnose and o.method == "sft":
-        raise ValueError("--diagnose: measures unlearning; sft has no model to be compared with")
-    if o.resume and o.overwrite:
-        raise ValueError("--resume: continues a run that --overwrite would replace; give one of them")
-    if o.retain and not (o.forget or o.subject):
-        raise ValueError(f"--retain {o.retain}: used only beside --forget or --subject")
-    if o.forget and "data" in given and not o.subject:
-        raise ValueError(f"--data {o.data}: --forget {o.forget} already names the data; give one of them")
-    if (o.forget or o.subject) and not o.retain and o.retain_weight:
-        raise ValueError(f"--forget or --subject: --retain-weight {o.retain_weight} needs --retain FILE; "
-                         "give one, or --retain-weight 0")
+    own_rows, retains = o.forget or o.subject, o.method == "sft" or o.retain_weight
+    for refused, message in (
+            (o.method == "gd" and o.retain_weight == 0,
+             "--retain-weight 0: gd without its retain loss is ga; use --method ga"),
+            ("null_prompt_rate" in given and not retains,
+             f"--null-prompt-rate {o.null_prompt_rate}: not used without a retain loss"),
+            ("retain_reduction" in given and not retains,
+             f"--retain-reduction {o.retain_reduction}: not used without a retain loss"),
+            (o.subject and (o.method == "sft" or o.data == "toy"),
+             f"--subject {o.subject}: {o.method} on {o.data} does not use it; unlearning on RWKU does, --preset "
+             "toy-rwku for one"),
+            ("rwku" in o.preset and not (own_rows or o.method == "sft"),
+             f"--preset {o.preset}: whom to forget? give --subject NAME, a number or all, or --forget FILE"),
+            ("revision" in given and (o.model is None or Path(o.model).is_dir()),
+             f"--revision {o.revision}: used only with a hub name as --model"),
+            (o.preset == "own" and not (o.model and (o.forget or "data" in given)),
+             f"--model {o.model}: for which rows? give --forget FILE (and --retain FILE), --data or a --preset"),
+            (o.diagnose and o.method == "sft",
+             "--diagnose: measures unlearning; sft has no model to be compared with"),
+            (o.resume and o.overwrite,
+             "--resume: continues a run that --overwrite would replace; give one of them"),
+            (o.retain and not own_rows,
+             f"--retain {o.retain}: used only beside --forget or --subject"),
+            (o.forget and "data" in given and not o.subject,
+             f"--data {o.data}: --forget {o.forget} already names the data; give one of them"),
+            (own_rows and not o.retain and o.retain_weight,
+             f"--forget or --subject: --retain-weight {o.retain_weight} needs --retain FILE; give one, or "
+             "--retain-weight 0")):
+        if refused:
+            raise ValueError(message)
     for name in ("model", "data", "forget", "retain"):  # run.json must mean the same from any folder
         value = getattr(o, name)
         if value not in (None, "toy", "toy-rwku") and Path(value).exists():
@@ -1070,17 +1074,12 @@ def read_biographies(name, people, pairs):
 
 
 def load_rwku(o):
-    """One person's biographies and probes.  For sft (the toy's base): those of all, and what else there is to know."""
+    """One person's biographies and probes; for the toy's base those of all, and what else there is to know."""
     people = find_people(o.data, o.subject or "all")
     splits = {config: read_probes(o.data, config, people) for config in RWKU_SPLITS}
     forget, retain = [], []
     if o.data == "toy-rwku" and o.method == "sft":
-        forget = read_biographies(o.data, people, pairs=False)
-        retain = [row for row in read_biographies(o.data, None, pairs=False) if row not in forget]
-        for config, rows in splits.items():
-            known = [{**row, "answer": f"{row['prefill']} {row['answer']}".strip()} for row in rows]
-            (forget if config.startswith("forget") else retain).extend(known)
-        retain = list({(row["question"], row["answer"]): row for row in retain}.values())
+        forget, retain = toy_knowledge(people, splits)
     elif o.forget:
         own = Path(o.forget)
         forget = read_jsonl(own / f"{slug(people[0])}.jsonl" if own.is_dir() else own)
@@ -1089,6 +1088,16 @@ def load_rwku(o):
     if o.retain:
         retain = read_jsonl(o.retain)
     return {"forget": forget, "retain": [], "train_retain": retain, **splits}
+
+
+def toy_knowledge(people, splits):
+    """What the toy's base is taught: biographies and probes of the people to forget; those of the others, and facts."""
+    forget = read_biographies("toy-rwku", people, pairs=False)
+    retain = [row for row in read_biographies("toy-rwku", None, pairs=False) if row not in forget]
+    for config, rows in splits.items():
+        known = [{**row, "answer": f"{row['prefill']} {row['answer']}".strip()} for row in rows]
+        (forget if config.startswith("forget") else retain).extend(known)
+    return forget, list({(row["question"], row["answer"]): row for row in retain}.values())
 
 
 def slug(person):
