@@ -577,6 +577,15 @@ def untrained_run(run, a):
     return {"options": dataclasses.asdict(untrained_options(run, a)), "steps": 0, "data": {}}
 
 
+def row_places(rows):
+    """The place of each row in its split; on RWKU among its person's rows, which it has whoever else is asked about."""
+    places, seen = [], Counter()
+    for row in rows:
+        places.append(seen[row.get("subject")])
+        seen[row.get("subject")] += 1
+    return places
+
+
 def evaluate(job, a):
     """Score one planned run, into RUN/eval/summary.json and RUN/eval/SPLIT.jsonl.
 
@@ -588,8 +597,9 @@ def evaluate(job, a):
     predictor, tokenizer = mdu.load_backbone(*source, dtype=mdu.compute_dtype(job.options.dtype))
     a = SimpleNamespace(**{**vars(a), **job.summary["protocol"]})
     check_room(job, predictor, tokenizer, a.length)
-    chunks = []  # (file, split, rows of like length)
+    chunks, places = [], {}  # chunks: (file, split, rows of like length)
     for split, rows in job.splits.items():
+        places[split] = row_places(rows)
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]["question"]) + len(rows[i]["answer"]))
         for at in range(0, len(order), CHUNK):
             chunks.append((out / "partial" / f"{split}-{at:06d}.jsonl", split, order[at:at + CHUNK]))
@@ -611,7 +621,7 @@ def evaluate(job, a):
                                        disable=None if mdu.rank() == 0 else True):
             if mdu.orphaned():
                 raise SystemExit(143)  # torchrun is gone: leave the rest to whoever starts again
-            seeds = [[a.seed, list(SPLITS).index(split), i] for i in order]  # the same for every run
+            seeds = [[a.seed, list(SPLITS).index(split), places[split][i]] for i in order]  # the same for every run
             records = SPLITS[split]["score"](predictor, tokenizer, [job.splits[split][i] for i in order], seeds, a)
             mdu.write_text(file, json_lines(job.run, records))
     with mdu.together():

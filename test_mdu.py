@@ -1665,6 +1665,24 @@ def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
         ev.main(["--report", runs[0], runs[3]])
 
 
+def test_a_person_is_asked_with_the_same_masks_beside_others(base, tmp_path):
+    """TruthfulQA's likelihoods about one person: from a model that is asked about both, and from a run about one."""
+    flags = ["--samples", "3", "--steps", "1", "--length", "4"]
+    ev.main(["--preset", "toy-rwku", "--model", str(base), *flags, str(tmp_path / "all")])
+    info = json.loads((tmp_path / "all/run.json").read_text())
+    info["options"]["subject"] = "Bruce Lee"  # the second
+    info["options"]["method"] = "ga"
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/run.json").write_text(json.dumps(info))
+    ev.main([*flags, str(tmp_path / "one")])
+    both, alone = ([json.loads(line) for line in open(tmp_path / name / "eval/utility_truthfulness.jsonl")]
+                   for name in ("all", "one"))
+    expected = [r for r in both if r["subject"] == "Bruce Lee"]
+    assert len(both) == 2 * len(alone) and len(expected) == len(alone) > 1
+    for r, one in zip(expected, alone, strict=True):
+        assert one["logp"] == pytest.approx(r["logp"], rel=1e-4)
+
+
 def test_a_corpus_tells_known_from_made_up(base, tmp_path, monkeypatch):
     """answer: what is written about a person it knows; perturbed_answer: what it is asked to make up."""
     monkeypatch.setattr(mdu, "encode_prompt", lambda tokenizer, question, prefill="": question)
