@@ -314,6 +314,17 @@ def score_mmlu(predictor, tokenizer, rows, seeds, a):
     return records
 
 
+def choices_of(row):
+    """The choices of a TruthfulQA row, each once; no other row has any."""
+    return list(dict.fromkeys(row["mc1"]["choices"] + row["mc2"]["choices"])) if "mc1" in row else []
+
+
+def encode_choice(tokenizer, row, choice):
+    """-> (prompt ids, response ids): a choice stands after a space, and without an end token."""
+    prompt = mdu.encode_prompt(tokenizer, row["question"], row["prefill"])
+    return prompt, mdu.encode_text(tokenizer, f" {choice.strip()}")
+
+
 def score_truthfulqa(predictor, tokenizer, rows, seeds, a):
     """MC1: is the true choice likelier than every false one; MC2: the true choices' share of the likelihood.
 
@@ -322,18 +333,16 @@ def score_truthfulqa(predictor, tokenizer, rows, seeds, a):
     in nats per choice y of n tokens (without an end token): -n times the mean of masked_nll.  All choices of a row
     share its seed, and so their masks (draw_masks).
     """
-    pairs, masks, choices = [], [], []
+    pairs, masks = [], []
     for row, seed in zip(rows, seeds):
-        prompt = mdu.encode_prompt(tokenizer, row["question"], row["prefill"])
-        choices.append(list(dict.fromkeys(row["mc1"]["choices"] + row["mc2"]["choices"])))
-        for choice in choices[-1]:
-            pairs.append((prompt, mdu.encode_text(tokenizer, f" {choice.strip()}")))
+        for choice in choices_of(row):
+            pairs.append(encode_choice(tokenizer, row, choice))
             masks.append(draw_masks(len(pairs[-1][1]), a.samples, seed))
     scores = iter([-len(response) * nll.mean().item() for (_, response), nll
                    in zip(pairs, masked_nll(predictor, pairs, masks, a.batch_size))])
     records = []
-    for row, texts in zip(rows, choices):
-        logp = {text: next(scores) for text in texts}
+    for row in rows:
+        logp = {choice: next(scores) for choice in choices_of(row)}
         records.append(record_of(row, max(logp, key=logp.get), logp=logp, mc1=mc1(logp, **row["mc1"]),
                                  mc2=mc2(logp, **row["mc2"])))
     return records
@@ -381,21 +390,29 @@ def score_triviaqa(predictor, tokenizer, rows, seeds, a):
 # ------------------------------------------------------------------------------------------------------------------
 
 
+def scored_texts(row, brief):
+    """(field, text) of the texts of a row whose probability is measured; brief: of its answer alone."""
+    fields = ["answer"] if brief else ["answer", "paraphrased_answer", "perturbed_answer"]
+    found = []
+    for field in fields:
+        texts = row.get(field) or []
+        found += [(field, text) for text in ([texts] if isinstance(texts, str) else texts)]
+    return found
+
+
 def score_answers(predictor, tokenizer, rows, seeds, a):
     """One record per row: question, reference, generation and every score; seeds[i] is that of row i's masks."""
     rouge = ("rougeL_precision", "rougeL_recall", "rougeL_f1")
     answers, pairs, masks, asked = [], [], [], []  # answers: (row, field) of each pair; asked: (row, field, prompt ids)
     for i, (row, seed) in enumerate(zip(rows, seeds)):
-        for field in ("answer",) if a.brief else ("answer", "paraphrased_answer", "perturbed_answer"):
-            texts = row.get(field) or []
-            for text in [texts] if isinstance(texts, str) else texts:
-                pair = mdu.encode_row(tokenizer, predictor.end_id, row["question"], text)
-                answers.append((i, field))
-                pairs.append(pair)
-                masks.append(draw_masks(len(pair[1]), a.samples, seed))
-                if field == "answer" and a.perplexity:  # more masks, after those of prob
-                    more = draw_masks(len(pair[1]), max(0, a.perplexity - a.samples), [*seed, 1])
-                    masks[-1] = torch.cat([masks[-1], more])
+        for field, text in scored_texts(row, a.brief):
+            pair = mdu.encode_row(tokenizer, predictor.end_id, row["question"], text)
+            answers.append((i, field))
+            pairs.append(pair)
+            masks.append(draw_masks(len(pair[1]), a.samples, seed))
+            if field == "answer" and a.perplexity:  # more masks, after those of prob
+                more = draw_masks(len(pair[1]), max(0, a.perplexity - a.samples), [*seed, 1])
+                masks[-1] = torch.cat([masks[-1], more])
         for field in ("question",) if a.brief else ("question", "paraphrased_question"):
             if field in row:
                 asked.append((i, field, mdu.encode_prompt(tokenizer, row[field])))
@@ -551,7 +568,11 @@ def plan(run, a):
             asked = [row for row in rows if row.get("subject") == person]
             name = split if person is None else f"{split}, {person}"
             data[name] = {"rows": len(asked), "sha256": mdu.fingerprint(asked)}
-    retained = {(row["question"], row["answer"]) for row in everything["train_retain"][:own.limit]}
+    # Nothing was trained on the rows of a model as it is, of other data, or of a method without a retain loss.
+    elsewhere = untrained or (a.data and "train_retain" in changed)
+    trains = not elsewhere and (own.method == "sft" or own.retain_weight)
+    trained_rows = mdu.first_rows(everything["train_retain"], own.limit) if trains else []
+    retained = {(row["question"], row["answer"]) for row in trained_rows}
     seen = [i for i, row in enumerate(splits.get("retain", [])) if (row["question"], row["answer"]) in retained]
     summary = {"method": own.method, "tau": own.tau, "protocol": protocol, "brief": a.brief, "data": data,
                "retain_rows_trained_on": seen}
@@ -596,7 +617,7 @@ def evaluate(job, a):
     source = (job.options.model, job.options.revision) if job.untrained else (job.run,)
     predictor, tokenizer = mdu.load_backbone(*source, dtype=mdu.compute_dtype(job.options.dtype))
     a = SimpleNamespace(**{**vars(a), **job.summary["protocol"]})
-    check_room(job, predictor, tokenizer, a.length)
+    check_room(job, predictor, tokenizer)
     chunks, places = [], {}  # chunks: (file, split, rows of like length)
     for split, rows in job.splits.items():
         places[split] = row_places(rows)
@@ -605,7 +626,8 @@ def evaluate(job, a):
             chunks.append((out / "partial" / f"{split}-{at:06d}.jsonl", split, order[at:at + CHUNK]))
     with mdu.together():
         if mdu.rank() == 0:
-            weights = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in out.parent.glob("*.safetensors"))
+            weights = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns)
+                             for file in mdu.model_folder(*source).glob("*.safetensors"))
             identity = json.dumps({**job.summary, "source": source, "weights": weights}, sort_keys=True)
             owner = out / "partial" / "owner.json"
             if not owner.is_file() or owner.read_bytes() != identity.encode():
@@ -636,7 +658,10 @@ def collect(job, a, chunks):
     out, records = Path(job.run) / "eval", {split: [None] * len(rows) for split, rows in job.splits.items()}
     with intact(out / "partial", "remove it"):
         for file, split, order in chunks:
-            for i, record in zip(order, read_records(file), strict=True):
+            found = read_records(file)
+            if len(found) != len(order):
+                raise ValueError(f"{file}: {len(found)} records of {len(order)} rows; remove {out / 'partial'}")
+            for i, record in zip(order, found):
                 records[split][i] = record
         summary = {**job.summary, "splits": {split: SPLITS[split]["summarise"](rows, SPLITS[split]["better"])
                                              for split, rows in records.items()}}
@@ -653,13 +678,21 @@ def collect(job, a, chunks):
     return summary
 
 
-def check_room(job, predictor, tokenizer, length):
+def check_room(job, predictor, tokenizer):
     """Refuse prompts and responses that are longer together than the model's positions."""
     limit = getattr(predictor.lm.config, "max_position_embeddings", math.inf)
-    for rows in job.splits.values():
+    length = job.summary["protocol"]["length"]
+    for split, rows in job.splits.items():
         for row in rows:
-            for question in (row["question"], row.get("paraphrased_question", "")):
-                response = max(length, len(mdu.encode_text(tokenizer, row["answer"])))
+            if SPLITS[split]["score"] is score_answers:
+                pairs = [mdu.encode_row(tokenizer, predictor.end_id, row["question"], text)
+                         for _, text in scored_texts(row, job.summary["brief"])]
+            else:
+                pairs = [encode_choice(tokenizer, row, text) for text in choices_of(row)]
+            asked = [(row["question"], max([length, *(len(response) for _, response in pairs)]))]
+            if "paraphrased_question" in row and not job.summary["brief"]:
+                asked.append((row["paraphrased_question"], length))
+            for question, response in asked:
                 n = len(mdu.encode_prompt(tokenizer, question, row.get("prefill", ""))) + response
                 if n > limit:
                     raise ValueError(f"{job.run}: {n} tokens for {question[:40]!r} and its answer, more than the "
@@ -764,11 +797,12 @@ def read_retain_run(retain_run, run, summary):
 
 def group_runs(runs, retain_run=None):
     """Scored runs -> one namespace per method, in the order of the runs: title, method, tau, runs, summaries."""
-    groups, first = {}, None
+    groups, earlier = {}, []
     for run in runs:
         summary, options = read_summary(run), mdu.read_run(run)["options"]
-        first = first or (run, summary)
-        check_alike(*first, run, summary)
+        for other in earlier:
+            check_alike(*other, run, summary)
+        earlier.append((run, summary))
         if retain_run:
             summary["retain_run"] = retain_run
             records = read_records(Path(run) / "eval" / "forget.jsonl")

@@ -3137,6 +3137,54 @@ def test_processes_and_interruptions_change_no_evaluation(base, tmp_path, monkey
         assert len(calls) == scored
 
 
+@pytest.mark.parametrize("brief, split, row, longest", [
+    (False, "forget", dict(answer="a b c"), "a b c$"),
+    (True, "forget", dict(answer="a", perturbed_answer=["b c"]), "a$"),
+    (False, "forget", dict(answer="a", perturbed_answer=["b", "a b c d"]), "a b c d$"),
+    (False, "forget", dict(answer="a", paraphrased_answer="a b c"), "a b c$"),
+    (False, "utility_truthfulness", dict(answer="a", mc1=dict(choices=["a"]), mc2=dict(choices=["a", "b c"])), "b c"),
+])
+def test_the_longest_text_must_fit_the_models_positions(brief, split, row, longest, base):
+    """Prompt and longest text that is scored, with its end token (here $) where there is one: as many positions do."""
+    predictor, tokenizer = mdu.load_backbone(base)
+    row = dict(row, question="Who is it?", prefill="")
+    job = ev.SimpleNamespace(run="x", splits={split: [row]}, summary=dict(brief=brief, protocol=dict(length=1)))
+    n = len(mdu.encode_prompt(tokenizer, "Who is it?")) + len(mdu.encode_text(tokenizer, longest.strip("$")))
+    n += longest.endswith("$")
+    predictor.lm.config.max_position_embeddings = n
+    ev.check_room(job, predictor, tokenizer)
+    predictor.lm.config.max_position_embeddings = n - 1
+    with pytest.raises(ValueError, match=f"x: {n} tokens for 'Who is it.' and its answer, more than the {n - 1} pos"):
+        ev.check_room(job, predictor, tokenizer)
+
+
+def test_what_was_scored_in_part_belongs_to_one_model(base, tmp_path, monkeypatch):
+    """Stopped after a chunk and continued with other weights in --model FOLDER: scored from the beginning; with a chunk
+    that was cut: one line that names it."""
+    model, argv, calls = tmp_path / "model", ["--samples", "1", "--steps", "1", "--brief", "--preset", "toy"], []
+    shutil.copytree(base, model)
+    argv += ["--model", str(model), str(tmp_path / "asis")]
+    masked_nll = ev.masked_nll
+
+    def stop_at_second(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return masked_nll(*args)
+    monkeypatch.setattr(ev, "masked_nll", stop_at_second)
+    with pytest.raises(KeyboardInterrupt):
+        ev.main(argv)
+    chunk, = (tmp_path / "asis/eval/partial").glob("*.jsonl")
+    whole = chunk.read_bytes()
+    chunk.write_bytes(b"\n".join(whole.split(b"\n")[:3]))
+    with pytest.raises(ValueError, match=f"{chunk.name}: 3 records of 16 rows; remove .*partial$"):
+        ev.main(argv)
+    other = {name: 1.5 * x for name, x in weights(model).items()}
+    safetensors.torch.save_file(other, model / "model.safetensors", {"format": "pt"})
+    ev.main(argv)
+    assert (tmp_path / "asis/eval/forget.jsonl").read_bytes().split(b"\n")[0] != whole.split(b"\n")[0]
+
+
 def test_evaluation_says_what_differs_and_refuses_what_does_not_fit(base, files, tmp_path, capsys):
     """Changed data is named; a wrong third run is refused before the first is scored;
     so is a --length beyond the model's positions."""
@@ -3162,6 +3210,20 @@ def test_evaluation_says_what_differs_and_refuses_what_does_not_fit(base, files,
     safetensors.torch.save_file(nans, damaged / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="not finite"):
         ev.main([str(damaged), *flags])
+
+
+def test_retain_rows_are_trained_on_only_where_they_were(base, tofu, tmp_path):
+    """The toy's by gd, whichever way its data is named; none by ga, by a model as it is, or where other data is
+    asked about."""
+    flags = ["--samples", "1", "--steps", "1", "--limit", "2", "--brief"]
+    for method in ("gd", "ga"):
+        mdu.main(["--method", method, "--epochs", "1", "--model", str(base), "--out", str(tmp_path / method)])
+    for run, more, expected in (
+            ("gd", [], [0, 1]), ("gd", ["--data", str(tofu)], []), ("gd", ["--data", "toy"], [0, 1]), ("ga", [], []),
+            ("asis", ["--preset", "toy", "--model", str(base)], [])):
+        ev.main([*flags, *more, str(tmp_path / run)])
+        summary = json.loads((tmp_path / run / "eval/summary.json").read_text())
+        assert summary["retain_rows_trained_on"] == expected, (run, more)
 
 
 def test_a_retain_model_never_sees_the_forget_rows(tofu, tmp_path, monkeypatch, capsys):
@@ -3246,6 +3308,12 @@ def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
     for name, changes, words in (("p", dict(samples=64), "samples 64"), ("d", dict(sha="z"), "on the same data")):
         with pytest.raises(ValueError, match=words):
             ev.main(["--report", runs[0], scored(tmp_path, name, "npo", rougeL_f1=0, prob=0, **changes)])
+    few, many = (scored(tmp_path, f"masks{n}", "npo", rougeL_f1=0, prob=0) for n in (64, 256))
+    for run, n in ((few, 64), (many, 256)):  # the first run has no perplexity: each is alike to that
+        edit(Path(run) / "eval/summary.json", put("protocol.perplexity", n))
+        ev.main(["--report", runs[0], run])
+    with pytest.raises(ValueError, match="scored with perplexity 256, .*masks64 with 64"):
+        ev.main(["--report", runs[0], few, many])
     with pytest.raises(ValueError, match="--questions 4: there are 4"):
         ev.main(["--report", *runs, "--questions", "4"])
     with pytest.raises(ValueError, match="no truth ratios"):
