@@ -1,4 +1,4 @@
-"""Score what mdu.py trained on the questions to forget, to retain, about real authors and the world (TOFU); on RWKU's.
+"""Score the runs of mdu.py, on TOFU's questions to forget, to retain, about authors and the world, or on RWKU's.
 
     python eval.py RUN [RUN ...]                 # RUN/eval/summary.json, RUN/eval/SPLIT.jsonl, one table row per run
     torchrun --nproc_per_node=4 eval.py RUN      # the same on 4 processes; interrupted, either goes on where it stopped
@@ -361,7 +361,7 @@ def mc2(logp, choices, labels):
 
 
 def plain_words(text):
-    """Lower case, without ASCII punctuation and articles, as TriviaQA compares answers."""
+    """Lower case, without ASCII punctuation and articles, as RWKU's code compares answers."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
@@ -583,7 +583,8 @@ def plan(run, a):
 
 def untrained_options(out, a):
     """The options of --preset and --model, for a model as it is."""
-    given = {name: getattr(a, name) for name in ("preset", "model", "data") if getattr(a, name)}
+    names = ("preset", "model", "data", "forget", "retain")
+    given = {name: getattr(a, name) for name in names if getattr(a, name)}
     options = mdu.resolve({**given, "method": "sft", "out": out})
     if not options.model:
         raise ValueError(f"--preset {options.preset}: names no published model; give --model NAME, or train one with "
@@ -711,6 +712,8 @@ def generate_corpus(folder, a):
     published, and its top-p are left out.
     """
     o = untrained_options(folder, a)
+    if o.data == "toy":
+        raise ValueError("--generate-corpus: whose people are they? give --preset rwku-llada, or --data")
     files = {person: Path(folder) / f"{mdu.slug(person)}.jsonl" for person in mdu.find_people(o.data, a.subject)}
     intros = {row["target"]: row.get("intro") or "" for _, row in mdu.read_config(o.data, "forget_target")}
     people = [person for person, file in files.items() if not file.exists()]
@@ -735,7 +738,7 @@ def generate_corpus(folder, a):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# Report: runs that differ by their seed alone are one method, shown as mean ± standard deviation
+# Report: runs of the same options are one method, whatever their seed, person and base model: mean ± standard deviation
 # ------------------------------------------------------------------------------------------------------------------
 
 TITLES = {"ga": "GA", "gd": "GD", "npo": "NPO", "simnpo": "SimNPO", "wga": "WGA", "dpo": "DPO", "sft": "Base"}
@@ -1021,6 +1024,7 @@ def report(runs, questions, retain_run):
         raise ValueError(f"{', '.join(runs)}: not all asked about one person; report runs of one benchmark that have "
                          "a person in common")
     answers = side_by_side(groups, questions, "forget_level2" if people else "forget")
+    (folder / "report.png").unlink(missing_ok=True)  # it must not stand beside figures of another time
     try:
         picture = None if people else draw(groups, folder / "report.png")
     except ImportError:
@@ -1321,9 +1325,9 @@ RELEARN_STEPS = 20
 
 
 def analysis_relearn(runs, rows, a):
-    """What returns of nine tenths of the forget rows after RELEARN_STEPS of SFT on every tenth, at one learning rate.
+    """What comes back after 20 steps (RELEARN_STEPS) of SFT on every tenth forget row, scored on the rest.
 
-    The lowest of the runs', which is unlearning's where the base is among them.
+    At one learning rate, the lowest of the runs', which is unlearning's where the base is among them.
     """
     given, rest, lr = rows[::10], [row for i, row in enumerate(rows) if i % 10], min(run.options.lr for run in runs)
     if not rest:
@@ -1346,8 +1350,8 @@ def analysis_relearn(runs, rows, a):
                 records = score_answers(*model, rest, [[a.seed, i] for i in range(len(rest))], protocol)
                 found.append(summarise_answers(records, "↓"))
     return {"convention": f"means over the scored rows; learning rate {lr:g}; probability by Eq. 7, {a.samples} masks",
-            "xlabel": f"{len(rest)} forget rows, before and after {RELEARN_STEPS} steps of SFT on {len(given)} others",
-            "ylabel": "mean", "panels": [
+            "xlabel": f"before and after {RELEARN_STEPS} steps of SFT on every tenth forget row (n = {len(given)}), "
+            f"scored on the rest (n = {len(rest)})", "ylabel": "mean", "panels": [
                 {"title": title, "groups": [run.title for run in runs],
                  "series": {"before": [s[key] for s in found[::2]], "after": [s[key] for s in found[1::2]]}}
                 for key, title in scores.items() if key in found[0]]}
@@ -1490,7 +1494,9 @@ def analyse(a):
 # Command line
 # ------------------------------------------------------------------------------------------------------------------
 
-DEFAULTS = dict(report=False, redraw=False, brief=False, samples=128, batch_size=64, seed=0)
+DEFAULTS = dict(analysis=None, questions=None, retain_run=None, preset=None, model=None, generate_corpus=None,
+                subject=None, data=None, forget=None, retain=None, limit=None, length=None, steps=None, perplexity=None,
+                report=False, redraw=False, brief=False, samples=128, batch_size=64, seed=0)
 
 
 def parse(argv):
@@ -1507,6 +1513,8 @@ def parse(argv):
         "RWKU: that model writes N biographies of each person into the folder RUN, for mdu.py --forget"))
     parser.add_argument("--subject", help="with --generate-corpus: a person by name or number, or all")
     parser.add_argument("--data", help="score on this data instead of the run's own")
+    parser.add_argument("--forget", help="with --preset or --model: JSONL file of rows to forget, instead of --data")
+    parser.add_argument("--retain", help="with --forget: JSONL file of rows to retain")
     parser.add_argument("--limit", type=int, help="score at most so many rows of every split [the run's]")
     parser.add_argument("--length", type=int, help="tokens to generate [the run's response length]")
     parser.add_argument("--steps", type=int, help="denoising steps [one per token]")
@@ -1516,16 +1524,29 @@ def parse(argv):
     parser.add_argument("--batch-size", type=int, help="sequences in one forward pass [64]")
     parser.add_argument("--seed", type=int, help="seed of the masks [0]")
     given = vars(parser.parse_args(argv))
-    mode, used = "without --report or --analysis", set(given) - {"questions", "redraw"}
-    if "report" in given:
-        mode, used = "with --report", {"report", "questions", "retain_run"}
-    elif "analysis" in given:
-        mode, used = f"with --analysis {given['analysis']}", {"analysis", "redraw", *ANALYSES[given["analysis"]][1]}
-        mode, used = ("with --redraw", {"analysis", "redraw"}) if "redraw" in given else (mode, used)
-    for name in set(given) - used - {"runs"}:
-        raise ValueError(f"--{name.replace('_', '-')}: not used {mode}")
     if ("subject" in given) != ("generate_corpus" in given):
         raise ValueError("--generate-corpus and --subject: give both or none")
+    if "report" in given:
+        mode, used = "with --report", {"report", "questions", "retain_run"}
+    elif "analysis" in given and "redraw" in given:
+        mode, used = "with --redraw", {"analysis", "redraw"}
+    elif "analysis" in given:
+        mode, used = f"with --analysis {given['analysis']}", {"analysis", *ANALYSES[given["analysis"]][1]}
+    elif "generate_corpus" in given:
+        mode, used = "with --generate-corpus", {"generate_corpus", "subject", "preset", "model", "data", "length",
+                                                "steps", "batch_size", "seed"}
+    else:
+        mode, used = "without --report or --analysis", {
+            "preset", "model", "data", "forget", "retain", "limit", "length", "steps", "samples", "perplexity", "brief",
+            "batch_size", "seed", "retain_run"}
+    for name in sorted(set(given) - used - {"runs"}):
+        raise ValueError(f"--{name.replace('_', '-')}: not used {mode}")
+    for name in ("forget", "retain"):
+        if name in given and not {"preset", "model"} & set(given):
+            raise ValueError(f"--{name} {given[name]}: used only with --preset or --model; a trained run is scored on "
+                             "its own rows, or on --data")
+    if "model" in given and not {"preset", "data", "forget", "generate_corpus"} & set(given):
+        raise ValueError(f"--model {given['model']}: scored on what? give --preset, --data or --forget")
     if len(given["runs"]) > len(set(map(os.path.realpath, given["runs"]))):
         raise ValueError(f"{' '.join(given['runs'])}: one of them stands there twice; name each once")
     if {"preset", "model"} & set(given) and len(given["runs"]) > 1:
@@ -1537,9 +1558,7 @@ def parse(argv):
     if "questions" in given:
         given["questions"] = [int(number) for number in given["questions"].split(",")]
     mdu.check_ranges(given)
-    unset = dict.fromkeys(("analysis", "questions", "retain_run", "preset", "model", "generate_corpus", "subject",
-                           "data", "limit", "length", "steps", "perplexity"))
-    return SimpleNamespace(**{**unset, **DEFAULTS, **given})
+    return SimpleNamespace(**{**DEFAULTS, **given})
 
 
 def main(argv=None):

@@ -1013,6 +1013,15 @@ def test_bad_input_of_eval(base, tmp_path, capsys):
             (f"--steps 17 {base}", "more than the 16 tokens"),
             (f"--report --samples 3 {base}", "--samples: not used with --report"),
             (f"--questions 1 {base}", "not used without"), (f"--report --questions 1-3 {base}", "--questions 1-3"),
+            (f"--model {base} {tmp_path}/new", "--preset, --data or --forget"),
+            (f"--model {base} --generate-corpus 2 --subject 1 {tmp_path}/new", "--preset rwku-llada, or --data"),
+            (f"--subject 1 {base}", "give both or none"),
+            (f"--generate-corpus 2 --subject 1 --preset rwku-llada --retain-run x --brief --samples 3 --limit 3 x",
+             "--brief: not used with --generate-corpus"),
+            (f"--forget {base} {base}", "used only with --preset or --model"),
+            (f"--retain {base} --model {base} --preset toy {tmp_path}/new", "--forget"),
+            (f"--forget x --data toy --model {base} {tmp_path}/new", "--forget x already names the data"),
+            (f"--report --forget x {base}", "--forget: not used with --report"),
             (f"--perplexity 0 {base}", "--perplexity 0"), (f"--brief --retain-run {base} {base}", "--brief"),
             (f"--retain-run {tmp_path} {base}", "not scored yet")):
         with pytest.raises(SystemExit) as stop:
@@ -1691,7 +1700,7 @@ def test_a_corpus_tells_known_from_made_up(base, tmp_path, monkeypatch):
         "real" if "You know Stephen King very well." in text else "made up" for text in prompts])
     monkeypatch.setattr(ev, "decode", lambda p, tokenizer, text: text)
     ev.generate_corpus(str(tmp_path), args(preset="toy-rwku", model=str(base), data=None, subject="1", seed=0,
-                                           generate_corpus=2))
+                                           forget=None, retain=None, generate_corpus=2))
     rows = mdu.read_jsonl(tmp_path / "stephen-king.jsonl")
     assert [(row["answer"], row["perturbed_answer"]) for row in rows] == [("real", ["made up"])] * 2
 
@@ -3226,6 +3235,23 @@ def test_retain_rows_are_trained_on_only_where_they_were(base, tofu, tmp_path):
         assert summary["retain_rows_trained_on"] == expected, (run, more)
 
 
+def test_a_model_is_scored_on_rows_of_ones_own_before_it_unlearns_them(base, files, tmp_path, capsys):
+    """--forget and --retain are the splits of those names, and the ones of the run that then forgets: one report."""
+    retain, flags = tmp_path / "retain.jsonl", ["--samples", "1", "--steps", "1", "--brief"]
+    retain.write_text((files / "good.jsonl").read_text().replace("number", "letter"))
+    own = ["--model", str(base), "--forget", str(files / "good.jsonl"), "--retain", str(retain)]
+    ev.main([*own, *flags, str(tmp_path / "before")])
+    mdu.main([*own, "--method", "gd", "--epochs", "1", "--out", str(tmp_path / "after")])
+    ev.main([*flags, str(tmp_path / "after")])
+    before, after = (json.loads((tmp_path / name / "eval/summary.json").read_text()) for name in ("before", "after"))
+    assert set(before["splits"]) == {"forget", "retain"} and before["data"] == after["data"]
+    assert before["protocol"] == after["protocol"] and before["data"]["retain"]["rows"] == 16
+    assert (before["retain_rows_trained_on"], after["retain_rows_trained_on"]) == ([], list(range(16)))
+    capsys.readouterr()
+    ev.main(["--report", str(tmp_path / "before"), str(tmp_path / "after")])
+    assert "| Base | " in capsys.readouterr().out
+
+
 def test_a_retain_model_never_sees_the_forget_rows(tofu, tmp_path, monkeypatch, capsys):
     """--retain-only trains on the other rows with the same vocabulary, and is scored on the forget rows
     like any run."""
@@ -3300,10 +3326,11 @@ def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
     assert (mean["mean"], mean["deviation"]) == pytest.approx((0.4, 0.02**0.5))
     assert data["methods"][0]["model_utility"] is None and data["protocol"]["samples"] == 128
     capsys.readouterr()
-    (tmp_path / "report.png").unlink(missing_ok=True)
+    (tmp_path / "report.png").write_text("of other numbers")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ev.main(["--report", *runs])
     shown = capsys.readouterr()
+    assert not (tmp_path / "report.png").exists()
     assert "pip install matplotlib" in shown.err and shown.err.count("\n") == 1 and "report.png" not in shown.out
     for name, changes, words in (("p", dict(samples=64), "samples 64"), ("d", dict(sha="z"), "on the same data")):
         with pytest.raises(ValueError, match=words):
