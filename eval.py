@@ -72,11 +72,15 @@ def rouge_l(reference, prediction):
         return 0.0, 0.0, 0.0
     row = [0] * (len(pred) + 1)  # row[j]: LCS of the words of ref so far and pred[:j]
     for r in ref:
-        diagonal = 0
+        diagonal = 0  # row[j - 1] before this word of ref
         for j, p in enumerate(pred, 1):
-            diagonal, row[j] = row[j], diagonal + 1 if r == p else max(row[j], row[j - 1])
-    precision, recall = row[-1] / len(pred), row[-1] / len(ref)
-    return precision, recall, 2 * precision * recall / (precision + recall) if row[-1] else 0.0
+            above = row[j]
+            row[j] = diagonal + 1 if r == p else max(above, row[j - 1])
+            diagonal = above
+    precision = row[-1] / len(pred)
+    recall = row[-1] / len(ref)
+    f1 = 2 * precision * recall / (precision + recall) if row[-1] else 0.0
+    return precision, recall, f1
 
 
 def holds(text, fact):
@@ -113,33 +117,46 @@ def batches(predictor, jobs, positions, batch_size):
     return [jobs[start:start + size] for start in range(0, len(jobs), size)]
 
 
-@torch.no_grad()
-def masked_nll(predictor, pairs, masks, batch_size=64):
-    """The inner mean of Eq. 7 for every mask of every pair: 1/|M_j| sum_{i in M_j} -log p(y_i | x, y with M_j masked).
+def masked_states(predictor, pairs, masks, batch_size):
+    """Every mask of every pair as a state y_t, in batches, in the order given.
 
-    Args: pairs of (prompt ids, response ids); masks[i] (N_i, len(response i)) bool, no row empty.
-    Returns: list of (N_i,) float64, in nats per masked token.  Masks of different pairs share batches by length.
+    Args: pairs of (prompt ids, response ids); masks[i] (N_i, len(response i)) bool.
+    Yields: batch [(i, j), ...]: mask j of pair i; ids, noised, answer, real, masked (B, T) of these states.
     """
-    jobs = [(i, j) for i in sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
-            for j in range(len(masks[i]))]
-    nll = [torch.zeros(len(m), dtype=torch.float64) for m in masks]
+    jobs = [(i, j) for i in range(len(pairs)) for j in range(len(masks[i]))]
     positions = sum(int(m.sum()) for m in masks) / max(1, len(jobs))
     for batch in batches(predictor, jobs, positions, batch_size):
         ids, answer, real = mdu.collate([pairs[i] for i, _ in batch], predictor.pad_id)
         masked = torch.zeros_like(answer)
         masked[answer] = torch.cat([masks[i][j] for i, j in batch])
-        logits = predictor(ids.masked_fill(masked, predictor.mask_id), real, masked)
-        targets, masked = ids[masked].to(logits.device), masked.to(logits.device)
+        yield batch, ids, ids.masked_fill(masked, predictor.mask_id), answer, real, masked
+
+
+@torch.no_grad()
+def masked_nll(predictor, pairs, masks, batch_size=64):
+    """The inner mean of Eq. 7 for every mask of every pair: 1/|M_j| sum_{i in M_j} -log p(y_i | x, y with M_j masked).
+
+    Args: as masked_states, no mask empty.
+    Returns: list of (N_i,) float64, in nats per masked token.
+    """
+    nll = [torch.zeros(len(m), dtype=torch.float64) for m in masks]
+    order = sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))  # like lengths share batches
+    for batch, ids, noised, _, real, masked in masked_states(
+            predictor, [pairs[i] for i in order], [masks[i] for i in order], batch_size):
+        logits = predictor(noised, real, masked)
+        targets = ids[masked].to(logits.device)
+        masked = masked.to(logits.device)
         means = mdu.sft_loss(logits, targets, masked, masked.sum(1)).double().cpu()  # sum over |M_j|: the mean
         for (i, j), mean in zip(batch, means):
-            nll[i][j] = mean
+            nll[order[i]][j] = mean
     return nll
 
 
 def answer_probability(nll):
     """Eq. 7: p = exp(-mean of nll (N,)), and its Monte-Carlo standard error p std / sqrt(N) (None for one sample)."""
     p = math.exp(-nll.mean())
-    return p, p * (nll.std() / math.sqrt(len(nll))).item() if len(nll) > 1 else None
+    stderr = p * (nll.std() / math.sqrt(len(nll))).item() if len(nll) > 1 else None
+    return p, stderr
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -162,15 +179,16 @@ def denoise(predictor, ids, real, masked, steps, temperature=0.0):
         logits = predictor(ids, real, masked).float()
         logits[:, predictor.mask_id] = -math.inf  # a mask is no answer
         p = logits.softmax(-1)
-        confidence, token = p.max(-1)  # (M,)
         if temperature:
-            token = (logits / temperature).softmax(-1).multinomial(1)[:, 0]
-            confidence = p.gather(1, token[:, None])[:, 0]
+            token = (logits / temperature).softmax(-1).multinomial(1)[:, 0]  # (M,)
+        else:
+            token = p.argmax(-1)
         if predictor.by_entropy:
-            confidence = (p * (p + 1e-10).log()).sum(-1)  # minus the entropy
-        # (B, T), -inf where nothing is masked
-        confidence = torch.full(ids.shape, -math.inf).masked_scatter(masked, confidence.cpu())
-        fixed = torch.zeros_like(masked).scatter(1, confidence.topk(count, dim=1).indices, True)
+            certainty = (p * (p + 1e-10).log()).sum(-1)  # minus the entropy
+        else:
+            certainty = p.gather(1, token[:, None])[:, 0]  # the token's probability
+        grid = torch.full(ids.shape, -math.inf).masked_scatter(masked, certainty.cpu())  # (B, T)
+        fixed = torch.zeros_like(masked).scatter(1, grid.topk(count, dim=1).indices, True)
         ids = torch.where(fixed, ids.masked_scatter(masked, token.cpu()), ids)
         masked = masked & ~fixed
         yield ids, masked
@@ -178,10 +196,12 @@ def denoise(predictor, ids, real, masked, steps, temperature=0.0):
 
 def generate(predictor, prompts, length, steps, batch_size=64, temperature=0.0):
     """`length` response ids per prompt, denoised from as many masks: LLaDA's low-confidence remasking (Algorithm 5)."""
-    outputs, order = [None] * len(prompts), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    outputs = [None] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for batch in batches(predictor, order, length, batch_size):
         ids, canvas, real = mdu.collate([(prompts[i], [predictor.mask_id] * length) for i in batch], predictor.pad_id)
-        *_, (ids, _) = denoise(predictor, ids, real, canvas, steps, temperature)
+        for ids, _ in denoise(predictor, ids, real, canvas, steps, temperature):
+            pass  # only the last state counts
         for i, row in zip(batch, ids[canvas].view(-1, length).tolist()):
             outputs[i] = row
     return outputs
@@ -246,15 +266,18 @@ def ks_test(a, b):
     least as large: lattice paths from (0, 0) to (n, m), counted in whole numbers.  Ties lower D, and leave p above its
     value given the ties.  (None, None) where a sample is empty.
     """
-    a, b, n, m = sorted(a), sorted(b), len(a), len(b)
+    a, b = sorted(a), sorted(b)
+    n, m = len(a), len(b)
     if not n or not m:
         return None, None
     gap = max(abs(bisect.bisect_right(a, v) * m - bisect.bisect_right(b, v) * n) for v in a + b)  # D n m
-    inside = [0] * (m + 1)  # inside[j]: paths to (i, j) along which |i m - j n| < gap
+    inside = [1] + [0] * m  # inside[j]: paths to (i, j) along which |i m - j n| < gap
     for i in range(n + 1):
         for j in range(m + 1):
-            before = inside[j] + (inside[j - 1] if j else 0) if i or j else 1
-            inside[j] = before if abs(i * m - j * n) < gap else 0
+            if j:
+                inside[j] += inside[j - 1]
+            if abs(i * m - j * n) >= gap:
+                inside[j] = 0
     paths = math.comb(n + m, n)
     return gap / (n * m), (paths - inside[m]) / paths
 
@@ -264,8 +287,9 @@ def forget_quality(records, retain_records):
 
     Here R averages the wrong answers' losses, as both of the benchmark's programs do; the test sees only their order.
     """
-    return ks_test(*([r["nll_paraphrased" if "nll_paraphrased" in r else "nll"] - statistics.fmean(r["nll_perturbed"])
-                      for r in rows] for rows in (records, retain_records)))[1]
+    def log_ratios(rows):
+        return [r.get("nll_paraphrased", r["nll"]) - statistics.fmean(r["nll_perturbed"]) for r in rows]
+    return ks_test(log_ratios(records), log_ratios(retain_records))[1]
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -368,7 +392,8 @@ def plain_words(text):
 
 def em_f1(prediction, references):
     """(exact match, F1 of the words as a bag), each the best over the references."""
-    em, f1, said = 0.0, 0.0, plain_words(prediction)
+    em, f1 = 0.0, 0.0
+    said = plain_words(prediction)
     for right in map(plain_words, references):
         common = sum((Counter(said) & Counter(right)).values())
         em = max(em, float(said == right))
@@ -1115,18 +1140,6 @@ def anchor_kl(predictor, reference, noised, answer, real, positions):
     return mdu.mdu_loss(logits, anchor, torch.ones_like(logits[:, :1], dtype=torch.bool), 1).double().cpu()
 
 
-def masked_states(predictor, pairs, labels, masks, batch_size):
-    """Batches of all masks of all pairs: ids, noised, answer, real, masked (B, T), label (M,) of the masked tokens."""
-    jobs = [(i, mask) for i, subsets in enumerate(masks) for mask in subsets]
-    positions = sum(int(mask.sum()) for _, mask in jobs) / max(1, len(jobs))
-    for batch in batches(predictor, jobs, positions, batch_size):
-        ids, answer, real = mdu.collate([pairs[i] for i, _ in batch], predictor.pad_id)
-        masked, label = torch.zeros_like(answer), torch.zeros_like(ids)
-        masked[answer] = torch.cat([mask for _, mask in batch])
-        label[answer] = torch.cat([torch.tensor(labels[i]) for i, _ in batch])
-        yield ids, ids.masked_fill(masked, predictor.mask_id), answer, real, masked, label[masked]
-
-
 def open_runs(paths):
     """-> runs (path, options, title, theta0: what load_backbone takes), and the forget rows that they share."""
     runs = []
@@ -1187,16 +1200,19 @@ def analysis_roles(runs, rows, a):
         raise ValueError("--analysis roles: the runs started from different models; give runs of one base")
     reference, tokenizer = load(runs[0], theta0=True)
     pairs = [mdu.encode_row(tokenizer, reference.end_id, row["question"], row["answer"]) for row in rows]
-    labels = [[list(ROLES).index(role) for role in token_roles(tokenizer, row["question"], response)]
+    labels = [torch.tensor([list(ROLES).index(role) for role in token_roles(tokenizer, row["question"], response)])
               for row, (_, response) in zip(rows, pairs)]
-    masks, series = [draw_masks(len(response), a.samples, [a.seed, i]) for i, (_, response) in enumerate(pairs)], {}
+    masks = [draw_masks(len(response), a.samples, [a.seed, i]) for i, (_, response) in enumerate(pairs)]
+    series = {}
     for title, run in [("Before", None), *((run.title, run) for run in runs)]:
-        predictor, totals = load(run)[0] if run else reference, torch.zeros(2, len(ROLES), dtype=torch.float64)
-        for _, noised, answer, real, masked, label in masked_states(predictor, pairs, labels, masks, a.batch_size):
+        predictor = load(run)[0] if run else reference
+        totals = torch.zeros(2, len(ROLES), dtype=torch.float64)  # sum of the KLs, and of how many tokens
+        for batch, _, noised, answer, real, masked in masked_states(predictor, pairs, masks, a.batch_size):
             kl = anchor_kl(predictor, reference, noised, answer, real, masked)
+            label = torch.cat([labels[i][masks[i][j]] for i, j in batch])  # (M,)
             totals.index_add_(1, label, torch.stack([kl, torch.ones_like(kl)]))
         series[title] = [total / n if n else None for total, n in totals.T.tolist()]
-    tokens = [sum(label.count(k) for label in labels) for k in range(len(ROLES))]
+    tokens = torch.cat(labels).bincount(minlength=len(ROLES)).tolist()
     return {"convention": "mean KL(p_theta(.|x, y_t) || p_theta0(.|m, y_t)) over all masked tokens of a role, in "
             f"{a.samples} states of each of {len(rows)} rows", "ylabel": "KL, nats per token", "panels": [{
                 "title": "", "groups": [f"{role}\n({n} tokens)" for role, n in zip(ROLES, tokens)], "series": series}]}
@@ -1300,7 +1316,7 @@ def analysis_infill(runs, rows, a):
     for run in runs:
         predictor, tokenizer = load(run)
         pairs = [mdu.encode_row(tokenizer, predictor.end_id, row["question"], row["answer"]) for row in rows]
-        facts = [[int(word in words(row.get("fact", ""))) for word in token_words(tokenizer, response)]
+        facts = [torch.tensor([int(word in words(row.get("fact", ""))) for word in token_words(tokenizer, response)])
                  for row, (_, response) in zip(rows, pairs)]
         right, count = torch.zeros(2, len(shares), 2)  # by share; of other tokens, of the facts'
         for k, share in enumerate(shares):
@@ -1308,10 +1324,11 @@ def analysis_infill(runs, rows, a):
             for i, (_, response) in enumerate(pairs):
                 order = np.random.default_rng([a.seed, i]).random((a.samples, len(response) - 1)).argsort(1).argsort(1)
                 masks.append(torch.from_numpy(np.pad(order >= int(share * order.shape[1]), ((0, 0), (0, 1)))))
-            for ids, noised, _, real, masked, label in masked_states(predictor, pairs, facts, masks, a.batch_size):
+            for batch, ids, noised, _, real, masked in masked_states(predictor, pairs, masks, a.batch_size):
                 with torch.no_grad():
                     logits = predictor(noised, real, masked)
                 logits[:, predictor.mask_id] = -math.inf
+                label = torch.cat([facts[i][masks[i][j]] for i, j in batch])  # (M,): 1 for a key fact's token
                 right[k] += label[logits.argmax(-1).cpu() == ids[masked]].bincount(minlength=2)
                 count[k] += label.bincount(minlength=2)
         panels[0]["series"][run.title] = [shares, (right.sum(1) / count.sum(1)).tolist()]
