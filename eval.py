@@ -425,34 +425,45 @@ def scored_texts(row, brief):
     return found
 
 
-def score_answers(predictor, tokenizer, rows, seeds, a):
-    """One record per row: question, reference, generation and every score; seeds[i] is that of row i's masks."""
-    rouge = ("rougeL_precision", "rougeL_recall", "rougeL_f1")
-    answers, pairs, masks, asked = [], [], [], []  # answers: (row, field) of each pair; asked: (row, field, prompt ids)
+def answer_losses(predictor, tokenizer, rows, seeds, a):
+    """Eq. 7's losses of every text of every row: [{field: [(N,) nats per token of each text]}, one for each row].
+
+    All texts of a row share its seed.  For perplexity the answer has more masks, after those of its probability.
+    """
+    places, pairs, masks = [], [], []  # places: (row, field) of each pair
     for i, (row, seed) in enumerate(zip(rows, seeds)):
         for field, text in scored_texts(row, a.brief):
             pair = mdu.encode_row(tokenizer, predictor.end_id, row["question"], text)
-            answers.append((i, field))
+            places.append((i, field))
             pairs.append(pair)
             masks.append(draw_masks(len(pair[1]), a.samples, seed))
-            if field == "answer" and a.perplexity:  # more masks, after those of prob
+            if field == "answer" and a.perplexity:
                 more = draw_masks(len(pair[1]), max(0, a.perplexity - a.samples), [*seed, 1])
                 masks[-1] = torch.cat([masks[-1], more])
-        for field in ("question",) if a.brief else ("question", "paraphrased_question"):
-            if field in row:
-                asked.append((i, field, mdu.encode_prompt(tokenizer, row[field])))
-    nll = [{} for _ in rows]
-    for (i, field), values in zip(answers, masked_nll(predictor, pairs, masks, a.batch_size)):
-        nll[i].setdefault(field, []).append(values)
+    losses = [{} for _ in rows]
+    for (i, field), values in zip(places, masked_nll(predictor, pairs, masks, a.batch_size)):
+        losses[i].setdefault(field, []).append(values)
+    return losses
+
+
+def score_answers(predictor, tokenizer, rows, seeds, a):
+    """One record per row: question, reference, generation and every score; seeds[i] is that of row i's masks."""
     records = [{"question": row["question"], "reference": row["answer"]} for row in rows]
+    asked = []  # (row, suffix of the fields that its generation is written to, prompt ids)
+    for i, row in enumerate(rows):
+        asked.append((i, "", mdu.encode_prompt(tokenizer, row["question"])))
+        if "paraphrased_question" in row and not a.brief:
+            asked.append((i, "_paraphrased", mdu.encode_prompt(tokenizer, row["paraphrased_question"])))
     generations = generate(predictor, [prompt for *_, prompt in asked], a.length, a.steps, a.batch_size)
-    for (i, field, _), ids in zip(asked, generations):
-        text, end = decode(predictor, tokenizer, ids), "_paraphrased" if field == "paraphrased_question" else ""
-        if end:
-            records[i][field] = rows[i][field]
-        records[i]["generation" + end] = text
-        records[i].update({name + end: value for name, value in zip(rouge, rouge_l(rows[i]["answer"], text))})
-    for row, losses, r in zip(rows, nll, records):
+    for (i, suffix, _), ids in zip(asked, generations):
+        if suffix:
+            records[i]["paraphrased_question"] = rows[i]["paraphrased_question"]
+        text = decode(predictor, tokenizer, ids)
+        records[i]["generation" + suffix] = text
+        scores = rouge_l(rows[i]["answer"], text)
+        for name, score in zip(("rougeL_precision", "rougeL_recall", "rougeL_f1"), scores):
+            records[i][name + suffix] = score
+    for row, losses, r in zip(rows, answer_losses(predictor, tokenizer, rows, seeds, a), records):
         right = losses["answer"][0]
         r["nll"] = right[:a.samples].mean().item()
         r["prob"], r["prob_stderr"] = answer_probability(right[:a.samples])
@@ -461,7 +472,8 @@ def score_answers(predictor, tokenizer, rows, seeds, a):
         if "paraphrased_answer" in losses:
             r["nll_paraphrased"] = losses["paraphrased_answer"][0].mean().item()
         if "perturbed_answer" in losses:
-            r["nll_perturbed"] = wrong = [values.mean().item() for values in losses["perturbed_answer"]]
+            wrong = [values.mean().item() for values in losses["perturbed_answer"]]
+            r["nll_perturbed"] = wrong
             r["truth_ratio"] = truth_ratio(r.get("nll_paraphrased", r["nll"]), wrong)
             if "nll_paraphrased" not in r:  # the options are then worded alike
                 r["prob_options"] = option_probability(r["nll"], wrong)
@@ -470,19 +482,20 @@ def score_answers(predictor, tokenizer, rows, seeds, a):
     return records
 
 
-def summarise_answers(records, better):
+def summarise_answers(records, to_forget):
     """Means over the rows, with their standard errors over the questions; a metric that some row lacks is left out.
 
-    better: "↓" for a split that is to be forgotten, "↑" for any other.
+    to_forget: is the split to be forgotten?  It decides what a truth ratio counts as.
     """
-    summary, errors = {"n": len(records)}, {}
+    summary = {"n": len(records)}
+    errors = {}
     for metric in ("rougeL_f1", "rougeL_recall", "prob", "fact", "rougeL_f1_paraphrased", "rougeL_recall_paraphrased",
                    "prob_options", "truth_ratio", "perplexity"):
         if not records or not all(metric in r for r in records):
             continue
         values = [r[metric] for r in records]
         if metric == "truth_ratio":
-            values = [min(v, 1 / v) if better == "↓" else max(0.0, 1 - v) for v in values]
+            values = [min(v, 1 / v) if to_forget else max(0.0, 1 - v) for v in values]
         if metric == "perplexity":
             summary.update(perplexity_median=statistics.median(values), perplexity_mean=statistics.fmean(values))
             continue
@@ -493,7 +506,7 @@ def summarise_answers(records, better):
     return {**summary, "stderr": errors}
 
 
-def summarise_people(records, better):
+def summarise_people(records, to_forget):
     """Means over each person's rows, and their mean over the people; "kinds": those of each kind of attack alone."""
     def means(rows):
         metrics = [m for m in ("rougeL_recall", "accuracy", "mc1", "mc2", "em", "f1") if m in rows[0]]
@@ -561,49 +574,72 @@ def intact(what, remedy):
         raise ValueError(f"{what}: damaged ({type(error).__name__}: {error}); {remedy}") from None
 
 
+def finished_run(run):
+    """run.json of a run whose training is finished, or of a folder with the scores of a model as it is (0 steps)."""
+    info = mdu.read_run(run)
+    if info.get("steps") != 0 and not (Path(run) / "config.json").is_file():
+        raise ValueError(f"{run}: holds no finished model (no config.json); finish its training first")
+    return info
+
+
+def rows_of(run, info, o, data):
+    """{split: rows} of --data, or of the run's own data, and the retain rows among them that it was trained on."""
+    untrained = info.get("steps") == 0
+    source = {} if data is None else dict(data=data, forget=None, retain=None)
+    everything = mdu.load_data(dataclasses.replace(o, limit=None, retain_only=False, **source))
+    trained = dict(info["data"])
+    if o.retain_only:
+        trained["forget"] = trained.get("held_out")
+    changed = [split for split, rows in everything.items()
+               if (trained.get(split) or {}).get("sha256") != mdu.fingerprint(mdu.first_rows(rows, o.limit))]
+    if changed and data is None and not untrained:
+        note(f"{run}: its {', '.join(changed)} rows have changed since it was trained; scored on what they are now")
+    taught = []
+    if (o.method == "sft" or o.retain_weight) and not untrained and not (data and "train_retain" in changed):
+        taught = mdu.first_rows(everything["train_retain"], o.limit)
+    return everything, taught
+
+
+def fingerprints(splits):
+    """Number and fingerprint of each split's rows; on RWKU of each person's, as few runs are asked about everyone."""
+    found = {}
+    for split, rows in splits.items():
+        for person in dict.fromkeys(row.get("subject") for row in rows):
+            asked = [row for row in rows if row.get("subject") == person]
+            name = split if person is None else f"{split}, {person}"
+            found[name] = {"rows": len(asked), "sha256": mdu.fingerprint(asked)}
+    return found
+
+
 def plan(run, a):
     """Options, rows and protocol of one evaluation: all that can be refused before any model is loaded."""
-    info = untrained_run(run, a) if a.preset or a.model else mdu.read_run(run)
-    untrained = info.get("steps") == 0
-    if not untrained and not (Path(run) / "config.json").is_file():
-        raise ValueError(f"{run}: holds no finished model (no config.json); finish its training first")
+    # The run.
+    info = untrained_run(run, a) if a.preset or a.model else finished_run(run)
     own = mdu.Options(**info["options"])
-    source = {} if a.data is None else dict(data=a.data, forget=None, retain=None)
-    everything = mdu.load_data(dataclasses.replace(own, limit=None, retain_only=False, **source))
-    trained = {**info["data"], **({"forget": info["data"].get("held_out")} if own.retain_only else {})}
-    changed = [split for split, rows in everything.items()
-               if (trained.get(split) or {}).get("sha256") != mdu.fingerprint(mdu.first_rows(rows, own.limit))]
-    if changed and a.data is None and not untrained:
-        note(f"{run}: its {', '.join(changed)} rows have changed since it was trained; scored on what they are now")
+    # Its rows.
+    everything, taught = rows_of(run, info, own, a.data)
     probes = mdu.RWKU_SPLITS.keys() & everything.keys()  # there the forget rows are a corpus, not questions
     splits = {split: mdu.first_rows(everything[split], a.limit or own.limit) for split in SPLITS
               if everything.get(split) and (split in probes or not probes)}
     if probes and (a.brief or a.perplexity or a.retain_run):
         raise ValueError(f"{run}: --brief, --perplexity and --retain-run are about TOFU; leave them out on RWKU")
+    # The protocol.
     length = a.length or (RWKU_LENGTH if probes else own.response_length)
     steps = a.steps or length
     if steps > length:
         raise ValueError(f"--steps {steps}: more than the {length} tokens to generate; give at most --length")
     protocol = {"length": length, "steps": steps, "samples": a.samples, "seed": a.seed,
-                "dtype": str(mdu.compute_dtype(own.dtype)).removeprefix("torch."),
-                **({"perplexity": a.perplexity} if a.perplexity else {})}
-    data = {}  # on RWKU of each person: a base model is asked about all of them, an unlearned one about its own
-    for split, rows in splits.items():
-        for person in dict.fromkeys(row.get("subject") for row in rows):
-            asked = [row for row in rows if row.get("subject") == person]
-            name = split if person is None else f"{split}, {person}"
-            data[name] = {"rows": len(asked), "sha256": mdu.fingerprint(asked)}
-    # Nothing was trained on the rows of a model as it is, of other data, or of a method without a retain loss.
-    elsewhere = untrained or (a.data and "train_retain" in changed)
-    trains = not elsewhere and (own.method == "sft" or own.retain_weight)
-    trained_rows = mdu.first_rows(everything["train_retain"], own.limit) if trains else []
-    retained = {(row["question"], row["answer"]) for row in trained_rows}
-    seen = [i for i, row in enumerate(splits.get("retain", [])) if (row["question"], row["answer"]) in retained]
-    summary = {"method": own.method, "tau": own.tau, "protocol": protocol, "brief": a.brief, "data": data,
-               "retain_rows_trained_on": seen}
+                "dtype": str(mdu.compute_dtype(own.dtype)).removeprefix("torch.")}
+    if a.perplexity:
+        protocol["perplexity"] = a.perplexity
+    taught = {(row["question"], row["answer"]) for row in taught}
+    seen = [i for i, row in enumerate(splits.get("retain", [])) if (row["question"], row["answer"]) in taught]
+    summary = {"method": own.method, "tau": own.tau, "protocol": protocol, "brief": a.brief,
+               "data": fingerprints(splits), "retain_rows_trained_on": seen}
+    # What it is compared with.
     retain_records = a.retain_run and read_retain_run(a.retain_run, run, summary)
-    return SimpleNamespace(run=run, options=own, splits=splits, summary=summary, retain_records=retain_records,
-                           untrained=untrained and info)
+    return SimpleNamespace(run=run, info=info, options=own, splits=splits, summary=summary, retain_run=a.retain_run,
+                           retain_records=retain_records)
 
 
 def untrained_options(out, a):
@@ -633,20 +669,31 @@ def row_places(rows):
     return places
 
 
+def claim_partial(folder, identity):
+    """The folder of finished chunks, emptied unless it belongs to the same evaluation already."""
+    owner = folder / "owner.json"
+    if not owner.is_file() or owner.read_bytes() != identity.encode():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        mdu.write_text(owner, identity)
+
+
 def evaluate(job, a):
     """Score one planned run, into RUN/eval/summary.json and RUN/eval/SPLIT.jsonl.
 
     Every chunk of rows ends as a file in RUN/eval/partial, which belongs to one protocol, data and weights; chunks that
     are there already are kept.  Records and summary replace older ones together, when all chunks are done.
     """
-    start, out = time.time(), Path(job.run) / "eval"
-    source = (job.options.model, job.options.revision) if job.untrained else (job.run,)
+    start = time.time()
+    out = Path(job.run) / "eval"
+    untrained = job.info.get("steps") == 0
+    source = (job.options.model, job.options.revision) if untrained else (job.run,)
     predictor, tokenizer = mdu.load_backbone(*source, dtype=mdu.compute_dtype(job.options.dtype))
-    a = SimpleNamespace(**{**vars(a), **job.summary["protocol"]})
+    settings = SimpleNamespace(**{**vars(a), **job.summary["protocol"]})
     check_room(job, predictor, tokenizer)
-    chunks, places = [], {}  # chunks: (file, split, rows of like length)
+    chunks = []  # (file, split, rows of like length)
+    places = {split: row_places(rows) for split, rows in job.splits.items()}
     for split, rows in job.splits.items():
-        places[split] = row_places(rows)
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]["question"]) + len(rows[i]["answer"]))
         for at in range(0, len(order), CHUNK):
             chunks.append((out / "partial" / f"{split}-{at:06d}.jsonl", split, order[at:at + CHUNK]))
@@ -654,14 +701,10 @@ def evaluate(job, a):
         if mdu.rank() == 0:
             weights = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns)
                              for file in mdu.model_folder(*source).glob("*.safetensors"))
-            identity = json.dumps({**job.summary, "source": source, "weights": weights}, sort_keys=True)
-            owner = out / "partial" / "owner.json"
-            if not owner.is_file() or owner.read_bytes() != identity.encode():
-                shutil.rmtree(out / "partial", ignore_errors=True)
-                owner.parent.mkdir(parents=True)
-                mdu.write_text(owner, identity)
-            if job.untrained:
-                mdu.write_json(out.parent / "run.json", job.untrained)
+            identity = {**job.summary, "source": source, "weights": weights}
+            claim_partial(out / "partial", json.dumps(identity, sort_keys=True))
+            if untrained:
+                mdu.write_json(out.parent / "run.json", job.info)
     with mdu.together():  # every process sees the same files
         todo = [chunk for chunk in chunks if not chunk[0].is_file()]
     with mdu.together():
@@ -669,19 +712,22 @@ def evaluate(job, a):
                                        disable=None if mdu.rank() == 0 else True):
             if mdu.orphaned():
                 raise SystemExit(143)  # torchrun is gone: leave the rest to whoever starts again
-            seeds = [[a.seed, list(SPLITS).index(split), places[split][i]] for i in order]  # the same for every run
-            records = SPLITS[split]["score"](predictor, tokenizer, [job.splits[split][i] for i in order], seeds, a)
+            rows = [job.splits[split][i] for i in order]
+            number = list(SPLITS).index(split)
+            seeds = [[settings.seed, number, places[split][i]] for i in order]  # the same for every run
+            records = SPLITS[split]["score"](predictor, tokenizer, rows, seeds, settings)
             mdu.write_text(file, json_lines(job.run, records))
     with mdu.together():
         if mdu.rank() == 0:
-            summary = collect(job, a, chunks)
+            summary = collect(job, chunks)
             note(f"{job.run}: {len(todo)} of {len(chunks)} chunks scored now, {time.time() - start:.0f}s")
             mdu.say(screen_row(job.run, summary))
 
 
-def collect(job, a, chunks):
+def collect(job, chunks):
     """Chunks -> RUN/eval/SPLIT.jsonl and summary.json, which is returned."""
-    out, records = Path(job.run) / "eval", {split: [None] * len(rows) for split, rows in job.splits.items()}
+    out = Path(job.run) / "eval"
+    records = {split: [None] * len(rows) for split, rows in job.splits.items()}
     with intact(out / "partial", "remove it"):
         for file, split, order in chunks:
             found = read_records(file)
@@ -689,11 +735,10 @@ def collect(job, a, chunks):
                 raise ValueError(f"{file}: {len(found)} records of {len(order)} rows; remove {out / 'partial'}")
             for i, record in zip(order, found):
                 records[split][i] = record
-        summary = {**job.summary, "splits": {split: SPLITS[split]["summarise"](rows, SPLITS[split]["better"])
-                                             for split, rows in records.items()}}
-    summary["model_utility"] = model_utility(summary["splits"])
-    summary["retain_run"] = a.retain_run
-    summary["forget_quality"] = a.retain_run and forget_quality(records["forget"], job.retain_records)
+        splits = {split: SPLITS[split]["summarise"](rows, to_forget=SPLITS[split]["better"] == "↓")
+                  for split, rows in records.items()}
+    summary = {**job.summary, "splits": splits, "model_utility": model_utility(splits), "retain_run": job.retain_run,
+               "forget_quality": job.retain_run and forget_quality(records["forget"], job.retain_records)}
     (out / "summary.json").unlink(missing_ok=True)  # it must not stand beside records of another evaluation
     for split in SPLITS:
         (out / f"{split}.jsonl").unlink(missing_ok=True)
@@ -1144,9 +1189,7 @@ def open_runs(paths):
     """-> runs (path, options, title, theta0: what load_backbone takes), and the forget rows that they share."""
     runs = []
     for path in paths:
-        info = mdu.read_run(path)
-        if not (Path(path) / "config.json").is_file():
-            raise ValueError(f"{path}: holds no finished model (no config.json); finish its training first")
+        info = finished_run(path)
         o = mdu.Options(**info["options"])
         if not o.model and o.method != "sft":
             raise ValueError(f"{path}: its run.json does not say from which model it started; it is damaged")
@@ -1365,7 +1408,7 @@ def analysis_relearn(runs, rows, a):
             for path in (run.path, f"{scratch}/run"):
                 model = mdu.load_backbone(path, dtype=mdu.compute_dtype(run.options.dtype))
                 records = score_answers(*model, rest, [[a.seed, i] for i in range(len(rest))], protocol)
-                found.append(summarise_answers(records, "↓"))
+                found.append(summarise_answers(records, to_forget=True))
     return {"convention": f"means over the scored rows; learning rate {lr:g}; probability by Eq. 7, {a.samples} masks",
             "xlabel": f"before and after {RELEARN_STEPS} steps of SFT on every tenth forget row (n = {len(given)}), "
             f"scored on the rest (n = {len(rest)})", "ylabel": "mean", "panels": [

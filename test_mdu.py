@@ -632,7 +632,7 @@ def test_tofu_figures_equal_the_official_code():
     """What utils.py of the benchmark gave for these losses: probability, truth ratio, utility;
     and its Kolmogorov-Smirnov test."""
     splits = {split: ev.summarise_answers(records_of(logs, [1.0] * 4 if split != "retain" else (0.5, 0.75, 1, 1)),
-                                          "↓" if split == "forget" else "↑") for split, logs in LOGS.items()}
+                                          split == "forget") for split, logs in LOGS.items()}
     official = {("retain", "prob"): 0.9933828516019187, ("retain", "truth_ratio"): 0.20114249932143224,
                 ("retain", "rougeL_recall"): 0.8125, ("real_authors", "prob_options"): 0.4016959226747267,
                 ("real_authors", "truth_ratio"): 0.36202952059623983,
@@ -663,14 +663,14 @@ def test_tofu_figures_by_hand_and_at_their_ends():
     assert ev.model_utility(nine) == 0
     del nine["world_facts"]["truth_ratio"]
     assert ev.model_utility(nine) is None and ev.model_utility({}) is None
-    assert ev.summarise_answers([], "↑") == {"n": 0, "prob_stderr": None, "stderr": {}}
+    assert ev.summarise_answers([], False) == {"n": 0, "prob_stderr": None, "stderr": {}}
     one = dict(rougeL_f1=0.5, rougeL_recall=0.25, prob=0.125, prob_stderr=0.1, truth_ratio=4.0, perplexity=8.0)
-    assert ev.summarise_answers([one], "↓") == dict(
+    assert ev.summarise_answers([one], True) == dict(
         n=1, rougeL_f1=0.5, rougeL_recall=0.25, prob=0.125, truth_ratio=0.25, prob_stderr=0.1, perplexity_median=8.0,
         perplexity_mean=8.0, stderr=dict.fromkeys(("rougeL_f1", "rougeL_recall", "prob", "truth_ratio")))
-    two = ev.summarise_answers([one, dict(one, truth_ratio=0.5)], "↑")
+    two = ev.summarise_answers([one, dict(one, truth_ratio=0.5)], False)
     assert two["truth_ratio"] == 0.25  # max(0, 1 - 4) = 0 and 1 - 1/2
-    assert "truth_ratio" not in ev.summarise_answers([one, {k: v for k, v in one.items() if k != "truth_ratio"}], "↑")
+    assert "truth_ratio" not in ev.summarise_answers([one, {k: v for k, v in one.items() if k != "truth_ratio"}], False)
 
 
 @pytest.mark.parametrize("a, b", [
@@ -1885,7 +1885,7 @@ def test_people_count_alike():
     """Three rows of one person, one of another: 3/4 and 1/4, so 1/2 whatever the rows; each kind of attack alone."""
     records = [dict(subject=who, kind=kind, rougeL_recall=recall) for who, kind, recall in (
         ("Ann", "role play", 1.0), ("Ann", "prefix", 1.0), ("Bo", "prefix", 0.25), ("Ann", "role play", 0.25))]
-    assert ev.summarise_people(records, "↓") == dict(
+    assert ev.summarise_people(records, True) == dict(
         rougeL_recall=0.5, n=4,
         people={"Ann": dict(rougeL_recall=0.75, n=3), "Bo": dict(rougeL_recall=0.25, n=1)},
         kinds={"role play": dict(rougeL_recall=0.625, n=2), "prefix": dict(rougeL_recall=0.625, n=2)})
