@@ -821,11 +821,14 @@ METRICS = {  # metric: (heading, better: None where the split decides, format)
     "mc2": ("MC2", None, ".3f"), "em": ("EM", None, ".3f"), "f1": ("F1", None, ".3f"),
     "perplexity_median": ("median", "", ",.2f"), "perplexity_mean": ("mean", "", ",.2f"),
 }
-PAPER = [*((split, metric) for split in SPLITS for metric in ("rougeL_f1", "prob")), ("forget", "fact")]
-RWKU = [*((split, "rougeL_recall") for split in list(SPLITS)[4:9]), ("utility_general", "accuracy"),
+TABLE2 = [(split, metric) for split in SPLITS for metric in ("rougeL_f1", "prob")]  # columns: (split, metric)
+PAPER = [*TABLE2, ("forget", "fact")]
+PROBES = [split for split, how in SPLITS.items() if how["score"] is score_probes]
+RWKU = [*((split, "rougeL_recall") for split in PROBES), ("utility_general", "accuracy"),
         ("utility_truthfulness", "mc1"), ("utility_truthfulness", "mc2"), ("utility_factuality", "em"),
         ("utility_factuality", "f1")]
-OFFICIAL = [(None, "model_utility"), (None, "forget_quality"), *((split, metric) for split in SPLITS for metric in (
+WHOLE_RUN = [(None, "model_utility"), (None, "forget_quality")]
+OFFICIAL = [*WHOLE_RUN, *((split, metric) for split in SPLITS for metric in (
     "truth_ratio", "prob_options", "rougeL_f1_paraphrased"))]
 PERPLEXITY = [(split, metric) for split in SPLITS for metric in ("perplexity_median", "perplexity_mean")]
 
@@ -838,7 +841,7 @@ def read_summary(run):
     figures = dict.fromkeys(METRICS, (float, None))
     wrong = mdu.misfit(summary, {
         "method": str, "tau": float if isinstance(summary, dict) and summary.get("method") == "mdu" else (float, None),
-        "protocol": {}, "data": {}, "splits": {str: figures}, **figures})
+        "protocol": {}, "data": {}, "splits": {str: figures}, "retain_rows_trained_on": [int], **figures})
     if not wrong and summary["method"] not in mdu.METHOD_OPTIONS:
         wrong = f"method is {summary['method']!r}"
     if wrong:
@@ -907,66 +910,66 @@ def shown(value, digits):
     return f"{value:.1e}" if abs(value) >= 1e6 else f"{value:{digits}}"
 
 
-def table_row(cells):
-    return "| " + " | ".join(" ".join(cell.split()).replace("|", r"\|") for cell in cells) + " |"
+def markdown_table(head, *rows):
+    """The lines of a table in Markdown."""
+    def line(row):
+        return "| " + " | ".join(" ".join(cell.split()).replace("|", r"\|") for cell in row) + " |"
+    return [line(head), "|" + "---|" * len(head), *map(line, rows)]
+
+
+def column(groups, split, metric, spread):
+    """One column of a table: its heading, and a cell per method, with a dash where it was not measured.
+
+    Of the unlearning methods the best mean, as shown, is bold and the second underlined.
+    """
+    name, better, digits = METRICS[metric]
+    if better is None:
+        better = SPLITS[split]["better"]
+    found = [measured(group, split, metric) for group in groups]
+    means = [shown(statistics.fmean(values), digits) if values else "-" for values in found]
+    ranked = {mean for group, mean in zip(groups, means) if better and group.method != "sft" and mean != "-"}
+    best = sorted(ranked, key=float, reverse=better == "↑")
+    cells = [" ".join(filter(None, [split and SPLITS[split]["title"], name, better]))]
+    for group, values, mean in zip(groups, found, means):
+        cell = mean
+        if group.method != "sft" and mean in best[:2]:
+            cell = f"**{mean}**" if mean == best[0] else f"<u>{mean}</u>"
+        if len(values) > 1 and spread:
+            cell += f" ± {shown(statistics.stdev(values), digits)}"
+        if values and metric == "rougeL_f1":
+            cell += f" ({statistics.fmean(measured(group, split, 'rougeL_recall')):.3f})"
+        cells.append(cell)
+    return cells
 
 
 def table(groups, columns, spread=True):
-    """Markdown lines: a row per method, a dash where it was not measured; of the unlearning methods the best is bold,
-    the second underlined, as shown; spread: with the standard deviation over the runs."""
-    columns = [column for column in columns if any(measured(group, *column) for group in groups)]
-    heads, ranks = [], {}
-    for split, metric in columns:
-        name, better, digits = METRICS[metric]
-        better = SPLITS[split]["better"] if better is None else better
-        heads.append(" ".join(filter(None, [split and SPLITS[split]["title"], name, better])))
-        means = {shown(statistics.fmean(found), digits) for group in groups
-                 if better and group.method != "sft" and (found := measured(group, split, metric))}
-        ranks[split, metric] = sorted(means, key=float, reverse=better == "↑")
-    lines = [table_row(["Method", *heads]), "|---|" + "---|" * len(columns)]
-    for group in groups:
-        cells = [group.title]
-        for split, metric in columns:
-            digits, found, best = METRICS[metric][2], measured(group, split, metric), ranks[split, metric]
-            if not found:
-                cells.append("-")
-                continue
-            cell = text = shown(statistics.fmean(found), digits)
-            if group.method != "sft" and text in best[:2]:
-                cell = f"**{text}**" if text == best[0] else f"<u>{text}</u>"
-            if len(found) > 1 and spread:
-                cell += f" ± {shown(statistics.stdev(found), digits)}"
-            if metric == "rougeL_f1":
-                cell += f" ({statistics.fmean(measured(group, split, 'rougeL_recall')):.3f})"
-            cells.append(cell)
-        lines.append(table_row(cells))
-    return lines if columns else []
-
-
-def spans(numbers):
-    """[0, 1, 2, 5] -> "0-2, 5"."""
-    starts = [n for n in numbers if n - 1 not in numbers]
-    ends = [n for n in numbers if n + 1 not in numbers]
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends))
+    """Markdown lines: a row per method, the columns that one was measured in; spread: with the deviation over runs."""
+    kept = [at for at in columns if any(measured(group, *at) for group in groups)]
+    titles = ["Method", *(group.title for group in groups)]
+    return markdown_table(*zip(titles, *(column(groups, *at, spread) for at in kept))) if kept else []
 
 
 def conventions(groups):
     """What the figures of the first table are, of how many questions, and how sure."""
     every = [summary for group in groups for summary in group.summaries]
-    protocol, splits = every[0]["protocol"], [scores for s in every for scores in s["splits"].values()]
+    protocol = every[0]["protocol"]
     sizes = ", ".join(f"{SPLITS[split]['title']} {data['rows']}" for split, data in every[0]["data"].items())
-    errors = [f"{name} {max(known):.3f}" for name, found in (
-        ("rL", [scores["stderr"].get("rougeL_f1") for scores in splits]),
-        ("p", [scores["stderr"].get("prob") for scores in splits]),
-        ("p from the choice of masks", [scores["prob_stderr"] for scores in splits]))
-        if (known := [error for error in found if error is not None])]
+    splits = [scores for summary in every for scores in summary["splits"].values()]
+    errors = []
+    for name, found in (("rL", [scores["stderr"].get("rougeL_f1") for scores in splits]),
+                        ("p", [scores["stderr"].get("prob") for scores in splits]),
+                        ("p from the choice of masks", [scores["prob_stderr"] for scores in splits])):
+        known = [error for error in found if error is not None]
+        if known:
+            errors.append(f"{name} {max(known):.3f}")
     seeds = "/".join(map(str, sorted({len(group.runs) for group in groups})))
+    seen = max(len(summary["retain_rows_trained_on"]) for summary in every)
     lines = [f"rL: ROUGE-L F1 (recall). p: answer probability (Eq. 7, {protocol['samples']} masks). "
              f"{protocol['steps']} steps for {protocol['length']} tokens, {protocol['dtype']}. Questions: {sizes}. "
              f"Largest standard error of a split's mean: {', '.join(errors) or '-'}."
              + (f" Mean ± standard deviation over {seeds} seeds." if seeds != "1" else "")]
-    for rows in {spans(rows): len(rows) for s in every if (rows := s["retain_rows_trained_on"])}.items():
-        lines += ["", "{1} of the evaluated retain rows are among the rows to train on: rows {0}.".format(*rows)]
+    if seen:
+        lines += ["", f"{seen} of the evaluated retain rows are among the rows to train on."]
     return lines
 
 
@@ -987,8 +990,9 @@ def by_person(groups, people):
 
 def rwku_tables(groups, people):
     """Table 3, and the same for every person alone."""
-    protocol, splits = groups[0].summaries[0]["protocol"], groups[0].summaries[0]["splits"]
-    sizes = ", ".join(f"{SPLITS[split]['title']} {scores['n']}" for split, scores in splits.items())
+    first = groups[0].summaries[0]
+    protocol = first["protocol"]
+    sizes = ", ".join(f"{SPLITS[split]['title']} {scores['n']}" for split, scores in first["splits"].items())
     lines = [*table(by_person(groups, people), RWKU, spread=False), "",
              f"Mean over {', '.join(people)}. F, N: ROUGE-L recall of the answer's first line. MMLU: accuracy. "
              f"TruthfulQA: by each choice's summed likelihood, {protocol['samples']} masks. TriviaQA: normalised exact "
@@ -999,15 +1003,13 @@ def rwku_tables(groups, people):
     return lines
 
 
-def markdown(groups, answers, picture=None):
-    """The report: Table 2, the tau sweep, TOFU's own figures, perplexity (Table 7), answers side by side (Table 6); or
-    RWKU's Table 3 and answers."""
-    people = persons(groups)
+def report_tables(groups, people):
+    """The report's figures: Table 2, the tau sweep, TOFU's own figures and perplexity (Table 7); or RWKU's Table 3."""
     lines = rwku_tables(groups, people) if people else [*table(groups, PAPER), "", *conventions(groups)]
     base = [group for group in groups if group.method == "sft"]
     sweep = sorted((group for group in groups if group.method == "mdu"), key=lambda group: group.tau)
     if not people and len(sweep) > 1 and len(base + sweep) < len(groups):
-        lines += ["", "MDU from τ = 0 to 1:", "", *table(base + sweep, [*PAPER, *OFFICIAL[:2]])]
+        lines += ["", "MDU from τ = 0 to 1:", "", *table(base + sweep, [*PAPER, *WHOLE_RUN])]
     if official := table(groups, OFFICIAL):
         against = dict.fromkeys(s["retain_run"] for g in groups for s in g.summaries if s.get("retain_run"))
         lines += ["", "TOFU's own figures:", "", *official, "",
@@ -1018,27 +1020,28 @@ def markdown(groups, answers, picture=None):
     if perplexity := table(groups, PERPLEXITY):
         masks = next(n for g in groups for s in g.summaries if (n := s["protocol"].get("perplexity")))
         lines += ["", f"Pseudo-perplexity, median and mean over the questions, {masks} masks each:", "", *perplexity]
-    if picture:
-        lines += ["", f"![forget against retain]({picture})"]
-    if answers:
-        lines += ["", "What is written to forget questions:", "",
-                  table_row(["Question", *(a["question"] for a in answers)]), "|---|" + "---|" * len(answers),
-                  table_row(["Reference", *(a["reference"] for a in answers)]),
-                  *(table_row([g.title, *(a["generations"].get(g.title, "-") or "(empty)" for a in answers)])
-                    for g in groups)]
     return lines
+
+
+def answer_table(groups, answers):
+    """Answers side by side (Table 6)."""
+    if not answers:
+        return []
+    return ["", "What is written to forget questions:", "", *markdown_table(
+        ["Question", *(a["question"] for a in answers)], ["Reference", *(a["reference"] for a in answers)],
+        *([g.title, *(a["generations"].get(g.title, "-") or "(empty)" for a in answers)] for g in groups))]
 
 
 def draw(groups, path):
     """Forget against retain, one panel per metric: a line through MDU's tau points, a mark per other method.
 
-    Returns the file's name; None where nothing was measured on both splits.  ImportError: no matplotlib.
+    Returns whether there was anything to draw: something measured on both splits.  ImportError: no matplotlib.
     """
     from matplotlib.figure import Figure
     panels = [metric for metric in ("rougeL_f1", "prob", "fact")
               if all(measured(group, split, metric) for group in groups for split in ("forget", "retain"))]
     if not panels:
-        return None
+        return False
     figure = Figure(figsize=(1.5 + 3.6 * len(panels), 3.8))
     axes = figure.subplots(1, len(panels), squeeze=False)
     names = {"rougeL_f1": "ROUGE-L F1", "prob": "answer probability", "fact": "answers with the key fact"}
@@ -1063,7 +1066,7 @@ def draw(groups, path):
     figure.legend(*handles, loc="center right", fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0, 1 - 1.2 / figure.get_figwidth(), 1))
     save_picture(figure, path)
-    return path.name
+    return True
 
 
 def save_picture(figure, path):
@@ -1073,54 +1076,68 @@ def save_picture(figure, path):
         os.replace(f"{path}.partial", path)
 
 
+def chosen(questions, n):
+    """The numbers of the forget questions to show, of n: those of --questions, or the first three."""
+    if questions is None:
+        return range(min(3, n))
+    if max(questions) >= n:
+        raise ValueError(f"--questions {max(questions)}: there are {n} forget questions, numbered from 0")
+    return questions
+
+
 def side_by_side(groups, questions, split):
-    """What the first run of each method wrote to the chosen questions of a split (None: to the first three)."""
+    """What the first run of each method wrote to the chosen questions of a split."""
     files = {group.title: Path(group.runs[0]) / "eval" / f"{split}.jsonl" for group in groups}
     answers = {title: {(r["question"], r["reference"]): r["generation"] for r in read_records(file)}
                for title, file in files.items() if file.is_file()}
     asked = [key for key in next(iter(answers.values()), {}) if all(key in given for given in answers.values())]
-    questions = range(min(3, len(asked))) if questions is None else questions
-    if max(questions, default=-1) >= len(asked):
-        raise ValueError(f"--questions {max(questions)}: there are {len(asked)} forget questions, numbered from 0")
     return [{"question": asked[i][0], "reference": asked[i][1],
-             "generations": {title: given[asked[i]] for title, given in answers.items()}} for i in questions]
+             "generations": {title: given[asked[i]] for title, given in answers.items()}}
+            for i in chosen(questions, len(asked))]
+
+
+def mean_and_deviation(values):
+    """None where nothing was measured."""
+    if not values:
+        return None
+    return {"mean": statistics.fmean(values), "deviation": statistics.stdev(values) if len(values) > 1 else None}
 
 
 def report(runs, questions, retain_run):
     """report.md, report.json and report.png of scored runs, beside the first; the first is printed too."""
-    groups, folder, picture, drawn = group_runs(runs, retain_run), Path(runs[0]).parent, None, True
+    groups = group_runs(runs, retain_run)
+    folder = Path(runs[0]).parent
     people = persons(groups)
     if not people and any(split in s["splits"] for split in mdu.RWKU_SPLITS for g in groups for s in g.summaries):
         raise ValueError(f"{', '.join(runs)}: not all asked about one person; report runs of one benchmark that have "
                          "a person in common")
     answers = side_by_side(groups, questions, "forget_level2" if people else "forget")
-    (folder / "report.png").unlink(missing_ok=True)  # it must not stand beside figures of another time
-    try:
-        picture = None if people else draw(groups, folder / "report.png")
-    except ImportError:
-        drawn = False
-    text = "\n".join(markdown(groups, answers, picture))
-
-    def figures(group, split, metrics):
-        found = {metric: measured(group, split, metric) for metric in metrics}
-        return {metric: v and {"mean": statistics.fmean(v), "deviation": statistics.stdev(v) if len(v) > 1 else None}
-                or None for metric, v in found.items()}
+    lines = report_tables(groups, people)
     shared = {key: groups[0].summaries[0][key] for key in ("protocol", "data", "retain_rows_trained_on")}
-    groups = by_person(groups, people) if people else groups
-    methods = [{"title": g.title, "method": g.method, "tau": g.tau, "runs": g.runs,
-                **figures(g, None, ("model_utility", "forget_quality")),
-                "splits": {split: figures(g, split, [m for m in scores if type(scores[m]) is not dict])
-                           for split, scores in g.summaries[0]["splits"].items()}} for g in groups]
+    methods = []
+    for group in by_person(groups, people) if people else groups:
+        splits = {split: {metric: mean_and_deviation(measured(group, split, metric))
+                          for metric in scores if type(scores[metric]) is not dict}
+                  for split, scores in group.summaries[0]["splits"].items()}
+        methods.append({"title": group.title, "method": group.method, "tau": group.tau, "runs": group.runs,
+                        **{metric: mean_and_deviation(measured(group, None, metric)) for _, metric in WHOLE_RUN},
+                        "splits": splits})
+    picture = folder / "report.png"
+    picture.unlink(missing_ok=True)  # it must not stand beside figures of another time
+    try:
+        if not people and draw(groups, picture):
+            lines += ["", f"![forget against retain]({picture.name})"]
+    except ImportError:
+        note(f"{picture.name} is not drawn: it needs matplotlib (pip install matplotlib)")
+    text = "\n".join([*lines, *answer_table(groups, answers)])
     mdu.write_json(folder / "report.json", {**shared, "methods": methods, "answers": answers})
     mdu.write_text(folder / "report.md", text + "\n")
     print(text, f"\n({folder / 'report.md'})", flush=True)
-    if not drawn:
-        note("report.png is not drawn: it needs matplotlib (pip install matplotlib)")
 
 
 def screen_row(run, summary):
     splits = summary["splits"]
-    cells = [" ".join([SPLITS[split]["title"], *(f"{splits[split][m]:.3f}" for at, m in (*PAPER[:-1], *RWKU)
+    cells = [" ".join([SPLITS[split]["title"], *(f"{splits[split][m]:.3f}" for at, m in (*TABLE2, *RWKU)
                                                  if at == split and m in splits[split])]) for split in splits]
     for name, value in (("fact", splits.get("forget", {}).get("fact")), ("utility", summary["model_utility"]),
                         ("forget quality", summary["forget_quality"])):
@@ -1434,12 +1451,7 @@ def as_markdown(result):
                 tables[-1].append([group, *("-" if value is None else f"{value:.2f}" for value in (first, *others))])
                 for k, value in enumerate(others, 2):
                     tables[-1][-1][k] += f" ({value / first - 1:+.1%})" if first and first >= 0.005 else ""
-    lines = []
-    for head, *rows in filter(None, tables):
-        for row in (head, ["---"] * len(head), *rows):
-            lines.append(table_row(row))
-        lines.append("")
-    return "\n".join(lines)
+    return "\n".join(line for rows in filter(None, tables) for line in [*markdown_table(*rows), ""])
 
 
 LINES = [("black", "-", "o"), ("#0072b2", "--", "s"), ("#e69f00", "-.", "^"), ("#cc79a7", ":", "D"),
@@ -1516,8 +1528,6 @@ def analyse(a):
     """analysis/NAME.json and NAME.png beside the first run; with --redraw only the picture, without any model."""
     name, folder = a.analysis, Path(a.runs[0]).resolve().parent / "analysis"
     (measure, used), file, picture = ANALYSES[name], folder / f"{name}.json", folder / f"{name}.png"
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError(f"{os.environ['WORLD_SIZE']} processes: an analysis runs in one; start it with python")
     if a.redraw:
         if not file.is_file():
             raise ValueError(f"{file}: not there; leave --redraw out to measure it")
@@ -1528,21 +1538,18 @@ def analyse(a):
         runs, rows = open_runs(a.runs)
         if name in ("trajectory", "rollout") and len(runs) > 1:
             raise ValueError(f"--analysis {name}: follows one run, {len(runs)} were given; give one, such as the base")
-        if max(a.questions or [0]) >= len(rows):
-            raise ValueError(f"--questions {max(a.questions)}: there are {len(rows)} forget questions, numbered from 0")
-        rows = [rows[i] for i in a.questions or range(min(3, len(rows)))] if "questions" in used else rows[:a.limit]
+        rows = [rows[i] for i in chosen(a.questions, len(rows))] if "questions" in used else rows[:a.limit]
         result = {"analysis": name, "runs": [run.title for run in runs], "n": len(rows), **measure(runs, rows, a)}
         folder.mkdir(exist_ok=True)
         picture.unlink(missing_ok=True)  # it must not stand beside figures of another time
         mdu.write_json(file, result)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        Figure = None
     with intact(file, "leave --redraw out to measure it again"):
-        if table := as_markdown(result):
-            print(table, flush=True)
-        if Figure is None:
+        lines = as_markdown(result)
+        if lines:
+            print(lines, flush=True)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
             return note(f"{picture} is not drawn: it needs matplotlib (pip install matplotlib)")
         figure = Figure(layout="constrained")
         (draw_blocks if "blocks" in result else draw_panels)(result, figure)

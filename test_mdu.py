@@ -3315,7 +3315,7 @@ def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
         "MDU τ=1": "**0.200** (0.250) | 0.300 | **0.500** (0.250) | **0.500** | **0.250**"}
     for part in ("128 masks", "4 steps for 8 tokens", "Forget 4, Retain 5", "rL 0.020, p 0.030",
                  "choice of masks 0.010", "over 1/2 seeds",
-                 "4 of the evaluated retain rows are among the rows to train on: rows 0-2, 4",
+                 "\n4 of the evaluated retain rows are among the rows to train on.\n",
                  "| Question | Q3 | Q0 |", r"| GA | a \| b c d | a \| b c d |", "| MDU τ=1 | (empty) | (empty) |",
                  "| Method | Forget truth ratio ↑ |", "MDU from τ = 0 to 1"):
         assert part in text, part
@@ -3353,7 +3353,7 @@ def test_the_base_has_no_rank_and_the_sweep_its_order(tmp_path):
     errors = dict(prob_stderr=0.02, stderr=dict(rougeL_f1=0.04, prob=0.01))
     runs = [scored(tmp_path, f"{method}{tau}", method, tau, rougeL_f1=x, prob=x, **errors) for method, tau, x in (
         ("sft", None, 0.1), ("ga", None, 0.2), ("mdu", 1.0, 0.3), ("mdu", 0.0, 0.4))]
-    lines = ev.markdown(ev.group_runs(runs), [])
+    lines = ev.report_tables(ev.group_runs(runs), [])
     assert [line.split(" (0.250)")[0] for line in lines if line.startswith(("| Base", "| GA", "| MDU"))] == [
         "| Base | 0.100", "| GA | **0.200**", "| MDU τ=1 | <u>0.300</u>", "| MDU τ=0 | 0.400",
         "| Base | 0.100", "| MDU τ=0 | <u>0.400</u>", "| MDU τ=1 | **0.300**"]
@@ -3741,11 +3741,11 @@ def test_tables_of_analyses_by_hand():
     """Marked text is underlined without the spaces around it, bars are escaped;
     the change is against the first column."""
     blocks = [[["y_t", [[" [M]", False], [" a|b ", True], ["c", False]]], ["anchor", []]]]
-    assert ev.as_markdown({"blocks": blocks}) == "| y_t | [M] <u>a\\|b</u> c |\n| --- | --- |\n| anchor |  |\n"
+    assert ev.as_markdown({"blocks": blocks}) == "| y_t | [M] <u>a\\|b</u> c |\n|---|---|\n| anchor |  |\n"
     panel = {"title": "KL", "groups": ["in\n(2)", "s", "k"],
              "series": {"Before": [2.0, 0.001, None], "MDU": [1.5, 1.0, None]}}
     assert ev.as_markdown({"panels": [panel]}) == (
-        "| KL | Before | MDU |\n| --- | --- | --- |\n| in (2) | 2.00 | 1.50 (-25.0%) |\n| s | 0.00 | 1.00 |\n"
+        "| KL | Before | MDU |\n|---|---|---|\n| in (2) | 2.00 | 1.50 (-25.0%) |\n| s | 0.00 | 1.00 |\n"
         "| k | - | - |\n")
     one_each = dict(panel, series={"a": [1.0, None], "b": [None, 2.0]})  # one bar in each group
     assert ev.as_markdown({"panels": [one_each]}) == ""
@@ -3846,7 +3846,7 @@ DAMAGED_RUNS = [  # command, file, what becomes of it (None: removed), words of 
     (REPORT, SUMMARY, put("data.more", {"rows": 1}), "damaged (KeyError: 'more')"),
     (REPORT, SUMMARY, put("data.forget", 3), "score them alike"),
     (REPORT, SUMMARY, put("protocol.samples"), "damaged"),
-    (REPORT, SUMMARY, put("retain_rows_trained_on", "x"), "damaged"),
+    (REPORT, SUMMARY, put("retain_rows_trained_on", "x"), "retain_rows_trained_on is 'x'"),
     (REPORT, RECORDS, lambda x: b"\xff" + x, "forget.jsonl: not JSON"),
     (REPORT, RECORDS, lambda x: b"[1]", "forget.jsonl: row 0 is [1]"),
     (REPORT, RECORDS, lambda x: b'{"question": "q"}', "damaged (KeyError: 'reference')"),
