@@ -1136,12 +1136,14 @@ def report(runs, questions, retain_run):
 
 
 def screen_row(run, summary):
-    splits = summary["splits"]
-    cells = [" ".join([SPLITS[split]["title"], *(f"{splits[split][m]:.3f}" for at, m in (*TABLE2, *RWKU)
-                                                 if at == split and m in splits[split])]) for split in splits]
-    for name, value in (("fact", splits.get("forget", {}).get("fact")), ("utility", summary["model_utility"]),
-                        ("forget quality", summary["forget_quality"])):
-        cells += [] if value is None else [f"{name} {value:.3g}"]
+    cells = []
+    for split, scores in summary["splits"].items():
+        figures = [f"{scores[metric]:.3f}" for at, metric in (*TABLE2, *RWKU) if at == split and metric in scores]
+        cells.append(" ".join([SPLITS[split]["title"], *figures]))
+    for name, value in (("fact", summary["splits"].get("forget", {}).get("fact")),
+                        ("utility", summary["model_utility"]), ("forget quality", summary["forget_quality"])):
+        if value is not None:
+            cells.append(f"{name} {value:.3g}")
     return " | ".join([f"{run:24}", *cells])
 
 
@@ -1213,7 +1215,8 @@ def open_runs(paths):
         runs.append(SimpleNamespace(
             path=path, options=o, title=TITLES.get(o.method) or f"MDU τ={o.tau:g}", data=info["data"].get("forget"),
             theta0=(str(Path(path).resolve()), None) if o.method == "sft" else (o.model, o.revision)))
-    rows, titles = mdu.load_data(runs[0].options)["forget"], [run.title for run in runs]
+    rows = mdu.load_data(runs[0].options)["forget"]
+    titles = [run.title for run in runs]
     for run in runs:
         if not rows or not run.data or run.data["sha256"] != mdu.fingerprint(rows):
             raise ValueError(f"{run.path}: was trained on other forget rows than {paths[0]} names now, or on none; "
@@ -1232,10 +1235,16 @@ def load(run, theta0=False):
     return predictor, tokenizer
 
 
+def load_with_anchor(run):
+    """-> predictor and tokenizer of a run, and the frozen theta0 that it started from; a base is its own."""
+    predictor, tokenizer = load(run)
+    reference = predictor if run.options.method == "sft" else load(run, theta0=True)[0]
+    return predictor, tokenizer, reference
+
+
 def analysis_convergence(runs, rows, a):
     """The three KLs that mdu.diagnose measured at each epoch of training, over all forget rows (convergence figure)."""
-    names = {"base": "to the base, p₀(·|x, yₜ)", "anchor": "to the anchor, p₀(·|m, yₜ)",
-             "uniform": "to uniform"}
+    names = {"base": "to the base, p₀(·|x, yₜ)", "anchor": "to the anchor, p₀(·|m, yₜ)", "uniform": "to uniform"}
     panels = [{"title": name, "series": {}} for name in names.values()]
     for run in runs:
         file = Path(run.path) / "metrics.jsonl"
@@ -1282,7 +1291,8 @@ def trajectory(run, predictor, tokenizer, question, a):
     """One greedy trajectory -> its states [(ids, masked), ...] from all masks to none, answer and real, all (1, T), and
     the ids of its response, the first end or padding token the last.
     """
-    length, prompt = a.length or run.options.response_length, mdu.encode_prompt(tokenizer, question)
+    length = a.length or run.options.response_length
+    prompt = mdu.encode_prompt(tokenizer, question)
     ids, answer, real = mdu.collate([(prompt, [predictor.mask_id] * length)], predictor.pad_id)
     path = [(ids, answer), *denoise(predictor, ids, real, answer, a.steps or length)]
     response = path[-1][0][answer].tolist()
@@ -1291,20 +1301,23 @@ def trajectory(run, predictor, tokenizer, question, a):
 
 def analysis_trajectory(runs, rows, a):
     """anchor_kl of each token at the step of a greedy trajectory that fixes it, with its role (the paper's figures)."""
-    (predictor, tokenizer), (reference, _) = load(runs[0]), load(runs[0], theta0=True)
+    predictor, tokenizer, reference = load_with_anchor(runs[0])
     panels = []
     for row in rows:
         path, answer, real, response = trajectory(runs[0], predictor, tokenizer, row["question"], a)
         fixed = torch.cat([before & ~after for (_, before), (_, after) in itertools.pairwise(path)])  # (steps, T)
-        noised = torch.cat([ids for ids, _ in path[:-1]])
-        kl = anchor_kl(predictor, reference, noised, answer.expand_as(fixed), real.expand_as(fixed), fixed).tolist()
-        steps, positions = fixed.nonzero(as_tuple=True)
-        places = (positions - answer[0].int().argmax()).tolist()  # in the response
-        shown = [j for j, i in enumerate(places) if i < len(response)]
+        noised = torch.cat([ids for ids, _ in path[:-1]])  # (steps, T)
+        kl = anchor_kl(predictor, reference, noised, answer.expand_as(fixed), real.expand_as(fixed), fixed)  # (M,)
         roles = token_roles(tokenizer, row["question"], response)
-        panels.append({"title": row["question"], "groups": [
-            f"{tokenizer.decode([response[places[j]]]).strip()}\n{steps[j] + 1}" for j in shown], "series": {
-                role: [kl[j] if roles[places[j]] == role else None for j in shown] for role in ROLES}})
+        start = int(answer[0].int().argmax())  # of the response
+        groups, series = [], {role: [] for role in ROLES}
+        for (step, position), value in zip(fixed.nonzero().tolist(), kl.tolist()):
+            place = position - start
+            if place < len(response):
+                groups.append(f"{tokenizer.decode([response[place]]).strip()}\n{step + 1}")
+                for role, values in series.items():
+                    values.append(value if role == roles[place] else None)
+        panels.append({"title": row["question"], "groups": groups, "series": series})
     return {"convention": "KL(p_theta(.|x, y_t) || p_theta0(.|m, y_t)), where and when a token is fixed; up to the "
             "first end token", "xlabel": f"token, and the step of {len(fixed)} that fixed it ({runs[0].title})",
             "ylabel": "KL, nats", "panels": panels}
@@ -1313,9 +1326,15 @@ def analysis_trajectory(runs, rows, a):
 def pieces(tokenizer, ids, flags, hide=False):
     """[[text, flag], ...]: the text of the ids, cut where the tokens' flag changes; hide: [M] for tokens without it."""
     text, starts = token_starts(tokenizer, ids)
-    cuts, starts = [k for k in range(len(ids)) if k == 0 or flags[k] != flags[k - 1]], [*starts, len(text)]
+    starts.append(len(text))
+    cuts = [k for k in range(len(ids)) if k == 0 or flags[k] != flags[k - 1]]
     return [[" [M]" * (end - k) if hide and not flags[k] else text[starts[k]:starts[end]], flags[k]]
             for k, end in itertools.pairwise([*cuts, len(ids)])]
+
+
+def question_block(row):
+    """The head of a block: labelled texts, [[label, [[text, flag], ...]], ...]."""
+    return [["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]]]
 
 
 def analysis_rollout(runs, rows, a):
@@ -1323,18 +1342,21 @@ def analysis_rollout(runs, rows, a):
 
     States: after the steps that complete 1/4, 1/2 and 3/4 of the tokens up to the first end token.
     """
-    (predictor, tokenizer), (reference, _) = load(runs[0]), load(runs[0], theta0=True)
+    predictor, tokenizer, reference = load_with_anchor(runs[0])
     blocks = []
     for row in rows:
         path, answer, real, response = trajectory(runs[0], predictor, tokenizer, row["question"], a)
         fixed = [(~masked[answer]).tolist() for _, masked in path]
-        blocks.append([["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]]])
+        steps = len(path) - 1
+        blocks.append(question_block(row))
         for share in (1 / 4, 1 / 2, 3 / 4):
             k = next(k for k in range(len(path)) if sum(fixed[k][:len(response)]) >= share * len(response))
-            hidden = mdu.mask_prompt(path[k][0], answer, real, predictor.mask_id)
-            *_, (rolled, _) = [path[k], *denoise(reference, hidden, real, path[k][1], len(path) - 1 - k)]
-            rolled = rolled[answer].tolist()
-            blocks[-1] += [[f"y_t at k={k}/{len(path) - 1}", pieces(tokenizer, response, fixed[k], hide=True)],
+            ids, masked = path[k]
+            hidden = mdu.mask_prompt(ids, answer, real, predictor.mask_id)
+            for ids, _ in denoise(reference, hidden, real, masked, steps - k):
+                pass  # only the last state counts
+            rolled = ids[answer].tolist()
+            blocks[-1] += [[f"y_t at k={k}/{steps}", pieces(tokenizer, response, fixed[k], hide=True)],
                            ["anchor", pieces(tokenizer, rolled[:ended(predictor, rolled)], fixed[k])]]
     return {"convention": "underlined: tokens fixed after k steps; the anchor sees no prompt", "blocks": blocks}
 
@@ -1344,20 +1366,25 @@ def fragments(reference, text):
 
     A run of function words alone is none.  Longest first, then to its left and right (difflib's matching blocks).
     """
-    found, old = list(re.finditer(r"[^\W_]+", text)), words(reference)
-    new, out, at = [m.group().lower() for m in found], [], 0
-    for _, first, size in SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks():
+    found = list(re.finditer(r"[^\W_]+", text))
+    new = [m.group().lower() for m in found]
+    out = []
+    at = 0  # where in the text the next piece starts
+    for _, first, size in SequenceMatcher(None, words(reference), new, autojunk=False).get_matching_blocks():
         if set(new[first:first + size]) - FUNCTION_WORDS:
             start, end = found[first].start(), found[first + size - 1].end()
-            out, at = [*out, [text[at:start], False], [text[start:end], True]], end
-    return [piece for piece in [*out, [text[at:], False]] if piece[0]]
+            out += [[text[at:start], False], [text[start:end], True]]
+            at = end
+    out.append([text[at:], False])
+    return [piece for piece in out if piece[0]]
 
 
 def analysis_gallery(runs, rows, a):
     """The same forget questions answered by every run; fragments of the reference are flagged."""
-    blocks = [[["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]]] for row in rows]
+    blocks = [question_block(row) for row in rows]
     for run in runs:
-        (predictor, tokenizer), length = load(run), a.length or run.options.response_length
+        predictor, tokenizer = load(run)
+        length = a.length or run.options.response_length
         prompts = [mdu.encode_prompt(tokenizer, row["question"]) for row in rows]
         outputs = generate(predictor, prompts, length, a.steps or length, a.batch_size)
         for row, ids, block in zip(rows, outputs, blocks):
@@ -1371,8 +1398,8 @@ def analysis_infill(runs, rows, a):
     Share of the masked tokens whose most likely token is right, in the same --samples masks per row for every run: of
     all of them, and of those of the rows' key facts, where rows have one.  The end token is given.
     """
-    shares, names = [0, 0.25, 0.5, 0.75], ("all masked tokens", "tokens of the key fact")
-    panels = [{"title": name, "series": {}} for name in names]
+    shares = [0, 0.25, 0.5, 0.75]
+    panels = [{"title": name, "series": {}} for name in ("all masked tokens", "tokens of the key fact")]
     for run in runs:
         predictor, tokenizer = load(run)
         pairs = [mdu.encode_row(tokenizer, predictor.end_id, row["question"], row["answer"]) for row in rows]
@@ -1406,14 +1433,17 @@ def analysis_relearn(runs, rows, a):
 
     At one learning rate, the lowest of the runs', which is unlearning's where the base is among them.
     """
-    given, rest, lr = rows[::10], [row for i, row in enumerate(rows) if i % 10], min(run.options.lr for run in runs)
+    given = rows[::10]
+    rest = [row for i, row in enumerate(rows) if i % 10]
+    lr = min(run.options.lr for run in runs)
     if not rest:
         raise ValueError(f"--analysis relearn: {len(rows)} forget rows leave none to score; give more than one")
     scores = {"prob": "answer probability", "rougeL_recall": "ROUGE-L recall", "fact": "answers with the key fact"}
     found = []
     for run in runs:
         with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(sys.stderr):
-            file, batch = Path(scratch) / "given.jsonl", min(len(given), run.options.batch_size)
+            file = Path(scratch) / "given.jsonl"
+            batch = min(len(given), run.options.batch_size)
             file.write_text("".join(json.dumps(row) + "\n" for row in given), encoding="utf-8")
             kept = ("preset", "dtype", "weights", "max_length", "mask_sampling", "response_length")
             argv = dict({name: getattr(run.options, name) for name in kept}, method="sft", model=run.path, forget=file,
@@ -1460,11 +1490,13 @@ LINES = [("black", "-", "o"), ("#0072b2", "--", "s"), ("#e69f00", "-.", "^"), ("
 
 def draw_panels(result, figure):
     """Curves side by side, or bars one above the other; told apart without colours too, the base always in black."""
-    panels, bars = result["panels"], "groups" in result["panels"][0]
+    panels = result["panels"]
+    bars = "groups" in panels[0]
     figure.set_size_inches(8.3, 2.2 * len(panels) + 0.8 if bars else 3.3)
     axes = figure.subplots(len(panels) if bars else 1, 1 if bars else len(panels), squeeze=False)
     for axis, panel in zip(axes.flat, panels):
-        styles, n = itertools.cycle(LINES[1:]), 1 if bars and alone(panel) else len(panel["series"])
+        styles = itertools.cycle(LINES[1:])
+        n = 1 if bars and alone(panel) else len(panel["series"])  # bars side by side
         for k, (name, values) in enumerate(panel["series"].items()):
             if bars:
                 color, hatch = ROLES.get(name, (str(1 - k / n), ("", "//", "..", "xx")[k % 4]))
@@ -1515,7 +1547,8 @@ def draw_blocks(result, figure, width=104):
             x, before = x + len(word), flag
 
 
-STATES, SHOWN = {"limit", "samples", "seed", "batch_size"}, {"questions", "length", "steps"}
+STATES = {"limit", "samples", "seed", "batch_size"}
+SHOWN = {"questions", "length", "steps"}
 ANALYSES = {  # name: (analysis, the options that it uses)
     "convergence": (analysis_convergence, set()), "roles": (analysis_roles, STATES),
     "trajectory": (analysis_trajectory, SHOWN), "rollout": (analysis_rollout, SHOWN),
@@ -1526,8 +1559,10 @@ ANALYSES = {  # name: (analysis, the options that it uses)
 
 def analyse(a):
     """analysis/NAME.json and NAME.png beside the first run; with --redraw only the picture, without any model."""
-    name, folder = a.analysis, Path(a.runs[0]).resolve().parent / "analysis"
-    (measure, used), file, picture = ANALYSES[name], folder / f"{name}.json", folder / f"{name}.png"
+    name = a.analysis
+    measure, used = ANALYSES[name]
+    folder = Path(a.runs[0]).resolve().parent / "analysis"
+    file, picture = folder / f"{name}.json", folder / f"{name}.png"
     if a.redraw:
         if not file.is_file():
             raise ValueError(f"{file}: not there; leave --redraw out to measure it")

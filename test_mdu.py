@@ -3564,7 +3564,7 @@ def test_rollouts_keep_the_fixed_tokens(base, monkeypatch):
     the rest the anchor wrote."""
     rows = mdu.toy_world()["forget"]
     (model, tokenizer), (frozen, _) = (mdu.new_toy(sum(mdu.toy_world().values(), []), seed) for seed in (1, 2))
-    monkeypatch.setattr(ev, "load", lambda run, theta0=False: (frozen if theta0 else model, tokenizer))
+    monkeypatch.setattr(ev, "load_with_anchor", lambda run: (model, tokenizer, frozen))
     shown, changed = [], 0
     frozen.register_forward_pre_hook(lambda _, args: shown.append(args[0]))
     blocks = analysed(base, "rollout", "--questions", "5,0")["blocks"]
@@ -3591,7 +3591,7 @@ def test_rollouts_count_the_tokens_up_to_the_end(base, monkeypatch):
     path = [(ids, answer)]
     for place in (9, 8, 7, 6, 2, 3, 4, 5):
         path.append((ids, path[-1][1] & (torch.arange(10) != place)))
-    monkeypatch.setattr(ev, "load", lambda run, theta0=False: (predictor, tokenizer))
+    monkeypatch.setattr(ev, "load_with_anchor", lambda run: (predictor, tokenizer, predictor))
     monkeypatch.setattr(ev, "trajectory", lambda *_: (path, answer, real, [9] * 4))
     monkeypatch.setattr(ev, "denoise", lambda *_: [])
     block, = ev.analysis_rollout([None], [dict(question="Q", answer="A")], None)["blocks"]
