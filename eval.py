@@ -1,4 +1,4 @@
-"""Score the runs of mdu.py, on TOFU's questions to forget, to retain, about authors and the world, or on RWKU's.
+"""Score runs of mdu.py on questions to forget and to retain, about real authors and the world (TOFU), or on RWKU's.
 
     python eval.py RUN [RUN ...]                 # RUN/eval/summary.json, RUN/eval/SPLIT.jsonl, one table row per run
     torchrun --nproc_per_node=4 eval.py RUN      # the same on 4 processes; interrupted, either goes on where it stopped

@@ -3559,6 +3559,17 @@ def test_trajectory_is_the_samplers_own(base, unlearned):
 MASK_OF_TOY = 0
 
 
+def test_a_base_is_its_own_anchor(base, unlearned):
+    """A base is loaded once; a run's anchor is the base that it started from."""
+    (first, second), _ = ev.open_runs([base, unlearned])
+    model, _, anchor = ev.load_with_anchor(first)
+    assert anchor is model
+    start = weights(base)
+    other, _, anchor = ev.load_with_anchor(second)
+    assert all(torch.equal(x, start[name]) for name, x in anchor.lm.state_dict().items())
+    assert not all(torch.equal(x, start[name]) for name, x in other.lm.state_dict().items())
+
+
 def test_rollouts_keep_the_fixed_tokens(base, monkeypatch):
     """Two random models, which write much: what is marked in a state is marked in its roll-out;
     the rest the anchor wrote."""
