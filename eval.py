@@ -1124,13 +1124,13 @@ def report(runs, questions, retain_run):
                         "splits": splits})
     picture = folder / "report.png"
     picture.unlink(missing_ok=True)  # it must not stand beside figures of another time
+    mdu.write_json(folder / "report.json", {**shared, "methods": methods, "answers": answers})
     try:
         if not people and draw(groups, picture):
             lines += ["", f"![forget against retain]({picture.name})"]
     except ImportError:
         note(f"{picture.name} is not drawn: it needs matplotlib (pip install matplotlib)")
     text = "\n".join([*lines, *answer_table(groups, answers)])
-    mdu.write_json(folder / "report.json", {**shared, "methods": methods, "answers": answers})
     mdu.write_text(folder / "report.md", text + "\n")
     print(text, f"\n({folder / 'report.md'})", flush=True)
 
