@@ -657,6 +657,8 @@ def untrained_run(run, a):
     """What run.json holds for the scores of a model as it is; ValueError: the folder holds a trained run."""
     if (Path(run) / "run.json").is_file() and mdu.read_run(run).get("steps") != 0:
         raise ValueError(f"{run}: holds a trained run; --preset and --model need a folder of their own")
+    if not (a.preset or a.data or a.forget):
+        raise ValueError(f"--model {a.model}: scored on what? give --preset, --data or --forget")
     return {"options": dataclasses.asdict(untrained_options(run, a)), "steps": 0, "data": {}}
 
 
@@ -1647,8 +1649,6 @@ def parse(argv):
         if name in given and not {"preset", "model"} & set(given):
             raise ValueError(f"--{name} {given[name]}: used only with --preset or --model; a trained run is scored on "
                              "its own rows, or on --data")
-    if "model" in given and not {"preset", "data", "forget", "generate_corpus"} & set(given):
-        raise ValueError(f"--model {given['model']}: scored on what? give --preset, --data or --forget")
     if len(given["runs"]) > len(set(map(os.path.realpath, given["runs"]))):
         raise ValueError(f"{' '.join(given['runs'])}: one of them stands there twice; name each once")
     if {"preset", "model"} & set(given) and len(given["runs"]) > 1:
