@@ -657,8 +657,6 @@ def untrained_run(run, a):
     """What run.json holds for the scores of a model as it is; ValueError: the folder holds a trained run."""
     if (Path(run) / "run.json").is_file() and mdu.read_run(run).get("steps") != 0:
         raise ValueError(f"{run}: holds a trained run; --preset and --model need a folder of their own")
-    if not (a.preset or a.data or a.forget):
-        raise ValueError(f"--model {a.model}: scored on what? give --preset, --data or --forget")
     return {"options": dataclasses.asdict(untrained_options(run, a)), "steps": 0, "data": {}}
 
 

@@ -1013,7 +1013,7 @@ def test_bad_input_of_eval(base, tmp_path, capsys):
             (f"--steps 17 {base}", "more than the 16 tokens"),
             (f"--report --samples 3 {base}", "--samples: not used with --report"),
             (f"--questions 1 {base}", "not used without"), (f"--report --questions 1-3 {base}", "--questions 1-3"),
-            (f"--model {base} {tmp_path}/new", "--preset, --data or --forget"),
+            (f"--model owner/name {tmp_path}/new", "for which rows? give --forget FILE"),
             (f"--model {base} --generate-corpus 2 --subject 1 {tmp_path}/new", "--preset rwku-llada, or --data"),
             (f"--subject 1 {base}", "give both or none"),
             (f"--generate-corpus 2 --subject 1 --preset rwku-llada --retain-run x --brief --samples 3 --limit 3 x",
