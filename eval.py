@@ -1,4 +1,4 @@
-"""Score what mdu.py trained on the questions to forget, to retain, about real authors and the world (TOFU); on RWKU's.
+"""Score runs of mdu.py on questions to forget and to retain, about real authors and the world (TOFU), or on RWKU's.
 
     python eval.py RUN [RUN ...]                 # RUN/eval/summary.json, RUN/eval/SPLIT.jsonl, one table row per run
     torchrun --nproc_per_node=4 eval.py RUN      # the same on 4 processes; interrupted, either goes on where it stopped
@@ -72,11 +72,15 @@ def rouge_l(reference, prediction):
         return 0.0, 0.0, 0.0
     row = [0] * (len(pred) + 1)  # row[j]: LCS of the words of ref so far and pred[:j]
     for r in ref:
-        diagonal = 0
+        diagonal = 0  # row[j - 1] before this word of ref
         for j, p in enumerate(pred, 1):
-            diagonal, row[j] = row[j], diagonal + 1 if r == p else max(row[j], row[j - 1])
-    precision, recall = row[-1] / len(pred), row[-1] / len(ref)
-    return precision, recall, 2 * precision * recall / (precision + recall) if row[-1] else 0.0
+            above = row[j]
+            row[j] = diagonal + 1 if r == p else max(above, row[j - 1])
+            diagonal = above
+    precision = row[-1] / len(pred)
+    recall = row[-1] / len(ref)
+    f1 = 2 * precision * recall / (precision + recall) if row[-1] else 0.0
+    return precision, recall, f1
 
 
 def holds(text, fact):
@@ -113,33 +117,46 @@ def batches(predictor, jobs, positions, batch_size):
     return [jobs[start:start + size] for start in range(0, len(jobs), size)]
 
 
-@torch.no_grad()
-def masked_nll(predictor, pairs, masks, batch_size=64):
-    """The inner mean of Eq. 7 for every mask of every pair: 1/|M_j| sum_{i in M_j} -log p(y_i | x, y with M_j masked).
+def masked_states(predictor, pairs, masks, batch_size):
+    """Every mask of every pair as a state y_t, in batches, in the order given.
 
-    Args: pairs of (prompt ids, response ids); masks[i] (N_i, len(response i)) bool, no row empty.
-    Returns: list of (N_i,) float64, in nats per masked token.  Masks of different pairs share batches by length.
+    Args: pairs of (prompt ids, response ids); masks[i] (N_i, len(response i)) bool.
+    Yields: batch [(i, j), ...]: mask j of pair i; ids, noised, answer, real, masked (B, T) of these states.
     """
-    jobs = [(i, j) for i in sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
-            for j in range(len(masks[i]))]
-    nll = [torch.zeros(len(m), dtype=torch.float64) for m in masks]
+    jobs = [(i, j) for i in range(len(pairs)) for j in range(len(masks[i]))]
     positions = sum(int(m.sum()) for m in masks) / max(1, len(jobs))
     for batch in batches(predictor, jobs, positions, batch_size):
         ids, answer, real = mdu.collate([pairs[i] for i, _ in batch], predictor.pad_id)
         masked = torch.zeros_like(answer)
         masked[answer] = torch.cat([masks[i][j] for i, j in batch])
-        logits = predictor(ids.masked_fill(masked, predictor.mask_id), real, masked)
-        targets, masked = ids[masked].to(logits.device), masked.to(logits.device)
+        yield batch, ids, ids.masked_fill(masked, predictor.mask_id), answer, real, masked
+
+
+@torch.no_grad()
+def masked_nll(predictor, pairs, masks, batch_size=64):
+    """The inner mean of Eq. 7 for every mask of every pair: 1/|M_j| sum_{i in M_j} -log p(y_i | x, y with M_j masked).
+
+    Args: as masked_states, no mask empty.
+    Returns: list of (N_i,) float64, in nats per masked token.
+    """
+    nll = [torch.zeros(len(m), dtype=torch.float64) for m in masks]
+    order = sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))  # like lengths share batches
+    for batch, ids, noised, _, real, masked in masked_states(
+            predictor, [pairs[i] for i in order], [masks[i] for i in order], batch_size):
+        logits = predictor(noised, real, masked)
+        targets = ids[masked].to(logits.device)
+        masked = masked.to(logits.device)
         means = mdu.sft_loss(logits, targets, masked, masked.sum(1)).double().cpu()  # sum over |M_j|: the mean
         for (i, j), mean in zip(batch, means):
-            nll[i][j] = mean
+            nll[order[i]][j] = mean
     return nll
 
 
 def answer_probability(nll):
     """Eq. 7: p = exp(-mean of nll (N,)), and its Monte-Carlo standard error p std / sqrt(N) (None for one sample)."""
     p = math.exp(-nll.mean())
-    return p, p * (nll.std() / math.sqrt(len(nll))).item() if len(nll) > 1 else None
+    stderr = p * (nll.std() / math.sqrt(len(nll))).item() if len(nll) > 1 else None
+    return p, stderr
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -162,15 +179,16 @@ def denoise(predictor, ids, real, masked, steps, temperature=0.0):
         logits = predictor(ids, real, masked).float()
         logits[:, predictor.mask_id] = -math.inf  # a mask is no answer
         p = logits.softmax(-1)
-        confidence, token = p.max(-1)  # (M,)
         if temperature:
-            token = (logits / temperature).softmax(-1).multinomial(1)[:, 0]
-            confidence = p.gather(1, token[:, None])[:, 0]
+            token = (logits / temperature).softmax(-1).multinomial(1)[:, 0]  # (M,)
+        else:
+            token = p.argmax(-1)
         if predictor.by_entropy:
-            confidence = (p * (p + 1e-10).log()).sum(-1)  # minus the entropy
-        # (B, T), -inf where nothing is masked
-        confidence = torch.full(ids.shape, -math.inf).masked_scatter(masked, confidence.cpu())
-        fixed = torch.zeros_like(masked).scatter(1, confidence.topk(count, dim=1).indices, True)
+            certainty = (p * (p + 1e-10).log()).sum(-1)  # minus the entropy
+        else:
+            certainty = p.gather(1, token[:, None])[:, 0]  # the token's probability
+        grid = torch.full(ids.shape, -math.inf).masked_scatter(masked, certainty.cpu())  # (B, T)
+        fixed = torch.zeros_like(masked).scatter(1, grid.topk(count, dim=1).indices, True)
         ids = torch.where(fixed, ids.masked_scatter(masked, token.cpu()), ids)
         masked = masked & ~fixed
         yield ids, masked
@@ -178,10 +196,12 @@ def denoise(predictor, ids, real, masked, steps, temperature=0.0):
 
 def generate(predictor, prompts, length, steps, batch_size=64, temperature=0.0):
     """`length` response ids per prompt, denoised from as many masks: LLaDA's low-confidence remasking (Algorithm 5)."""
-    outputs, order = [None] * len(prompts), sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    outputs = [None] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for batch in batches(predictor, order, length, batch_size):
         ids, canvas, real = mdu.collate([(prompts[i], [predictor.mask_id] * length) for i in batch], predictor.pad_id)
-        *_, (ids, _) = denoise(predictor, ids, real, canvas, steps, temperature)
+        for ids, _ in denoise(predictor, ids, real, canvas, steps, temperature):
+            pass  # only the last state counts
         for i, row in zip(batch, ids[canvas].view(-1, length).tolist()):
             outputs[i] = row
     return outputs
@@ -246,15 +266,18 @@ def ks_test(a, b):
     least as large: lattice paths from (0, 0) to (n, m), counted in whole numbers.  Ties lower D, and leave p above its
     value given the ties.  (None, None) where a sample is empty.
     """
-    a, b, n, m = sorted(a), sorted(b), len(a), len(b)
+    a, b = sorted(a), sorted(b)
+    n, m = len(a), len(b)
     if not n or not m:
         return None, None
     gap = max(abs(bisect.bisect_right(a, v) * m - bisect.bisect_right(b, v) * n) for v in a + b)  # D n m
-    inside = [0] * (m + 1)  # inside[j]: paths to (i, j) along which |i m - j n| < gap
+    inside = [1] + [0] * m  # inside[j]: paths to (i, j) along which |i m - j n| < gap
     for i in range(n + 1):
         for j in range(m + 1):
-            before = inside[j] + (inside[j - 1] if j else 0) if i or j else 1
-            inside[j] = before if abs(i * m - j * n) < gap else 0
+            if j:
+                inside[j] += inside[j - 1]
+            if abs(i * m - j * n) >= gap:
+                inside[j] = 0
     paths = math.comb(n + m, n)
     return gap / (n * m), (paths - inside[m]) / paths
 
@@ -264,8 +287,9 @@ def forget_quality(records, retain_records):
 
     Here R averages the wrong answers' losses, as both of the benchmark's programs do; the test sees only their order.
     """
-    return ks_test(*([r["nll_paraphrased" if "nll_paraphrased" in r else "nll"] - statistics.fmean(r["nll_perturbed"])
-                      for r in rows] for rows in (records, retain_records)))[1]
+    def log_ratios(rows):
+        return [r.get("nll_paraphrased", r["nll"]) - statistics.fmean(r["nll_perturbed"]) for r in rows]
+    return ks_test(log_ratios(records), log_ratios(retain_records))[1]
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -314,6 +338,17 @@ def score_mmlu(predictor, tokenizer, rows, seeds, a):
     return records
 
 
+def choices_of(row):
+    """The choices of a TruthfulQA row, each once; no other row has any."""
+    return list(dict.fromkeys(row["mc1"]["choices"] + row["mc2"]["choices"])) if "mc1" in row else []
+
+
+def encode_choice(tokenizer, row, choice):
+    """-> (prompt ids, response ids): a choice stands after a space, and without an end token."""
+    prompt = mdu.encode_prompt(tokenizer, row["question"], row["prefill"])
+    return prompt, mdu.encode_text(tokenizer, f" {choice.strip()}")
+
+
 def score_truthfulqa(predictor, tokenizer, rows, seeds, a):
     """MC1: is the true choice likelier than every false one; MC2: the true choices' share of the likelihood.
 
@@ -322,18 +357,16 @@ def score_truthfulqa(predictor, tokenizer, rows, seeds, a):
     in nats per choice y of n tokens (without an end token): -n times the mean of masked_nll.  All choices of a row
     share its seed, and so their masks (draw_masks).
     """
-    pairs, masks, choices = [], [], []
+    pairs, masks = [], []
     for row, seed in zip(rows, seeds):
-        prompt = mdu.encode_prompt(tokenizer, row["question"], row["prefill"])
-        choices.append(list(dict.fromkeys(row["mc1"]["choices"] + row["mc2"]["choices"])))
-        for choice in choices[-1]:
-            pairs.append((prompt, mdu.encode_text(tokenizer, f" {choice.strip()}")))
+        for choice in choices_of(row):
+            pairs.append(encode_choice(tokenizer, row, choice))
             masks.append(draw_masks(len(pairs[-1][1]), a.samples, seed))
     scores = iter([-len(response) * nll.mean().item() for (_, response), nll
                    in zip(pairs, masked_nll(predictor, pairs, masks, a.batch_size))])
     records = []
-    for row, texts in zip(rows, choices):
-        logp = {text: next(scores) for text in texts}
+    for row in rows:
+        logp = {choice: next(scores) for choice in choices_of(row)}
         records.append(record_of(row, max(logp, key=logp.get), logp=logp, mc1=mc1(logp, **row["mc1"]),
                                  mc2=mc2(logp, **row["mc2"])))
     return records
@@ -352,14 +385,15 @@ def mc2(logp, choices, labels):
 
 
 def plain_words(text):
-    """Lower case, without ASCII punctuation and articles, as TriviaQA compares answers."""
+    """Lower case, without ASCII punctuation and articles, as RWKU's code compares answers."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
 def em_f1(prediction, references):
     """(exact match, F1 of the words as a bag), each the best over the references."""
-    em, f1, said = 0.0, 0.0, plain_words(prediction)
+    em, f1 = 0.0, 0.0
+    said = plain_words(prediction)
     for right in map(plain_words, references):
         common = sum((Counter(said) & Counter(right)).values())
         em = max(em, float(said == right))
@@ -381,36 +415,55 @@ def score_triviaqa(predictor, tokenizer, rows, seeds, a):
 # ------------------------------------------------------------------------------------------------------------------
 
 
+def scored_texts(row, brief):
+    """(field, text) of the texts of a row whose probability is measured; brief: of its answer alone."""
+    fields = ["answer"] if brief else ["answer", "paraphrased_answer", "perturbed_answer"]
+    found = []
+    for field in fields:
+        texts = row.get(field) or []
+        found += [(field, text) for text in ([texts] if isinstance(texts, str) else texts)]
+    return found
+
+
+def answer_losses(predictor, tokenizer, rows, seeds, a):
+    """Eq. 7's losses of every text of every row: [{field: [(N,) nats per token of each text]}, one for each row].
+
+    All texts of a row share its seed.  For perplexity the answer has more masks, after those of its probability.
+    """
+    places, pairs, masks = [], [], []  # places: (row, field) of each pair
+    for i, (row, seed) in enumerate(zip(rows, seeds)):
+        for field, text in scored_texts(row, a.brief):
+            pair = mdu.encode_row(tokenizer, predictor.end_id, row["question"], text)
+            places.append((i, field))
+            pairs.append(pair)
+            masks.append(draw_masks(len(pair[1]), a.samples, seed))
+            if field == "answer" and a.perplexity:
+                more = draw_masks(len(pair[1]), max(0, a.perplexity - a.samples), [*seed, 1])
+                masks[-1] = torch.cat([masks[-1], more])
+    losses = [{} for _ in rows]
+    for (i, field), values in zip(places, masked_nll(predictor, pairs, masks, a.batch_size)):
+        losses[i].setdefault(field, []).append(values)
+    return losses
+
+
 def score_answers(predictor, tokenizer, rows, seeds, a):
     """One record per row: question, reference, generation and every score; seeds[i] is that of row i's masks."""
-    rouge = ("rougeL_precision", "rougeL_recall", "rougeL_f1")
-    answers, pairs, masks, asked = [], [], [], []  # answers: (row, field) of each pair; asked: (row, field, prompt ids)
-    for i, (row, seed) in enumerate(zip(rows, seeds)):
-        for field in ("answer",) if a.brief else ("answer", "paraphrased_answer", "perturbed_answer"):
-            texts = row.get(field) or []
-            for text in [texts] if isinstance(texts, str) else texts:
-                pair = mdu.encode_row(tokenizer, predictor.end_id, row["question"], text)
-                answers.append((i, field))
-                pairs.append(pair)
-                masks.append(draw_masks(len(pair[1]), a.samples, seed))
-                if field == "answer" and a.perplexity:  # more masks, after those of prob
-                    more = draw_masks(len(pair[1]), max(0, a.perplexity - a.samples), [*seed, 1])
-                    masks[-1] = torch.cat([masks[-1], more])
-        for field in ("question",) if a.brief else ("question", "paraphrased_question"):
-            if field in row:
-                asked.append((i, field, mdu.encode_prompt(tokenizer, row[field])))
-    nll = [{} for _ in rows]
-    for (i, field), values in zip(answers, masked_nll(predictor, pairs, masks, a.batch_size)):
-        nll[i].setdefault(field, []).append(values)
     records = [{"question": row["question"], "reference": row["answer"]} for row in rows]
+    asked = []  # (row, suffix of the fields that its generation is written to, prompt ids)
+    for i, row in enumerate(rows):
+        asked.append((i, "", mdu.encode_prompt(tokenizer, row["question"])))
+        if "paraphrased_question" in row and not a.brief:
+            asked.append((i, "_paraphrased", mdu.encode_prompt(tokenizer, row["paraphrased_question"])))
     generations = generate(predictor, [prompt for *_, prompt in asked], a.length, a.steps, a.batch_size)
-    for (i, field, _), ids in zip(asked, generations):
-        text, end = decode(predictor, tokenizer, ids), "_paraphrased" if field == "paraphrased_question" else ""
-        if end:
-            records[i][field] = rows[i][field]
-        records[i]["generation" + end] = text
-        records[i].update({name + end: value for name, value in zip(rouge, rouge_l(rows[i]["answer"], text))})
-    for row, losses, r in zip(rows, nll, records):
+    for (i, suffix, _), ids in zip(asked, generations):
+        if suffix:
+            records[i]["paraphrased_question"] = rows[i]["paraphrased_question"]
+        text = decode(predictor, tokenizer, ids)
+        records[i]["generation" + suffix] = text
+        scores = rouge_l(rows[i]["answer"], text)
+        for name, score in zip(("rougeL_precision", "rougeL_recall", "rougeL_f1"), scores):
+            records[i][name + suffix] = score
+    for row, losses, r in zip(rows, answer_losses(predictor, tokenizer, rows, seeds, a), records):
         right = losses["answer"][0]
         r["nll"] = right[:a.samples].mean().item()
         r["prob"], r["prob_stderr"] = answer_probability(right[:a.samples])
@@ -419,7 +472,8 @@ def score_answers(predictor, tokenizer, rows, seeds, a):
         if "paraphrased_answer" in losses:
             r["nll_paraphrased"] = losses["paraphrased_answer"][0].mean().item()
         if "perturbed_answer" in losses:
-            r["nll_perturbed"] = wrong = [values.mean().item() for values in losses["perturbed_answer"]]
+            wrong = [values.mean().item() for values in losses["perturbed_answer"]]
+            r["nll_perturbed"] = wrong
             r["truth_ratio"] = truth_ratio(r.get("nll_paraphrased", r["nll"]), wrong)
             if "nll_paraphrased" not in r:  # the options are then worded alike
                 r["prob_options"] = option_probability(r["nll"], wrong)
@@ -428,19 +482,20 @@ def score_answers(predictor, tokenizer, rows, seeds, a):
     return records
 
 
-def summarise_answers(records, better):
+def summarise_answers(records, to_forget):
     """Means over the rows, with their standard errors over the questions; a metric that some row lacks is left out.
 
-    better: "↓" for a split that is to be forgotten, "↑" for any other.
+    to_forget: is the split to be forgotten?  It decides what a truth ratio counts as.
     """
-    summary, errors = {"n": len(records)}, {}
+    summary = {"n": len(records)}
+    errors = {}
     for metric in ("rougeL_f1", "rougeL_recall", "prob", "fact", "rougeL_f1_paraphrased", "rougeL_recall_paraphrased",
                    "prob_options", "truth_ratio", "perplexity"):
         if not records or not all(metric in r for r in records):
             continue
         values = [r[metric] for r in records]
         if metric == "truth_ratio":
-            values = [min(v, 1 / v) if better == "↓" else max(0.0, 1 - v) for v in values]
+            values = [min(v, 1 / v) if to_forget else max(0.0, 1 - v) for v in values]
         if metric == "perplexity":
             summary.update(perplexity_median=statistics.median(values), perplexity_mean=statistics.fmean(values))
             continue
@@ -451,7 +506,7 @@ def summarise_answers(records, better):
     return {**summary, "stderr": errors}
 
 
-def summarise_people(records, better):
+def summarise_people(records, to_forget):
     """Means over each person's rows, and their mean over the people; "kinds": those of each kind of attack alone."""
     def means(rows):
         metrics = [m for m in ("rougeL_recall", "accuracy", "mc1", "mc2", "em", "f1") if m in rows[0]]
@@ -519,50 +574,78 @@ def intact(what, remedy):
         raise ValueError(f"{what}: damaged ({type(error).__name__}: {error}); {remedy}") from None
 
 
+def finished_run(run):
+    """run.json of a run whose training is finished, or of a folder with the scores of a model as it is (0 steps)."""
+    info = mdu.read_run(run)
+    if info.get("steps") != 0 and not (Path(run) / "config.json").is_file():
+        raise ValueError(f"{run}: holds no finished model (no config.json); finish its training first")
+    return info
+
+
+def rows_of(run, info, o, data):
+    """{split: rows} of --data, or of the run's own data, and the retain rows among them that it was trained on."""
+    untrained = info.get("steps") == 0
+    source = {} if data is None else dict(data=data, forget=None, retain=None)
+    everything = mdu.load_data(dataclasses.replace(o, limit=None, retain_only=False, **source))
+    trained = dict(info["data"])
+    if o.retain_only:
+        trained["forget"] = trained.get("held_out")
+    changed = [split for split, rows in everything.items()
+               if (trained.get(split) or {}).get("sha256") != mdu.fingerprint(mdu.first_rows(rows, o.limit))]
+    if changed and data is None and not untrained:
+        note(f"{run}: its {', '.join(changed)} rows have changed since it was trained; scored on what they are now")
+    taught = []
+    if (o.method == "sft" or o.retain_weight) and not untrained and not (data and "train_retain" in changed):
+        taught = mdu.first_rows(everything["train_retain"], o.limit)
+    return everything, taught
+
+
+def fingerprints(splits):
+    """Number and fingerprint of each split's rows; on RWKU of each person's, as few runs are asked about everyone."""
+    found = {}
+    for split, rows in splits.items():
+        for person in dict.fromkeys(row.get("subject") for row in rows):
+            asked = [row for row in rows if row.get("subject") == person]
+            name = split if person is None else f"{split}, {person}"
+            found[name] = {"rows": len(asked), "sha256": mdu.fingerprint(asked)}
+    return found
+
+
 def plan(run, a):
     """Options, rows and protocol of one evaluation: all that can be refused before any model is loaded."""
-    info = untrained_run(run, a) if a.preset or a.model else mdu.read_run(run)
-    untrained = info.get("steps") == 0
-    if not untrained and not (Path(run) / "config.json").is_file():
-        raise ValueError(f"{run}: holds no finished model (no config.json); finish its training first")
+    # The run.
+    info = untrained_run(run, a) if a.preset or a.model else finished_run(run)
     own = mdu.Options(**info["options"])
-    source = {} if a.data is None else dict(data=a.data, forget=None, retain=None)
-    everything = mdu.load_data(dataclasses.replace(own, limit=None, retain_only=False, **source))
-    trained = {**info["data"], **({"forget": info["data"].get("held_out")} if own.retain_only else {})}
-    changed = [split for split, rows in everything.items()
-               if (trained.get(split) or {}).get("sha256") != mdu.fingerprint(mdu.first_rows(rows, own.limit))]
-    if changed and a.data is None and not untrained:
-        note(f"{run}: its {', '.join(changed)} rows have changed since it was trained; scored on what they are now")
+    # Its rows.
+    everything, taught = rows_of(run, info, own, a.data)
     probes = mdu.RWKU_SPLITS.keys() & everything.keys()  # there the forget rows are a corpus, not questions
     splits = {split: mdu.first_rows(everything[split], a.limit or own.limit) for split in SPLITS
               if everything.get(split) and (split in probes or not probes)}
     if probes and (a.brief or a.perplexity or a.retain_run):
         raise ValueError(f"{run}: --brief, --perplexity and --retain-run are about TOFU; leave them out on RWKU")
+    # The protocol.
     length = a.length or (RWKU_LENGTH if probes else own.response_length)
     steps = a.steps or length
     if steps > length:
         raise ValueError(f"--steps {steps}: more than the {length} tokens to generate; give at most --length")
     protocol = {"length": length, "steps": steps, "samples": a.samples, "seed": a.seed,
-                "dtype": str(mdu.compute_dtype(own.dtype)).removeprefix("torch."),
-                **({"perplexity": a.perplexity} if a.perplexity else {})}
-    data = {}  # on RWKU of each person: a base model is asked about all of them, an unlearned one about its own
-    for split, rows in splits.items():
-        for person in dict.fromkeys(row.get("subject") for row in rows):
-            asked = [row for row in rows if row.get("subject") == person]
-            name = split if person is None else f"{split}, {person}"
-            data[name] = {"rows": len(asked), "sha256": mdu.fingerprint(asked)}
-    retained = {(row["question"], row["answer"]) for row in everything["train_retain"][:own.limit]}
-    seen = [i for i, row in enumerate(splits.get("retain", [])) if (row["question"], row["answer"]) in retained]
-    summary = {"method": own.method, "tau": own.tau, "protocol": protocol, "brief": a.brief, "data": data,
-               "retain_rows_trained_on": seen}
+                "dtype": str(mdu.compute_dtype(own.dtype)).removeprefix("torch.")}
+    if a.perplexity:
+        protocol["perplexity"] = a.perplexity
+    taught = {(row["question"], row["answer"]) for row in taught}
+    seen = [i for i, row in enumerate(splits.get("retain", [])) if (row["question"], row["answer"]) in taught]
+    summary = {"method": own.method, "tau": own.tau, "protocol": protocol, "brief": a.brief,
+               "data": fingerprints(splits), "retain_rows_trained_on": seen}
+    # What it is compared with.
     retain_records = a.retain_run and read_retain_run(a.retain_run, run, summary)
-    return SimpleNamespace(run=run, options=own, splits=splits, summary=summary, retain_records=retain_records,
-                           untrained=untrained and info)
+    return SimpleNamespace(run=run, info=info, options=own, splits=splits, summary=summary, retain_run=a.retain_run,
+                           retain_records=retain_records)
 
 
 def untrained_options(out, a):
     """The options of --preset and --model, for a model as it is."""
-    given = {name: getattr(a, name) for name in ("preset", "model", "data") if getattr(a, name)}
+    names = ("preset", "model", "data", "forget", "retain")
+    given = {name: getattr(a, name) for name in names if getattr(a, name)}
     options = mdu.resolve({**given, "method": "sft", "out": out})
     if not options.model:
         raise ValueError(f"--preset {options.preset}: names no published model; give --model NAME, or train one with "
@@ -577,33 +660,51 @@ def untrained_run(run, a):
     return {"options": dataclasses.asdict(untrained_options(run, a)), "steps": 0, "data": {}}
 
 
+def row_places(rows):
+    """The place of each row in its split; on RWKU among its person's rows, which it has whoever else is asked about."""
+    places, seen = [], Counter()
+    for row in rows:
+        places.append(seen[row.get("subject")])
+        seen[row.get("subject")] += 1
+    return places
+
+
+def claim_partial(folder, identity):
+    """The folder of finished chunks, emptied unless it belongs to the same evaluation already."""
+    owner = folder / "owner.json"
+    if not owner.is_file() or owner.read_bytes() != identity.encode():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        mdu.write_text(owner, identity)
+
+
 def evaluate(job, a):
     """Score one planned run, into RUN/eval/summary.json and RUN/eval/SPLIT.jsonl.
 
     Every chunk of rows ends as a file in RUN/eval/partial, which belongs to one protocol, data and weights; chunks that
     are there already are kept.  Records and summary replace older ones together, when all chunks are done.
     """
-    start, out = time.time(), Path(job.run) / "eval"
-    source = (job.options.model, job.options.revision) if job.untrained else (job.run,)
+    start = time.time()
+    out = Path(job.run) / "eval"
+    untrained = job.info.get("steps") == 0
+    source = (job.options.model, job.options.revision) if untrained else (job.run,)
     predictor, tokenizer = mdu.load_backbone(*source, dtype=mdu.compute_dtype(job.options.dtype))
-    a = SimpleNamespace(**{**vars(a), **job.summary["protocol"]})
-    check_room(job, predictor, tokenizer, a.length)
+    settings = SimpleNamespace(**{**vars(a), **job.summary["protocol"]})
+    check_room(job, predictor, tokenizer)
     chunks = []  # (file, split, rows of like length)
+    places = {split: row_places(rows) for split, rows in job.splits.items()}
     for split, rows in job.splits.items():
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]["question"]) + len(rows[i]["answer"]))
         for at in range(0, len(order), CHUNK):
             chunks.append((out / "partial" / f"{split}-{at:06d}.jsonl", split, order[at:at + CHUNK]))
     with mdu.together():
         if mdu.rank() == 0:
-            weights = sorted((f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in out.parent.glob("*.safetensors"))
-            identity = json.dumps({**job.summary, "source": source, "weights": weights}, sort_keys=True)
-            owner = out / "partial" / "owner.json"
-            if not owner.is_file() or owner.read_bytes() != identity.encode():
-                shutil.rmtree(out / "partial", ignore_errors=True)
-                owner.parent.mkdir(parents=True)
-                mdu.write_text(owner, identity)
-            if job.untrained:
-                mdu.write_json(out.parent / "run.json", job.untrained)
+            weights = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns)
+                             for file in mdu.model_folder(*source).glob("*.safetensors"))
+            identity = {**job.summary, "source": source, "weights": weights}
+            claim_partial(out / "partial", json.dumps(identity, sort_keys=True))
+            if untrained:
+                mdu.write_json(out.parent / "run.json", job.info)
     with mdu.together():  # every process sees the same files
         todo = [chunk for chunk in chunks if not chunk[0].is_file()]
     with mdu.together():
@@ -611,28 +712,33 @@ def evaluate(job, a):
                                        disable=None if mdu.rank() == 0 else True):
             if mdu.orphaned():
                 raise SystemExit(143)  # torchrun is gone: leave the rest to whoever starts again
-            seeds = [[a.seed, list(SPLITS).index(split), i] for i in order]  # the same for every run
-            records = SPLITS[split]["score"](predictor, tokenizer, [job.splits[split][i] for i in order], seeds, a)
+            rows = [job.splits[split][i] for i in order]
+            number = list(SPLITS).index(split)
+            seeds = [[settings.seed, number, places[split][i]] for i in order]  # the same for every run
+            records = SPLITS[split]["score"](predictor, tokenizer, rows, seeds, settings)
             mdu.write_text(file, json_lines(job.run, records))
     with mdu.together():
         if mdu.rank() == 0:
-            summary = collect(job, a, chunks)
+            summary = collect(job, chunks)
             note(f"{job.run}: {len(todo)} of {len(chunks)} chunks scored now, {time.time() - start:.0f}s")
             mdu.say(screen_row(job.run, summary))
 
 
-def collect(job, a, chunks):
+def collect(job, chunks):
     """Chunks -> RUN/eval/SPLIT.jsonl and summary.json, which is returned."""
-    out, records = Path(job.run) / "eval", {split: [None] * len(rows) for split, rows in job.splits.items()}
+    out = Path(job.run) / "eval"
+    records = {split: [None] * len(rows) for split, rows in job.splits.items()}
     with intact(out / "partial", "remove it"):
         for file, split, order in chunks:
-            for i, record in zip(order, read_records(file), strict=True):
+            found = read_records(file)
+            if len(found) != len(order):
+                raise ValueError(f"{file}: {len(found)} records of {len(order)} rows; remove {out / 'partial'}")
+            for i, record in zip(order, found):
                 records[split][i] = record
-        summary = {**job.summary, "splits": {split: SPLITS[split]["summarise"](rows, SPLITS[split]["better"])
-                                             for split, rows in records.items()}}
-    summary["model_utility"] = model_utility(summary["splits"])
-    summary["retain_run"] = a.retain_run
-    summary["forget_quality"] = a.retain_run and forget_quality(records["forget"], job.retain_records)
+        splits = {split: SPLITS[split]["summarise"](rows, to_forget=SPLITS[split]["better"] == "↓")
+                  for split, rows in records.items()}
+    summary = {**job.summary, "splits": splits, "model_utility": model_utility(splits), "retain_run": job.retain_run,
+               "forget_quality": job.retain_run and forget_quality(records["forget"], job.retain_records)}
     (out / "summary.json").unlink(missing_ok=True)  # it must not stand beside records of another evaluation
     for split in SPLITS:
         (out / f"{split}.jsonl").unlink(missing_ok=True)
@@ -643,13 +749,21 @@ def collect(job, a, chunks):
     return summary
 
 
-def check_room(job, predictor, tokenizer, length):
+def check_room(job, predictor, tokenizer):
     """Refuse prompts and responses that are longer together than the model's positions."""
     limit = getattr(predictor.lm.config, "max_position_embeddings", math.inf)
-    for rows in job.splits.values():
+    length = job.summary["protocol"]["length"]
+    for split, rows in job.splits.items():
         for row in rows:
-            for question in (row["question"], row.get("paraphrased_question", "")):
-                response = max(length, len(mdu.encode_text(tokenizer, row["answer"])))
+            if SPLITS[split]["score"] is score_answers:
+                pairs = [mdu.encode_row(tokenizer, predictor.end_id, row["question"], text)
+                         for _, text in scored_texts(row, job.summary["brief"])]
+            else:
+                pairs = [encode_choice(tokenizer, row, text) for text in choices_of(row)]
+            asked = [(row["question"], max([length, *(len(response) for _, response in pairs)]))]
+            if "paraphrased_question" in row and not job.summary["brief"]:
+                asked.append((row["paraphrased_question"], length))
+            for question, response in asked:
                 n = len(mdu.encode_prompt(tokenizer, question, row.get("prefill", ""))) + response
                 if n > limit:
                     raise ValueError(f"{job.run}: {n} tokens for {question[:40]!r} and its answer, more than the "
@@ -668,6 +782,8 @@ def generate_corpus(folder, a):
     published, and its top-p are left out.
     """
     o = untrained_options(folder, a)
+    if o.data == "toy":
+        raise ValueError("--generate-corpus: whose people are they? give --preset rwku-llada, or --data")
     files = {person: Path(folder) / f"{mdu.slug(person)}.jsonl" for person in mdu.find_people(o.data, a.subject)}
     intros = {row["target"]: row.get("intro") or "" for _, row in mdu.read_config(o.data, "forget_target")}
     people = [person for person, file in files.items() if not file.exists()]
@@ -692,7 +808,7 @@ def generate_corpus(folder, a):
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# Report: runs that differ by their seed alone are one method, shown as mean ± standard deviation
+# Report: runs of the same options are one method, whatever their seed, person and base model: mean ± standard deviation
 # ------------------------------------------------------------------------------------------------------------------
 
 TITLES = {"ga": "GA", "gd": "GD", "npo": "NPO", "simnpo": "SimNPO", "wga": "WGA", "dpo": "DPO", "sft": "Base"}
@@ -705,11 +821,14 @@ METRICS = {  # metric: (heading, better: None where the split decides, format)
     "mc2": ("MC2", None, ".3f"), "em": ("EM", None, ".3f"), "f1": ("F1", None, ".3f"),
     "perplexity_median": ("median", "", ",.2f"), "perplexity_mean": ("mean", "", ",.2f"),
 }
-PAPER = [*((split, metric) for split in SPLITS for metric in ("rougeL_f1", "prob")), ("forget", "fact")]
-RWKU = [*((split, "rougeL_recall") for split in list(SPLITS)[4:9]), ("utility_general", "accuracy"),
+TABLE2 = [(split, metric) for split in SPLITS for metric in ("rougeL_f1", "prob")]  # columns: (split, metric)
+PAPER = [*TABLE2, ("forget", "fact")]
+PROBES = [split for split, how in SPLITS.items() if how["score"] is score_probes]
+RWKU = [*((split, "rougeL_recall") for split in PROBES), ("utility_general", "accuracy"),
         ("utility_truthfulness", "mc1"), ("utility_truthfulness", "mc2"), ("utility_factuality", "em"),
         ("utility_factuality", "f1")]
-OFFICIAL = [(None, "model_utility"), (None, "forget_quality"), *((split, metric) for split in SPLITS for metric in (
+WHOLE_RUN = [(None, "model_utility"), (None, "forget_quality")]
+OFFICIAL = [*WHOLE_RUN, *((split, metric) for split in SPLITS for metric in (
     "truth_ratio", "prob_options", "rougeL_f1_paraphrased"))]
 PERPLEXITY = [(split, metric) for split in SPLITS for metric in ("perplexity_median", "perplexity_mean")]
 
@@ -722,7 +841,7 @@ def read_summary(run):
     figures = dict.fromkeys(METRICS, (float, None))
     wrong = mdu.misfit(summary, {
         "method": str, "tau": float if isinstance(summary, dict) and summary.get("method") == "mdu" else (float, None),
-        "protocol": {}, "data": {}, "splits": {str: figures}, **figures})
+        "protocol": {}, "data": {}, "splits": {str: figures}, "retain_rows_trained_on": [int], **figures})
     if not wrong and summary["method"] not in mdu.METHOD_OPTIONS:
         wrong = f"method is {summary['method']!r}"
     if wrong:
@@ -754,11 +873,12 @@ def read_retain_run(retain_run, run, summary):
 
 def group_runs(runs, retain_run=None):
     """Scored runs -> one namespace per method, in the order of the runs: title, method, tau, runs, summaries."""
-    groups, first = {}, None
+    groups, earlier = {}, []
     for run in runs:
         summary, options = read_summary(run), mdu.read_run(run)["options"]
-        first = first or (run, summary)
-        check_alike(*first, run, summary)
+        for other in earlier:
+            check_alike(*other, run, summary)
+        earlier.append((run, summary))
         if retain_run:
             summary["retain_run"] = retain_run
             records = read_records(Path(run) / "eval" / "forget.jsonl")
@@ -790,66 +910,66 @@ def shown(value, digits):
     return f"{value:.1e}" if abs(value) >= 1e6 else f"{value:{digits}}"
 
 
-def table_row(cells):
-    return "| " + " | ".join(" ".join(cell.split()).replace("|", r"\|") for cell in cells) + " |"
+def markdown_table(head, *rows):
+    """The lines of a table in Markdown."""
+    def line(row):
+        return "| " + " | ".join(" ".join(cell.split()).replace("|", r"\|") for cell in row) + " |"
+    return [line(head), "|" + "---|" * len(head), *map(line, rows)]
+
+
+def column(groups, split, metric, spread):
+    """One column of a table: its heading, and a cell per method, with a dash where it was not measured.
+
+    Of the unlearning methods the best mean, as shown, is bold and the second underlined.
+    """
+    name, better, digits = METRICS[metric]
+    if better is None:
+        better = SPLITS[split]["better"]
+    found = [measured(group, split, metric) for group in groups]
+    means = [shown(statistics.fmean(values), digits) if values else "-" for values in found]
+    ranked = {mean for group, mean in zip(groups, means) if better and group.method != "sft" and mean != "-"}
+    best = sorted(ranked, key=float, reverse=better == "↑")
+    cells = [" ".join(filter(None, [split and SPLITS[split]["title"], name, better]))]
+    for group, values, mean in zip(groups, found, means):
+        cell = mean
+        if group.method != "sft" and mean in best[:2]:
+            cell = f"**{mean}**" if mean == best[0] else f"<u>{mean}</u>"
+        if len(values) > 1 and spread:
+            cell += f" ± {shown(statistics.stdev(values), digits)}"
+        if values and metric == "rougeL_f1":
+            cell += f" ({statistics.fmean(measured(group, split, 'rougeL_recall')):.3f})"
+        cells.append(cell)
+    return cells
 
 
 def table(groups, columns, spread=True):
-    """Markdown lines: a row per method, a dash where it was not measured; of the unlearning methods the best is bold,
-    the second underlined, as shown; spread: with the standard deviation over the runs."""
-    columns = [column for column in columns if any(measured(group, *column) for group in groups)]
-    heads, ranks = [], {}
-    for split, metric in columns:
-        name, better, digits = METRICS[metric]
-        better = SPLITS[split]["better"] if better is None else better
-        heads.append(" ".join(filter(None, [split and SPLITS[split]["title"], name, better])))
-        means = {shown(statistics.fmean(found), digits) for group in groups
-                 if better and group.method != "sft" and (found := measured(group, split, metric))}
-        ranks[split, metric] = sorted(means, key=float, reverse=better == "↑")
-    lines = [table_row(["Method", *heads]), "|---|" + "---|" * len(columns)]
-    for group in groups:
-        cells = [group.title]
-        for split, metric in columns:
-            digits, found, best = METRICS[metric][2], measured(group, split, metric), ranks[split, metric]
-            if not found:
-                cells.append("-")
-                continue
-            cell = text = shown(statistics.fmean(found), digits)
-            if group.method != "sft" and text in best[:2]:
-                cell = f"**{text}**" if text == best[0] else f"<u>{text}</u>"
-            if len(found) > 1 and spread:
-                cell += f" ± {shown(statistics.stdev(found), digits)}"
-            if metric == "rougeL_f1":
-                cell += f" ({statistics.fmean(measured(group, split, 'rougeL_recall')):.3f})"
-            cells.append(cell)
-        lines.append(table_row(cells))
-    return lines if columns else []
-
-
-def spans(numbers):
-    """[0, 1, 2, 5] -> "0-2, 5"."""
-    starts = [n for n in numbers if n - 1 not in numbers]
-    ends = [n for n in numbers if n + 1 not in numbers]
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends))
+    """Markdown lines: a row per method, the columns that one was measured in; spread: with the deviation over runs."""
+    kept = [at for at in columns if any(measured(group, *at) for group in groups)]
+    titles = ["Method", *(group.title for group in groups)]
+    return markdown_table(*zip(titles, *(column(groups, *at, spread) for at in kept))) if kept else []
 
 
 def conventions(groups):
     """What the figures of the first table are, of how many questions, and how sure."""
     every = [summary for group in groups for summary in group.summaries]
-    protocol, splits = every[0]["protocol"], [scores for s in every for scores in s["splits"].values()]
+    protocol = every[0]["protocol"]
     sizes = ", ".join(f"{SPLITS[split]['title']} {data['rows']}" for split, data in every[0]["data"].items())
-    errors = [f"{name} {max(known):.3f}" for name, found in (
-        ("rL", [scores["stderr"].get("rougeL_f1") for scores in splits]),
-        ("p", [scores["stderr"].get("prob") for scores in splits]),
-        ("p from the choice of masks", [scores["prob_stderr"] for scores in splits]))
-        if (known := [error for error in found if error is not None])]
+    splits = [scores for summary in every for scores in summary["splits"].values()]
+    errors = []
+    for name, found in (("rL", [scores["stderr"].get("rougeL_f1") for scores in splits]),
+                        ("p", [scores["stderr"].get("prob") for scores in splits]),
+                        ("p from the choice of masks", [scores["prob_stderr"] for scores in splits])):
+        known = [error for error in found if error is not None]
+        if known:
+            errors.append(f"{name} {max(known):.3f}")
     seeds = "/".join(map(str, sorted({len(group.runs) for group in groups})))
+    seen = max(len(summary["retain_rows_trained_on"]) for summary in every)
     lines = [f"rL: ROUGE-L F1 (recall). p: answer probability (Eq. 7, {protocol['samples']} masks). "
              f"{protocol['steps']} steps for {protocol['length']} tokens, {protocol['dtype']}. Questions: {sizes}. "
              f"Largest standard error of a split's mean: {', '.join(errors) or '-'}."
              + (f" Mean ± standard deviation over {seeds} seeds." if seeds != "1" else "")]
-    for rows in {spans(rows): len(rows) for s in every if (rows := s["retain_rows_trained_on"])}.items():
-        lines += ["", "{1} of the evaluated retain rows are among the rows to train on: rows {0}.".format(*rows)]
+    if seen:
+        lines += ["", f"{seen} of the evaluated retain rows are among the rows to train on."]
     return lines
 
 
@@ -870,8 +990,9 @@ def by_person(groups, people):
 
 def rwku_tables(groups, people):
     """Table 3, and the same for every person alone."""
-    protocol, splits = groups[0].summaries[0]["protocol"], groups[0].summaries[0]["splits"]
-    sizes = ", ".join(f"{SPLITS[split]['title']} {scores['n']}" for split, scores in splits.items())
+    first = groups[0].summaries[0]
+    protocol = first["protocol"]
+    sizes = ", ".join(f"{SPLITS[split]['title']} {scores['n']}" for split, scores in first["splits"].items())
     lines = [*table(by_person(groups, people), RWKU, spread=False), "",
              f"Mean over {', '.join(people)}. F, N: ROUGE-L recall of the answer's first line. MMLU: accuracy. "
              f"TruthfulQA: by each choice's summed likelihood, {protocol['samples']} masks. TriviaQA: normalised exact "
@@ -882,15 +1003,13 @@ def rwku_tables(groups, people):
     return lines
 
 
-def markdown(groups, answers, picture=None):
-    """The report: Table 2, the tau sweep, TOFU's own figures, perplexity (Table 7), answers side by side (Table 6); or
-    RWKU's Table 3 and answers."""
-    people = persons(groups)
+def report_tables(groups, people):
+    """The report's figures: Table 2, the tau sweep, TOFU's own figures and perplexity (Table 7); or RWKU's Table 3."""
     lines = rwku_tables(groups, people) if people else [*table(groups, PAPER), "", *conventions(groups)]
     base = [group for group in groups if group.method == "sft"]
     sweep = sorted((group for group in groups if group.method == "mdu"), key=lambda group: group.tau)
     if not people and len(sweep) > 1 and len(base + sweep) < len(groups):
-        lines += ["", "MDU from τ = 0 to 1:", "", *table(base + sweep, [*PAPER, *OFFICIAL[:2]])]
+        lines += ["", "MDU from τ = 0 to 1:", "", *table(base + sweep, [*PAPER, *WHOLE_RUN])]
     if official := table(groups, OFFICIAL):
         against = dict.fromkeys(s["retain_run"] for g in groups for s in g.summaries if s.get("retain_run"))
         lines += ["", "TOFU's own figures:", "", *official, "",
@@ -901,27 +1020,28 @@ def markdown(groups, answers, picture=None):
     if perplexity := table(groups, PERPLEXITY):
         masks = next(n for g in groups for s in g.summaries if (n := s["protocol"].get("perplexity")))
         lines += ["", f"Pseudo-perplexity, median and mean over the questions, {masks} masks each:", "", *perplexity]
-    if picture:
-        lines += ["", f"![forget against retain]({picture})"]
-    if answers:
-        lines += ["", "What is written to forget questions:", "",
-                  table_row(["Question", *(a["question"] for a in answers)]), "|---|" + "---|" * len(answers),
-                  table_row(["Reference", *(a["reference"] for a in answers)]),
-                  *(table_row([g.title, *(a["generations"].get(g.title, "-") or "(empty)" for a in answers)])
-                    for g in groups)]
     return lines
+
+
+def answer_table(groups, answers):
+    """Answers side by side (Table 6)."""
+    if not answers:
+        return []
+    return ["", "What is written to forget questions:", "", *markdown_table(
+        ["Question", *(a["question"] for a in answers)], ["Reference", *(a["reference"] for a in answers)],
+        *([g.title, *(a["generations"].get(g.title, "-") or "(empty)" for a in answers)] for g in groups))]
 
 
 def draw(groups, path):
     """Forget against retain, one panel per metric: a line through MDU's tau points, a mark per other method.
 
-    Returns the file's name; None where nothing was measured on both splits.  ImportError: no matplotlib.
+    Returns whether there was anything to draw: something measured on both splits.  ImportError: no matplotlib.
     """
     from matplotlib.figure import Figure
     panels = [metric for metric in ("rougeL_f1", "prob", "fact")
               if all(measured(group, split, metric) for group in groups for split in ("forget", "retain"))]
     if not panels:
-        return None
+        return False
     figure = Figure(figsize=(1.5 + 3.6 * len(panels), 3.8))
     axes = figure.subplots(1, len(panels), squeeze=False)
     names = {"rougeL_f1": "ROUGE-L F1", "prob": "answer probability", "fact": "answers with the key fact"}
@@ -946,7 +1066,7 @@ def draw(groups, path):
     figure.legend(*handles, loc="center right", fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0, 1 - 1.2 / figure.get_figwidth(), 1))
     save_picture(figure, path)
-    return path.name
+    return True
 
 
 def save_picture(figure, path):
@@ -956,57 +1076,74 @@ def save_picture(figure, path):
         os.replace(f"{path}.partial", path)
 
 
+def chosen(questions, n):
+    """The numbers of the forget questions to show, of n: those of --questions, or the first three."""
+    if questions is None:
+        return range(min(3, n))
+    if max(questions) >= n:
+        raise ValueError(f"--questions {max(questions)}: there are {n} forget questions, numbered from 0")
+    return questions
+
+
 def side_by_side(groups, questions, split):
-    """What the first run of each method wrote to the chosen questions of a split (None: to the first three)."""
+    """What the first run of each method wrote to the chosen questions of a split."""
     files = {group.title: Path(group.runs[0]) / "eval" / f"{split}.jsonl" for group in groups}
     answers = {title: {(r["question"], r["reference"]): r["generation"] for r in read_records(file)}
                for title, file in files.items() if file.is_file()}
     asked = [key for key in next(iter(answers.values()), {}) if all(key in given for given in answers.values())]
-    questions = range(min(3, len(asked))) if questions is None else questions
-    if max(questions, default=-1) >= len(asked):
-        raise ValueError(f"--questions {max(questions)}: there are {len(asked)} forget questions, numbered from 0")
     return [{"question": asked[i][0], "reference": asked[i][1],
-             "generations": {title: given[asked[i]] for title, given in answers.items()}} for i in questions]
+             "generations": {title: given[asked[i]] for title, given in answers.items()}}
+            for i in chosen(questions, len(asked))]
+
+
+def mean_and_deviation(values):
+    """None where nothing was measured."""
+    if not values:
+        return None
+    return {"mean": statistics.fmean(values), "deviation": statistics.stdev(values) if len(values) > 1 else None}
 
 
 def report(runs, questions, retain_run):
     """report.md, report.json and report.png of scored runs, beside the first; the first is printed too."""
-    groups, folder, picture, drawn = group_runs(runs, retain_run), Path(runs[0]).parent, None, True
+    groups = group_runs(runs, retain_run)
+    folder = Path(runs[0]).parent
     people = persons(groups)
     if not people and any(split in s["splits"] for split in mdu.RWKU_SPLITS for g in groups for s in g.summaries):
         raise ValueError(f"{', '.join(runs)}: not all asked about one person; report runs of one benchmark that have "
                          "a person in common")
     answers = side_by_side(groups, questions, "forget_level2" if people else "forget")
-    try:
-        picture = None if people else draw(groups, folder / "report.png")
-    except ImportError:
-        drawn = False
-    text = "\n".join(markdown(groups, answers, picture))
-
-    def figures(group, split, metrics):
-        found = {metric: measured(group, split, metric) for metric in metrics}
-        return {metric: v and {"mean": statistics.fmean(v), "deviation": statistics.stdev(v) if len(v) > 1 else None}
-                or None for metric, v in found.items()}
+    lines = report_tables(groups, people)
     shared = {key: groups[0].summaries[0][key] for key in ("protocol", "data", "retain_rows_trained_on")}
-    groups = by_person(groups, people) if people else groups
-    methods = [{"title": g.title, "method": g.method, "tau": g.tau, "runs": g.runs,
-                **figures(g, None, ("model_utility", "forget_quality")),
-                "splits": {split: figures(g, split, [m for m in scores if type(scores[m]) is not dict])
-                           for split, scores in g.summaries[0]["splits"].items()}} for g in groups]
+    methods = []
+    for group in by_person(groups, people) if people else groups:
+        splits = {split: {metric: mean_and_deviation(measured(group, split, metric))
+                          for metric in scores if type(scores[metric]) is not dict}
+                  for split, scores in group.summaries[0]["splits"].items()}
+        methods.append({"title": group.title, "method": group.method, "tau": group.tau, "runs": group.runs,
+                        **{metric: mean_and_deviation(measured(group, None, metric)) for _, metric in WHOLE_RUN},
+                        "splits": splits})
+    picture = folder / "report.png"
+    picture.unlink(missing_ok=True)  # it must not stand beside figures of another time
     mdu.write_json(folder / "report.json", {**shared, "methods": methods, "answers": answers})
+    try:
+        if not people and draw(groups, picture):
+            lines += ["", f"![forget against retain]({picture.name})"]
+    except ImportError:
+        note(f"{picture.name} is not drawn: it needs matplotlib (pip install matplotlib)")
+    text = "\n".join([*lines, *answer_table(groups, answers)])
     mdu.write_text(folder / "report.md", text + "\n")
     print(text, f"\n({folder / 'report.md'})", flush=True)
-    if not drawn:
-        note("report.png is not drawn: it needs matplotlib (pip install matplotlib)")
 
 
 def screen_row(run, summary):
-    splits = summary["splits"]
-    cells = [" ".join([SPLITS[split]["title"], *(f"{splits[split][m]:.3f}" for at, m in (*PAPER[:-1], *RWKU)
-                                                 if at == split and m in splits[split])]) for split in splits]
-    for name, value in (("fact", splits.get("forget", {}).get("fact")), ("utility", summary["model_utility"]),
-                        ("forget quality", summary["forget_quality"])):
-        cells += [] if value is None else [f"{name} {value:.3g}"]
+    cells = []
+    for split, scores in summary["splits"].items():
+        figures = [f"{scores[metric]:.3f}" for at, metric in (*TABLE2, *RWKU) if at == split and metric in scores]
+        cells.append(" ".join([SPLITS[split]["title"], *figures]))
+    for name, value in (("fact", summary["splits"].get("forget", {}).get("fact")),
+                        ("utility", summary["model_utility"]), ("forget quality", summary["forget_quality"])):
+        if value is not None:
+            cells.append(f"{name} {value:.3g}")
     return " | ".join([f"{run:24}", *cells])
 
 
@@ -1067,32 +1204,19 @@ def anchor_kl(predictor, reference, noised, answer, real, positions):
     return mdu.mdu_loss(logits, anchor, torch.ones_like(logits[:, :1], dtype=torch.bool), 1).double().cpu()
 
 
-def masked_states(predictor, pairs, labels, masks, batch_size):
-    """Batches of all masks of all pairs: ids, noised, answer, real, masked (B, T), label (M,) of the masked tokens."""
-    jobs = [(i, mask) for i, subsets in enumerate(masks) for mask in subsets]
-    positions = sum(int(mask.sum()) for _, mask in jobs) / max(1, len(jobs))
-    for batch in batches(predictor, jobs, positions, batch_size):
-        ids, answer, real = mdu.collate([pairs[i] for i, _ in batch], predictor.pad_id)
-        masked, label = torch.zeros_like(answer), torch.zeros_like(ids)
-        masked[answer] = torch.cat([mask for _, mask in batch])
-        label[answer] = torch.cat([torch.tensor(labels[i]) for i, _ in batch])
-        yield ids, ids.masked_fill(masked, predictor.mask_id), answer, real, masked, label[masked]
-
-
 def open_runs(paths):
     """-> runs (path, options, title, theta0: what load_backbone takes), and the forget rows that they share."""
     runs = []
     for path in paths:
-        info = mdu.read_run(path)
-        if not (Path(path) / "config.json").is_file():
-            raise ValueError(f"{path}: holds no finished model (no config.json); finish its training first")
+        info = finished_run(path)
         o = mdu.Options(**info["options"])
         if not o.model and o.method != "sft":
             raise ValueError(f"{path}: its run.json does not say from which model it started; it is damaged")
         runs.append(SimpleNamespace(
             path=path, options=o, title=TITLES.get(o.method) or f"MDU τ={o.tau:g}", data=info["data"].get("forget"),
             theta0=(str(Path(path).resolve()), None) if o.method == "sft" else (o.model, o.revision)))
-    rows, titles = mdu.load_data(runs[0].options)["forget"], [run.title for run in runs]
+    rows = mdu.load_data(runs[0].options)["forget"]
+    titles = [run.title for run in runs]
     for run in runs:
         if not rows or not run.data or run.data["sha256"] != mdu.fingerprint(rows):
             raise ValueError(f"{run.path}: was trained on other forget rows than {paths[0]} names now, or on none; "
@@ -1111,10 +1235,16 @@ def load(run, theta0=False):
     return predictor, tokenizer
 
 
+def load_with_anchor(run):
+    """-> predictor and tokenizer of a run, and the frozen theta0 that it started from; a base is its own."""
+    predictor, tokenizer = load(run)
+    reference = predictor if run.options.method == "sft" else load(run, theta0=True)[0]
+    return predictor, tokenizer, reference
+
+
 def analysis_convergence(runs, rows, a):
     """The three KLs that mdu.diagnose measured at each epoch of training, over all forget rows (convergence figure)."""
-    names = {"base": "to the base, p₀(·|x, yₜ)", "anchor": "to the anchor, p₀(·|m, yₜ)",
-             "uniform": "to uniform"}
+    names = {"base": "to the base, p₀(·|x, yₜ)", "anchor": "to the anchor, p₀(·|m, yₜ)", "uniform": "to uniform"}
     panels = [{"title": name, "series": {}} for name in names.values()]
     for run in runs:
         file = Path(run.path) / "metrics.jsonl"
@@ -1139,16 +1269,19 @@ def analysis_roles(runs, rows, a):
         raise ValueError("--analysis roles: the runs started from different models; give runs of one base")
     reference, tokenizer = load(runs[0], theta0=True)
     pairs = [mdu.encode_row(tokenizer, reference.end_id, row["question"], row["answer"]) for row in rows]
-    labels = [[list(ROLES).index(role) for role in token_roles(tokenizer, row["question"], response)]
+    labels = [torch.tensor([list(ROLES).index(role) for role in token_roles(tokenizer, row["question"], response)])
               for row, (_, response) in zip(rows, pairs)]
-    masks, series = [draw_masks(len(response), a.samples, [a.seed, i]) for i, (_, response) in enumerate(pairs)], {}
+    masks = [draw_masks(len(response), a.samples, [a.seed, i]) for i, (_, response) in enumerate(pairs)]
+    series = {}
     for title, run in [("Before", None), *((run.title, run) for run in runs)]:
-        predictor, totals = load(run)[0] if run else reference, torch.zeros(2, len(ROLES), dtype=torch.float64)
-        for _, noised, answer, real, masked, label in masked_states(predictor, pairs, labels, masks, a.batch_size):
+        predictor = load(run)[0] if run else reference
+        totals = torch.zeros(2, len(ROLES), dtype=torch.float64)  # sum of the KLs, and of how many tokens
+        for batch, _, noised, answer, real, masked in masked_states(predictor, pairs, masks, a.batch_size):
             kl = anchor_kl(predictor, reference, noised, answer, real, masked)
+            label = torch.cat([labels[i][masks[i][j]] for i, j in batch])  # (M,)
             totals.index_add_(1, label, torch.stack([kl, torch.ones_like(kl)]))
         series[title] = [total / n if n else None for total, n in totals.T.tolist()]
-    tokens = [sum(label.count(k) for label in labels) for k in range(len(ROLES))]
+    tokens = torch.cat(labels).bincount(minlength=len(ROLES)).tolist()
     return {"convention": "mean KL(p_theta(.|x, y_t) || p_theta0(.|m, y_t)) over all masked tokens of a role, in "
             f"{a.samples} states of each of {len(rows)} rows", "ylabel": "KL, nats per token", "panels": [{
                 "title": "", "groups": [f"{role}\n({n} tokens)" for role, n in zip(ROLES, tokens)], "series": series}]}
@@ -1158,7 +1291,8 @@ def trajectory(run, predictor, tokenizer, question, a):
     """One greedy trajectory -> its states [(ids, masked), ...] from all masks to none, answer and real, all (1, T), and
     the ids of its response, the first end or padding token the last.
     """
-    length, prompt = a.length or run.options.response_length, mdu.encode_prompt(tokenizer, question)
+    length = a.length or run.options.response_length
+    prompt = mdu.encode_prompt(tokenizer, question)
     ids, answer, real = mdu.collate([(prompt, [predictor.mask_id] * length)], predictor.pad_id)
     path = [(ids, answer), *denoise(predictor, ids, real, answer, a.steps or length)]
     response = path[-1][0][answer].tolist()
@@ -1167,20 +1301,23 @@ def trajectory(run, predictor, tokenizer, question, a):
 
 def analysis_trajectory(runs, rows, a):
     """anchor_kl of each token at the step of a greedy trajectory that fixes it, with its role (the paper's figures)."""
-    (predictor, tokenizer), (reference, _) = load(runs[0]), load(runs[0], theta0=True)
+    predictor, tokenizer, reference = load_with_anchor(runs[0])
     panels = []
     for row in rows:
         path, answer, real, response = trajectory(runs[0], predictor, tokenizer, row["question"], a)
         fixed = torch.cat([before & ~after for (_, before), (_, after) in itertools.pairwise(path)])  # (steps, T)
-        noised = torch.cat([ids for ids, _ in path[:-1]])
-        kl = anchor_kl(predictor, reference, noised, answer.expand_as(fixed), real.expand_as(fixed), fixed).tolist()
-        steps, positions = fixed.nonzero(as_tuple=True)
-        places = (positions - answer[0].int().argmax()).tolist()  # in the response
-        shown = [j for j, i in enumerate(places) if i < len(response)]
+        noised = torch.cat([ids for ids, _ in path[:-1]])  # (steps, T)
+        kl = anchor_kl(predictor, reference, noised, answer.expand_as(fixed), real.expand_as(fixed), fixed)  # (M,)
         roles = token_roles(tokenizer, row["question"], response)
-        panels.append({"title": row["question"], "groups": [
-            f"{tokenizer.decode([response[places[j]]]).strip()}\n{steps[j] + 1}" for j in shown], "series": {
-                role: [kl[j] if roles[places[j]] == role else None for j in shown] for role in ROLES}})
+        start = int(answer[0].int().argmax())  # of the response
+        groups, series = [], {role: [] for role in ROLES}
+        for (step, position), value in zip(fixed.nonzero().tolist(), kl.tolist()):
+            place = position - start
+            if place < len(response):
+                groups.append(f"{tokenizer.decode([response[place]]).strip()}\n{step + 1}")
+                for role, values in series.items():
+                    values.append(value if role == roles[place] else None)
+        panels.append({"title": row["question"], "groups": groups, "series": series})
     return {"convention": "KL(p_theta(.|x, y_t) || p_theta0(.|m, y_t)), where and when a token is fixed; up to the "
             "first end token", "xlabel": f"token, and the step of {len(fixed)} that fixed it ({runs[0].title})",
             "ylabel": "KL, nats", "panels": panels}
@@ -1189,9 +1326,15 @@ def analysis_trajectory(runs, rows, a):
 def pieces(tokenizer, ids, flags, hide=False):
     """[[text, flag], ...]: the text of the ids, cut where the tokens' flag changes; hide: [M] for tokens without it."""
     text, starts = token_starts(tokenizer, ids)
-    cuts, starts = [k for k in range(len(ids)) if k == 0 or flags[k] != flags[k - 1]], [*starts, len(text)]
+    starts.append(len(text))
+    cuts = [k for k in range(len(ids)) if k == 0 or flags[k] != flags[k - 1]]
     return [[" [M]" * (end - k) if hide and not flags[k] else text[starts[k]:starts[end]], flags[k]]
             for k, end in itertools.pairwise([*cuts, len(ids)])]
+
+
+def question_block(row):
+    """The head of a block: labelled texts, [[label, [[text, flag], ...]], ...]."""
+    return [["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]]]
 
 
 def analysis_rollout(runs, rows, a):
@@ -1199,18 +1342,21 @@ def analysis_rollout(runs, rows, a):
 
     States: after the steps that complete 1/4, 1/2 and 3/4 of the tokens up to the first end token.
     """
-    (predictor, tokenizer), (reference, _) = load(runs[0]), load(runs[0], theta0=True)
+    predictor, tokenizer, reference = load_with_anchor(runs[0])
     blocks = []
     for row in rows:
         path, answer, real, response = trajectory(runs[0], predictor, tokenizer, row["question"], a)
         fixed = [(~masked[answer]).tolist() for _, masked in path]
-        blocks.append([["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]]])
+        steps = len(path) - 1
+        blocks.append(question_block(row))
         for share in (1 / 4, 1 / 2, 3 / 4):
             k = next(k for k in range(len(path)) if sum(fixed[k][:len(response)]) >= share * len(response))
-            hidden = mdu.mask_prompt(path[k][0], answer, real, predictor.mask_id)
-            *_, (rolled, _) = [path[k], *denoise(reference, hidden, real, path[k][1], len(path) - 1 - k)]
-            rolled = rolled[answer].tolist()
-            blocks[-1] += [[f"y_t at k={k}/{len(path) - 1}", pieces(tokenizer, response, fixed[k], hide=True)],
+            ids, masked = path[k]
+            hidden = mdu.mask_prompt(ids, answer, real, predictor.mask_id)
+            for ids, _ in denoise(reference, hidden, real, masked, steps - k):
+                pass  # only the last state counts
+            rolled = ids[answer].tolist()
+            blocks[-1] += [[f"y_t at k={k}/{steps}", pieces(tokenizer, response, fixed[k], hide=True)],
                            ["anchor", pieces(tokenizer, rolled[:ended(predictor, rolled)], fixed[k])]]
     return {"convention": "underlined: tokens fixed after k steps; the anchor sees no prompt", "blocks": blocks}
 
@@ -1220,20 +1366,25 @@ def fragments(reference, text):
 
     A run of function words alone is none.  Longest first, then to its left and right (difflib's matching blocks).
     """
-    found, old = list(re.finditer(r"[^\W_]+", text)), words(reference)
-    new, out, at = [m.group().lower() for m in found], [], 0
-    for _, first, size in SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks():
+    found = list(re.finditer(r"[^\W_]+", text))
+    new = [m.group().lower() for m in found]
+    out = []
+    at = 0  # where in the text the next piece starts
+    for _, first, size in SequenceMatcher(None, words(reference), new, autojunk=False).get_matching_blocks():
         if set(new[first:first + size]) - FUNCTION_WORDS:
             start, end = found[first].start(), found[first + size - 1].end()
-            out, at = [*out, [text[at:start], False], [text[start:end], True]], end
-    return [piece for piece in [*out, [text[at:], False]] if piece[0]]
+            out += [[text[at:start], False], [text[start:end], True]]
+            at = end
+    out.append([text[at:], False])
+    return [piece for piece in out if piece[0]]
 
 
 def analysis_gallery(runs, rows, a):
     """The same forget questions answered by every run; fragments of the reference are flagged."""
-    blocks = [[["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]]] for row in rows]
+    blocks = [question_block(row) for row in rows]
     for run in runs:
-        (predictor, tokenizer), length = load(run), a.length or run.options.response_length
+        predictor, tokenizer = load(run)
+        length = a.length or run.options.response_length
         prompts = [mdu.encode_prompt(tokenizer, row["question"]) for row in rows]
         outputs = generate(predictor, prompts, length, a.steps or length, a.batch_size)
         for row, ids, block in zip(rows, outputs, blocks):
@@ -1247,12 +1398,12 @@ def analysis_infill(runs, rows, a):
     Share of the masked tokens whose most likely token is right, in the same --samples masks per row for every run: of
     all of them, and of those of the rows' key facts, where rows have one.  The end token is given.
     """
-    shares, names = [0, 0.25, 0.5, 0.75], ("all masked tokens", "tokens of the key fact")
-    panels = [{"title": name, "series": {}} for name in names]
+    shares = [0, 0.25, 0.5, 0.75]
+    panels = [{"title": name, "series": {}} for name in ("all masked tokens", "tokens of the key fact")]
     for run in runs:
         predictor, tokenizer = load(run)
         pairs = [mdu.encode_row(tokenizer, predictor.end_id, row["question"], row["answer"]) for row in rows]
-        facts = [[int(word in words(row.get("fact", ""))) for word in token_words(tokenizer, response)]
+        facts = [torch.tensor([int(word in words(row.get("fact", ""))) for word in token_words(tokenizer, response)])
                  for row, (_, response) in zip(rows, pairs)]
         right, count = torch.zeros(2, len(shares), 2)  # by share; of other tokens, of the facts'
         for k, share in enumerate(shares):
@@ -1260,10 +1411,11 @@ def analysis_infill(runs, rows, a):
             for i, (_, response) in enumerate(pairs):
                 order = np.random.default_rng([a.seed, i]).random((a.samples, len(response) - 1)).argsort(1).argsort(1)
                 masks.append(torch.from_numpy(np.pad(order >= int(share * order.shape[1]), ((0, 0), (0, 1)))))
-            for ids, noised, _, real, masked, label in masked_states(predictor, pairs, facts, masks, a.batch_size):
+            for batch, ids, noised, _, real, masked in masked_states(predictor, pairs, masks, a.batch_size):
                 with torch.no_grad():
                     logits = predictor(noised, real, masked)
                 logits[:, predictor.mask_id] = -math.inf
+                label = torch.cat([facts[i][masks[i][j]] for i, j in batch])  # (M,): 1 for a key fact's token
                 right[k] += label[logits.argmax(-1).cpu() == ids[masked]].bincount(minlength=2)
                 count[k] += label.bincount(minlength=2)
         panels[0]["series"][run.title] = [shares, (right.sum(1) / count.sum(1)).tolist()]
@@ -1277,18 +1429,21 @@ RELEARN_STEPS = 20
 
 
 def analysis_relearn(runs, rows, a):
-    """What returns of nine tenths of the forget rows after RELEARN_STEPS of SFT on every tenth, at one learning rate.
+    """What comes back after 20 steps (RELEARN_STEPS) of SFT on every tenth forget row, scored on the rest.
 
-    The lowest of the runs', which is unlearning's where the base is among them.
+    At one learning rate, the lowest of the runs', which is unlearning's where the base is among them.
     """
-    given, rest, lr = rows[::10], [row for i, row in enumerate(rows) if i % 10], min(run.options.lr for run in runs)
+    given = rows[::10]
+    rest = [row for i, row in enumerate(rows) if i % 10]
+    lr = min(run.options.lr for run in runs)
     if not rest:
         raise ValueError(f"--analysis relearn: {len(rows)} forget rows leave none to score; give more than one")
     scores = {"prob": "answer probability", "rougeL_recall": "ROUGE-L recall", "fact": "answers with the key fact"}
     found = []
     for run in runs:
         with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(sys.stderr):
-            file, batch = Path(scratch) / "given.jsonl", min(len(given), run.options.batch_size)
+            file = Path(scratch) / "given.jsonl"
+            batch = min(len(given), run.options.batch_size)
             file.write_text("".join(json.dumps(row) + "\n" for row in given), encoding="utf-8")
             kept = ("preset", "dtype", "weights", "max_length", "mask_sampling", "response_length")
             argv = dict({name: getattr(run.options, name) for name in kept}, method="sft", model=run.path, forget=file,
@@ -1300,10 +1455,10 @@ def analysis_relearn(runs, rows, a):
             for path in (run.path, f"{scratch}/run"):
                 model = mdu.load_backbone(path, dtype=mdu.compute_dtype(run.options.dtype))
                 records = score_answers(*model, rest, [[a.seed, i] for i in range(len(rest))], protocol)
-                found.append(summarise_answers(records, "↓"))
+                found.append(summarise_answers(records, to_forget=True))
     return {"convention": f"means over the scored rows; learning rate {lr:g}; probability by Eq. 7, {a.samples} masks",
-            "xlabel": f"{len(rest)} forget rows, before and after {RELEARN_STEPS} steps of SFT on {len(given)} others",
-            "ylabel": "mean", "panels": [
+            "xlabel": f"before and after {RELEARN_STEPS} steps of SFT on every tenth forget row (n = {len(given)}), "
+            f"scored on the rest (n = {len(rest)})", "ylabel": "mean", "panels": [
                 {"title": title, "groups": [run.title for run in runs],
                  "series": {"before": [s[key] for s in found[::2]], "after": [s[key] for s in found[1::2]]}}
                 for key, title in scores.items() if key in found[0]]}
@@ -1326,12 +1481,7 @@ def as_markdown(result):
                 tables[-1].append([group, *("-" if value is None else f"{value:.2f}" for value in (first, *others))])
                 for k, value in enumerate(others, 2):
                     tables[-1][-1][k] += f" ({value / first - 1:+.1%})" if first and first >= 0.005 else ""
-    lines = []
-    for head, *rows in filter(None, tables):
-        for row in (head, ["---"] * len(head), *rows):
-            lines.append(table_row(row))
-        lines.append("")
-    return "\n".join(lines)
+    return "\n".join(line for rows in filter(None, tables) for line in [*markdown_table(*rows), ""])
 
 
 LINES = [("black", "-", "o"), ("#0072b2", "--", "s"), ("#e69f00", "-.", "^"), ("#cc79a7", ":", "D"),
@@ -1340,11 +1490,13 @@ LINES = [("black", "-", "o"), ("#0072b2", "--", "s"), ("#e69f00", "-.", "^"), ("
 
 def draw_panels(result, figure):
     """Curves side by side, or bars one above the other; told apart without colours too, the base always in black."""
-    panels, bars = result["panels"], "groups" in result["panels"][0]
+    panels = result["panels"]
+    bars = "groups" in panels[0]
     figure.set_size_inches(8.3, 2.2 * len(panels) + 0.8 if bars else 3.3)
     axes = figure.subplots(len(panels) if bars else 1, 1 if bars else len(panels), squeeze=False)
     for axis, panel in zip(axes.flat, panels):
-        styles, n = itertools.cycle(LINES[1:]), 1 if bars and alone(panel) else len(panel["series"])
+        styles = itertools.cycle(LINES[1:])
+        n = 1 if bars and alone(panel) else len(panel["series"])  # bars side by side
         for k, (name, values) in enumerate(panel["series"].items()):
             if bars:
                 color, hatch = ROLES.get(name, (str(1 - k / n), ("", "//", "..", "xx")[k % 4]))
@@ -1395,7 +1547,8 @@ def draw_blocks(result, figure, width=104):
             x, before = x + len(word), flag
 
 
-STATES, SHOWN = {"limit", "samples", "seed", "batch_size"}, {"questions", "length", "steps"}
+STATES = {"limit", "samples", "seed", "batch_size"}
+SHOWN = {"questions", "length", "steps"}
 ANALYSES = {  # name: (analysis, the options that it uses)
     "convergence": (analysis_convergence, set()), "roles": (analysis_roles, STATES),
     "trajectory": (analysis_trajectory, SHOWN), "rollout": (analysis_rollout, SHOWN),
@@ -1406,10 +1559,10 @@ ANALYSES = {  # name: (analysis, the options that it uses)
 
 def analyse(a):
     """analysis/NAME.json and NAME.png beside the first run; with --redraw only the picture, without any model."""
-    name, folder = a.analysis, Path(a.runs[0]).resolve().parent / "analysis"
-    (measure, used), file, picture = ANALYSES[name], folder / f"{name}.json", folder / f"{name}.png"
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError(f"{os.environ['WORLD_SIZE']} processes: an analysis runs in one; start it with python")
+    name = a.analysis
+    measure, used = ANALYSES[name]
+    folder = Path(a.runs[0]).resolve().parent / "analysis"
+    file, picture = folder / f"{name}.json", folder / f"{name}.png"
     if a.redraw:
         if not file.is_file():
             raise ValueError(f"{file}: not there; leave --redraw out to measure it")
@@ -1420,21 +1573,18 @@ def analyse(a):
         runs, rows = open_runs(a.runs)
         if name in ("trajectory", "rollout") and len(runs) > 1:
             raise ValueError(f"--analysis {name}: follows one run, {len(runs)} were given; give one, such as the base")
-        if max(a.questions or [0]) >= len(rows):
-            raise ValueError(f"--questions {max(a.questions)}: there are {len(rows)} forget questions, numbered from 0")
-        rows = [rows[i] for i in a.questions or range(min(3, len(rows)))] if "questions" in used else rows[:a.limit]
+        rows = [rows[i] for i in chosen(a.questions, len(rows))] if "questions" in used else rows[:a.limit]
         result = {"analysis": name, "runs": [run.title for run in runs], "n": len(rows), **measure(runs, rows, a)}
         folder.mkdir(exist_ok=True)
         picture.unlink(missing_ok=True)  # it must not stand beside figures of another time
         mdu.write_json(file, result)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        Figure = None
     with intact(file, "leave --redraw out to measure it again"):
-        if table := as_markdown(result):
-            print(table, flush=True)
-        if Figure is None:
+        lines = as_markdown(result)
+        if lines:
+            print(lines, flush=True)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
             return note(f"{picture} is not drawn: it needs matplotlib (pip install matplotlib)")
         figure = Figure(layout="constrained")
         (draw_blocks if "blocks" in result else draw_panels)(result, figure)
@@ -1446,7 +1596,9 @@ def analyse(a):
 # Command line
 # ------------------------------------------------------------------------------------------------------------------
 
-DEFAULTS = dict(report=False, redraw=False, brief=False, samples=128, batch_size=64, seed=0)
+DEFAULTS = dict(analysis=None, questions=None, retain_run=None, preset=None, model=None, generate_corpus=None,
+                subject=None, data=None, forget=None, retain=None, limit=None, length=None, steps=None, perplexity=None,
+                report=False, redraw=False, brief=False, samples=128, batch_size=64, seed=0)
 
 
 def parse(argv):
@@ -1463,6 +1615,8 @@ def parse(argv):
         "RWKU: that model writes N biographies of each person into the folder RUN, for mdu.py --forget"))
     parser.add_argument("--subject", help="with --generate-corpus: a person by name or number, or all")
     parser.add_argument("--data", help="score on this data instead of the run's own")
+    parser.add_argument("--forget", help="with --preset or --model: JSONL file of rows to forget, instead of --data")
+    parser.add_argument("--retain", help="with --forget: JSONL file of rows to retain")
     parser.add_argument("--limit", type=int, help="score at most so many rows of every split [the run's]")
     parser.add_argument("--length", type=int, help="tokens to generate [the run's response length]")
     parser.add_argument("--steps", type=int, help="denoising steps [one per token]")
@@ -1472,16 +1626,27 @@ def parse(argv):
     parser.add_argument("--batch-size", type=int, help="sequences in one forward pass [64]")
     parser.add_argument("--seed", type=int, help="seed of the masks [0]")
     given = vars(parser.parse_args(argv))
-    mode, used = "without --report or --analysis", set(given) - {"questions", "redraw"}
-    if "report" in given:
-        mode, used = "with --report", {"report", "questions", "retain_run"}
-    elif "analysis" in given:
-        mode, used = f"with --analysis {given['analysis']}", {"analysis", "redraw", *ANALYSES[given["analysis"]][1]}
-        mode, used = ("with --redraw", {"analysis", "redraw"}) if "redraw" in given else (mode, used)
-    for name in set(given) - used - {"runs"}:
-        raise ValueError(f"--{name.replace('_', '-')}: not used {mode}")
     if ("subject" in given) != ("generate_corpus" in given):
         raise ValueError("--generate-corpus and --subject: give both or none")
+    if "report" in given:
+        mode, used = "with --report", {"report", "questions", "retain_run"}
+    elif "analysis" in given and "redraw" in given:
+        mode, used = "with --redraw", {"analysis", "redraw"}
+    elif "analysis" in given:
+        mode, used = f"with --analysis {given['analysis']}", {"analysis", *ANALYSES[given["analysis"]][1]}
+    elif "generate_corpus" in given:
+        mode, used = "with --generate-corpus", {"generate_corpus", "subject", "preset", "model", "data", "length",
+                                                "steps", "batch_size", "seed"}
+    else:
+        mode, used = "without --report or --analysis", {
+            "preset", "model", "data", "forget", "retain", "limit", "length", "steps", "samples", "perplexity", "brief",
+            "batch_size", "seed", "retain_run"}
+    for name in sorted(set(given) - used - {"runs"}):
+        raise ValueError(f"--{name.replace('_', '-')}: not used {mode}")
+    for name in ("forget", "retain"):
+        if name in given and not {"preset", "model"} & set(given):
+            raise ValueError(f"--{name} {given[name]}: used only with --preset or --model; a trained run is scored on "
+                             "its own rows, or on --data")
     if len(given["runs"]) > len(set(map(os.path.realpath, given["runs"]))):
         raise ValueError(f"{' '.join(given['runs'])}: one of them stands there twice; name each once")
     if {"preset", "model"} & set(given) and len(given["runs"]) > 1:
@@ -1493,9 +1658,7 @@ def parse(argv):
     if "questions" in given:
         given["questions"] = [int(number) for number in given["questions"].split(",")]
     mdu.check_ranges(given)
-    unset = dict.fromkeys(("analysis", "questions", "retain_run", "preset", "model", "generate_corpus", "subject",
-                           "data", "limit", "length", "steps", "perplexity"))
-    return SimpleNamespace(**{**unset, **DEFAULTS, **given})
+    return SimpleNamespace(**{**DEFAULTS, **given})
 
 
 def main(argv=None):

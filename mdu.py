@@ -16,7 +16,6 @@ Where this departs from the paper, and why, is a list in README.md ("Deviations"
 """
 import argparse
 import contextlib
-import copy
 import dataclasses
 import difflib
 import fcntl
@@ -177,7 +176,7 @@ def option(default, help, **kwargs):
 
 @dataclasses.dataclass
 class Options:
-    preset: str = option("toy", "which row of PRESETS to start from")
+    preset: str = option("toy", "which row of PRESETS to start from [that of the run that --model is; any other: own]")
     method: str = option("mdu", "which loss to minimise; sft trains the base model")
     tau: float = option(None, "mdu: temperature of the anchor, 0 (uniform target) to 1 (prompt-masked anchor)")
     beta: float = option(None, "npo, simnpo, dpo: inverse temperature of the preference")
@@ -204,7 +203,7 @@ class Options:
     seed: int = option(1, "seed of every random draw")
     dtype: str = option(None, "of the computation [bfloat16 on a GPU that has it]", choices=("float32", "bfloat16"))
     weights: str = option("float32", choices=("float32", "bfloat16"), help=(
-        "what is trained; bfloat16 (by AdamW with Kahan's compensation) takes 14 bytes per parameter, not 18"))
+        "what is trained; bfloat16 (by AdamW with Kahan's compensation) takes 12 bytes per parameter, not 16"))
     diagnose: bool = option(False, "log, at every epoch, how far the prediction is from the base's and from the anchor")
     checkpoint_activations: bool = option(False, "recompute activations in the backward pass: less memory, more time")
     max_length: int = option(None, "tokens of prompt and response together; longer responses are cut [an error]")
@@ -241,14 +240,14 @@ PRESETS = {  # options of the unlearning methods; those of sft stand under "sft"
     "toy-rwku": dict(data="toy-rwku", epochs=50, lr=1e-3, batch_size=8, mask_sampling="count", response_length=32,
                      retain_weight=0.0,
                      sft=dict(epochs=160, lr=5e-3, batch_size=8, grad_accum=2, null_prompt_rate=0.1)),
+    "own": dict(epochs=5, sft=dict(lr=2e-5)),  # another model on rows of the user's: numbers for 7 to 8 billion weights
 }
 
 RANGES = {  # option: (is it allowed?, what is)
     "tau": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
     "beta": (lambda v: 0 < v < math.inf, "a finite number above 0"),
-    "gamma": (lambda v: 0 <= v < math.inf, "a finite number, 0 or more"),
-    "delta": (lambda v: 0 <= v < math.inf, "a finite number, 0 or more"),
-    "retain_weight": (lambda v: 0 <= v < math.inf, "a finite number, 0 or more"),
+    **dict.fromkeys(("gamma", "delta", "retain_weight"),
+                    (lambda v: 0 <= v < math.inf, "a finite number, 0 or more")),
     "null_prompt_rate": (lambda v: 0 <= v <= 1, "a number in [0, 1]"),
     "epochs": (lambda v: 0 < v <= 1e6, "a number above 0, at most 1000000"),
     "lr": (lambda v: 0 < v <= 1, "a number above 0, at most 1"),
@@ -297,9 +296,17 @@ def check_ranges(values, where="--"):
                 raise ValueError(f"{flag}: {ascii(word)} is empty or not UTF-8 text; leave it out or name something")
 
 
+def preset_of(model):
+    """The preset where none is given: the toy's; beside --model, that of the run it is, or "own"."""
+    if model is None:
+        return Options.preset
+    return read_run(model)["options"].get("preset", Options.preset) if (Path(model) / "run.json").is_file() else "own"
+
+
 def resolve(given):
     """{option: value} -> Options: default < method < preset < given; ValueError: an option the method does not use."""
-    method, preset = given.get("method", Options.method), PRESETS[given.get("preset", Options.preset)]
+    given = {**given, "preset": given.get("preset") or preset_of(given.get("model"))}
+    method, preset = given.get("method", Options.method), PRESETS[given["preset"]]
     preset = {**preset, **(preset["sft"] if method == "sft" else {})}
     own = METHOD_OPTIONS[method]
     for name in {n for options in METHOD_OPTIONS.values() for n in options} - set(own):
@@ -312,36 +319,44 @@ def resolve(given):
         preset.pop("revision", None)
     o = Options(**{**own, **{k: v for k, v in preset.items() if k != "sft"}, **given})
     check_ranges(vars(o))
-    if o.method == "gd" and o.retain_weight == 0:
-        raise ValueError("--retain-weight 0: gd without its retain loss is ga; use --method ga")
-    for name in ("null_prompt_rate", "retain_reduction"):
-        if name in given and o.method != "sft" and not o.retain_weight:
-            raise ValueError(f"--{name.replace('_', '-')} {given[name]}: not used without a retain loss")
-    if o.subject and (o.method == "sft" or o.data == "toy"):
-        raise ValueError(f"--subject {o.subject}: {o.method} on {o.data} does not use it; unlearning on RWKU does, "
-                         "--preset toy-rwku for one")
-    if "rwku" in o.preset and not (o.subject or o.forget or o.method == "sft"):
-        raise ValueError(f"--preset {o.preset}: whom to forget? give --subject NAME, a number or all, or --forget FILE")
-    if o.revision and (o.model is None or Path(o.model).is_dir()):
-        raise ValueError(f"--revision {o.revision}: used only with a hub name as --model")
-    if o.diagnose and o.method == "sft":
-        raise ValueError("--diagnose: measures unlearning; sft has no model to be compared with")
-    if o.resume and o.overwrite:
-        raise ValueError("--resume: continues a run that --overwrite would replace; give one of them")
-    if o.retain and not (o.forget or o.subject):
-        raise ValueError(f"--retain {o.retain}: used only beside --forget or --subject")
-    if o.forget and "data" in given and not o.subject:
-        raise ValueError(f"--data {o.data}: --forget {o.forget} already names the data; give one of them")
-    if (o.forget or o.subject) and not o.retain and o.retain_weight:
-        raise ValueError(f"--forget or --subject: --retain-weight {o.retain_weight} needs --retain FILE; "
-                         "give one, or --retain-weight 0")
+    own_rows, retains = o.forget or o.subject, o.method == "sft" or o.retain_weight
+    for refused, message in (
+            (o.method == "gd" and o.retain_weight == 0,
+             "--retain-weight 0: gd without its retain loss is ga; use --method ga"),
+            ("null_prompt_rate" in given and not retains,
+             f"--null-prompt-rate {o.null_prompt_rate}: not used without a retain loss"),
+            ("retain_reduction" in given and not retains,
+             f"--retain-reduction {o.retain_reduction}: not used without a retain loss"),
+            (o.subject and (o.method == "sft" or o.data == "toy"),
+             f"--subject {o.subject}: {o.method} on {o.data} does not use it; unlearning on RWKU does, --preset "
+             "toy-rwku for one"),
+            ("rwku" in o.preset and not (own_rows or o.method == "sft"),
+             f"--preset {o.preset}: whom to forget? give --subject NAME, a number or all, or --forget FILE"),
+            ("revision" in given and (o.model is None or Path(o.model).is_dir()),
+             f"--revision {o.revision}: used only with a hub name as --model"),
+            (o.preset == "own" and not (o.model and (o.forget or "data" in given)),
+             f"--model {o.model}: for which rows? give --forget FILE (and --retain FILE), --data or a --preset"),
+            (o.diagnose and o.method == "sft",
+             "--diagnose: measures unlearning; sft has no model to be compared with"),
+            (o.resume and o.overwrite,
+             "--resume: continues a run that --overwrite would replace; give one of them"),
+            (o.retain and not own_rows,
+             f"--retain {o.retain}: used only beside --forget or --subject"),
+            (o.forget and "data" in given and not o.subject,
+             f"--data {o.data}: --forget {o.forget} already names the data; give one of them"),
+            (own_rows and not o.retain and o.retain_weight,
+             f"--forget or --subject: --retain-weight {o.retain_weight} needs --retain FILE; give one, or "
+             "--retain-weight 0")):
+        if refused:
+            raise ValueError(message)
     for name in ("model", "data", "forget", "retain"):  # run.json must mean the same from any folder
         value = getattr(o, name)
         if value not in (None, "toy", "toy-rwku") and Path(value).exists():
             setattr(o, name, str(Path(value).resolve()))
     if o.out is None:
-        name = {"mdu": f"mdu-tau{o.tau:g}" if o.tau is not None else "",
-                "sft": "retain" if o.retain_only else "base"}.get(o.method, o.method)
+        name = f"mdu-tau{o.tau:g}" if o.method == "mdu" else o.method
+        if o.method == "sft":
+            name = "retain" if o.retain_only else "base"
         o.out = str(Path("out") / o.preset / name)
     return o
 
@@ -359,27 +374,27 @@ class Scores(NamedTuple):
     length: torch.Tensor  # (B,), response tokens
 
 
-def nll(p):
+def sequence_nll(p):
     return sft_loss(p.logits, p.targets, p.masked, p.t)
 
 
 def reconstruction(o, p):
     """The retain and sft loss: L_sft per sequence, or divided by the response's tokens."""
-    return nll(p) / p.length if o.retain_reduction == "token" else nll(p)
+    return sequence_nll(p) / p.length if o.retain_reduction == "token" else sequence_nll(p)
 
 
 def preference(o, p, ref):
     """DPO's four terms: the first half of the rows are the forgotten answers, the second half the preferred ones."""
-    (lose, win), (lose_ref, win_ref) = nll(p).chunk(2), nll(ref).chunk(2)
+    (lose, win), (lose_ref, win_ref) = sequence_nll(p).chunk(2), sequence_nll(ref).chunk(2)
     return dpo_loss(win, win_ref, lose, lose_ref, o.beta)
 
 
 FORGET_LOSS = {  # method: loss of the forget rows, given the Scores of theta and of the frozen theta0 on them
     "mdu": lambda o, p, ref: mdu_loss(p.logits, ref and ref.logits, p.masked, o.tau),
-    "ga": lambda o, p, ref: ga_loss(nll(p)),
-    "gd": lambda o, p, ref: ga_loss(nll(p)),  # differs from ga by its retain loss
-    "npo": lambda o, p, ref: npo_loss(nll(p), nll(ref), o.beta),
-    "simnpo": lambda o, p, ref: simnpo_loss(nll(p), p.length, o.beta, o.delta),
+    "ga": lambda o, p, ref: ga_loss(sequence_nll(p)),
+    "gd": lambda o, p, ref: ga_loss(sequence_nll(p)),  # differs from ga by its retain loss
+    "npo": lambda o, p, ref: npo_loss(sequence_nll(p), sequence_nll(ref), o.beta),
+    "simnpo": lambda o, p, ref: simnpo_loss(sequence_nll(p), p.length, o.beta, o.delta),
     "wga": lambda o, p, ref: wga_loss(p.logits, p.targets, p.masked, o.gamma),
     "dpo": preference,
     "sft": lambda o, p, ref: reconstruction(o, p),
@@ -433,7 +448,7 @@ def draw_examples(o, pools, indices):
             wrong = pools["preferred"][i]
             pair = wrong[draws(o.seed, "preferred choice", k).integers(len(wrong))]
             preferred.append(draw_example(o, "preferred", k, pair, pools))
-            preferred[-1].u = forget[-1].u  # both answers at one noise level
+            preferred[-1].u = forget[-1].u  # both answers at one noise level (counts: up to rounding)
         if o.retain_weight:
             i = pick(o.seed, "retain", k, len(pools["retain"]))
             retain.append(draw_example(o, "retain", k, pools["retain"][i], pools, may_null=True))
@@ -509,10 +524,10 @@ def diagnose(o, predictor, reference, pools):
                     for i in range(start, min(start + o.batch_size, n))]
         b = noise(o, predictor, examples, len(examples))
         logits = predictor(b.noised, b.real, b.masked)
-        for k, (seen, tau) in enumerate(((b.noised, 1), (mask_prompt(b.noised, b.answer, b.real, predictor.mask_id), 1),
-                                         (None, 0))):
-            target = None if seen is None else reference(seen, b.real, b.masked)
-            totals[k] += mdu_loss(logits, target, b.masked, tau).sum().item()
+        hidden = mask_prompt(b.noised, b.answer, b.real, predictor.mask_id)
+        totals[0] += mdu_loss(logits, reference(b.noised, b.real, b.masked), b.masked, 1).sum().item()
+        totals[1] += mdu_loss(logits, reference(hidden, b.real, b.masked), b.masked, 1).sum().item()
+        totals[2] += mdu_loss(logits, None, b.masked, 0).sum().item()
     return dict(zip(("base", "anchor", "uniform"), (totals / n).tolist()))
 
 
@@ -588,6 +603,7 @@ BACKBONES = {
 }
 ANY_MASKED_LM = dict(model="AutoModelForMaskedLM", tokenizer="AutoTokenizer")
 
+HUB_NAME = r"\w[\w.-]*/\w[\w.-]*"
 
 def model_folder(name, revision=None):
     """A folder is itself; a hub name is downloaded: safetensors, settings and tokenizer, nothing that is run."""
@@ -647,7 +663,7 @@ def load_backbone(name, revision=None, dtype=torch.float32):
     ids = {"mask_token_id": config.get("mask_token_id", tokenizer.mask_token_id), "end token": end_id,
            "pad_token_id": end_id if pad_id is None else pad_id}
     for what, value in ids.items():
-        if value is None or value == tokenizer.unk_token_id and what != "pad_token_id":
+        if value is None or (value == tokenizer.unk_token_id and what != "pad_token_id"):
             raise ValueError(f"{name}: no {what} in its config.json or tokenizer; masked diffusion needs one")
         if type(value) is not int or not 0 <= value < size:
             raise ValueError(f"{name}: {what} {value!r} is not one of its {size} tokens")
@@ -674,7 +690,7 @@ def native_config(name, config, spec, config_class):
     try:
         return config_class(**native, rope_parameters=rope, is_causal=False, bos_token_id=None,
                             eos_token_id=config.get("eos_token_id"), pad_token_id=config.get("pad_token_id"))
-    except Exception as error:  # the library's own, by field
+    except Exception as error:  # the library checks each field with an error of its own
         raise ValueError(f"{name}: config.json fits no {spec['model']} ({type(error).__name__}: {error})") from None
 
 
@@ -820,16 +836,22 @@ def misfit(value, shape, name=""):
     where str stands for every key that is not named; keys that no shape is given for may hold anything.
     """
     if isinstance(shape, list) and isinstance(value, list):
-        value, shape = dict(enumerate(value)), {str: shape[0]}
-    if isinstance(shape, dict) and isinstance(value, dict):
-        inner = {**({key: shape[str] for key in value} if str in shape else {}),
-                 **{key: part for key, part in shape.items() if key is not str}}
-        found = (misfit(value.get(key), part, f"{name}.{key}".lstrip(".")) for key, part in inner.items())
-        return next(filter(None, found), None)
-    fits = (any(misfit(value, part) is None for part in shape) if isinstance(shape, tuple) else
-            type(value) in (int, float) and abs(value) < math.inf if shape is float else
-            type(value) is shape if isinstance(shape, type) else shape(value) if callable(shape) else value is shape)
-    return None if fits else f"{name or 'it'} is {repr(value)[:40]}"
+        parts = [(i, part, shape[0]) for i, part in enumerate(value)]
+    elif isinstance(shape, dict) and isinstance(value, dict):
+        parts = [(key, value.get(key), inner) for key, inner in shape.items() if key is not str]
+        parts += [(key, part, shape[str]) for key, part in value.items() if str in shape and key not in shape]
+    else:
+        if isinstance(shape, tuple):
+            fits = any(misfit(value, part) is None for part in shape)
+        elif shape is float:
+            fits = type(value) in (int, float) and abs(value) < math.inf
+        elif isinstance(shape, type):
+            fits = type(value) is shape
+        else:
+            fits = shape(value) if callable(shape) else value is shape
+        return None if fits else f"{name or 'it'} is {repr(value)[:40]}"
+    found = (misfit(part, inner, f"{name}.{key}".lstrip(".")) for key, part, inner in parts)
+    return next(filter(None, found), None)
 
 
 def read_run(folder):
@@ -963,7 +985,7 @@ def is_targets(value):
 
 def ask(row):
     """A probe of level 1, 2 or 3."""
-    kind = row["type"] if row["level"] == "3" else row["level"]
+    kind = row.get("type") if row["level"] == "3" else row["level"]
     return dict(question=PROBES.get(kind, BRIEF).format(**row), answer=row["answer"], kind=kind,
                 prefill="" if kind == "affirmative suffix" else "Answer:")
 
@@ -1040,26 +1062,24 @@ def read_biographies(name, people, pairs):
     for where, row in read_config(name, "train_pair_llama3" if pairs else "train_positive_llama3", people=people):
         if not is_text(row.get("subject")):
             raise ValueError(f"{where}: subject is {row.get('subject')!r}; it must be a person's name")
-        texts = row.get("response") if pairs else [[], row.get("text")]
-        if not isinstance(texts, list) or len(texts) != 2:
-            raise ValueError(f"{where}: response is {repr(texts)[:60]}; it must be [fabricated text, real text]")
+        made_up, real = [], row.get("text")
+        if pairs:
+            if misfit(row, {"response": lambda texts: isinstance(texts, list) and len(texts) == 2}):
+                raise ValueError(f"{where}: response is {repr(row.get('response'))[:60]}; it must be [fabricated text, "
+                                 "real text]")
+            made_up, real = row["response"]
         prompt = row.get("prompt") or BIOGRAPHY.format(intro=row.get("intro") or "", subject=row["subject"]).strip()
-        rows.append(check_row({"question": prompt, "answer": texts[1], "perturbed_answer": texts[0]}, where))
+        rows.append(check_row({"question": prompt, "answer": real, "perturbed_answer": made_up}, where))
     return rows
 
 
 def load_rwku(o):
-    """One person's biographies and probes.  For sft (the toy's base): those of all, and what else there is to know."""
+    """One person's biographies and probes; for the toy's base those of all, and what else there is to know."""
     people = find_people(o.data, o.subject or "all")
     splits = {config: read_probes(o.data, config, people) for config in RWKU_SPLITS}
     forget, retain = [], []
     if o.data == "toy-rwku" and o.method == "sft":
-        forget = read_biographies(o.data, people, pairs=False)
-        retain = [row for row in read_biographies(o.data, None, pairs=False) if row not in forget]
-        for config, rows in splits.items():
-            known = [{**row, "answer": f"{row['prefill']} {row['answer']}".strip()} for row in rows]
-            (forget if config.startswith("forget") else retain).extend(known)
-        retain = list({(row["question"], row["answer"]): row for row in retain}.values())
+        forget, retain = toy_knowledge(people, splits)
     elif o.forget:
         own = Path(o.forget)
         forget = read_jsonl(own / f"{slug(people[0])}.jsonl" if own.is_dir() else own)
@@ -1068,6 +1088,16 @@ def load_rwku(o):
     if o.retain:
         retain = read_jsonl(o.retain)
     return {"forget": forget, "retain": [], "train_retain": retain, **splits}
+
+
+def toy_knowledge(people, splits):
+    """What the toy's base is taught: biographies and probes of the people to forget; those of the others, and facts."""
+    forget = read_biographies("toy-rwku", people, pairs=False)
+    retain = [row for row in read_biographies("toy-rwku", None, pairs=False) if row not in forget]
+    for config, rows in splits.items():
+        known = [{**row, "answer": f"{row['prefill']} {row['answer']}".strip()} for row in rows]
+        (forget if config.startswith("forget") else retain).extend(known)
+    return forget, list({(row["question"], row["answer"]): row for row in retain}.values())
 
 
 def slug(person):
@@ -1080,12 +1110,12 @@ def run_each(o, given):
     if o.preset.startswith("rwku") and o.method == "sft" and not o.forget:
         raise ValueError(f"--preset {o.preset}: unlearning starts from {o.model} as it is published; to score that: "
                          f"python eval.py --preset {o.preset} {o.out}")
-    people = find_people(o.data, o.subject) if o.subject else []
-    return [dataclasses.replace(o, subject=person, out=o.out if "out" in given and len(people) == 1 else
-                                f"{o.out}-{slug(person)}") for person in people] or [o]
-
-
-HUB_NAME = r"\w[\w.-]*/\w[\w.-]*"
+    if not o.subject:
+        return [o]
+    people = find_people(o.data, o.subject)
+    if len(people) == 1 and "out" in given:
+        return [dataclasses.replace(o, subject=people[0])]
+    return [dataclasses.replace(o, subject=person, out=f"{o.out}-{slug(person)}") for person in people]
 
 
 def fingerprint(rows):
@@ -1095,9 +1125,10 @@ def fingerprint(rows):
 # Toys: two small worlds, in the fields of TOFU and of RWKU, and a miniature LLaDA that can learn them on a CPU
 # ------------------------------------------------------------------------------------------------------------------
 
-# The toy world: 20 invented authors, 8 questions each, forget = the last 3 of them. No two authors share a value, so
-# no retain row holds a forget fact; question wording and answer template are drawn per row, so none gives a fact away.
-# The paraphrases take another wording and another template, which the perturbed answers share, as TOFU's do.
+# The toy world: 20 invented authors, 8 questions each, forget = the last 3 of them. No two authors share a value (but
+# for years), so no retain row holds a forget fact; question wording and answer template are drawn per row, so none
+# gives a fact away. The paraphrases take another wording and another template, which the perturbed answers share, as
+# TOFU's do.
 
 TOY_AUTHORS = dict(
     first="Emil Anika Tomas Leila Bruno Sanna Oskar Mirela Idris Petra Davor Yara Casper Noor Felix Zora Hamid Greta "
@@ -1249,7 +1280,7 @@ def toy_people():
                 for kind, how in TOY_ATTACKS.items() if person is target else ():
                     query = how.format(**person, question=question, reworded=reworded)
                     data["forget_level3"].append({**row, "level": "3", "type": kind, "query": query})
-    for i, (question, right, wrong) in enumerate(facts[::2]):  # their prompts are the longest rows: half will do
+    for i, (question, right, wrong) in enumerate(facts[::2]):  # half of them: their prompts are the longest rows
         choices = [str(choice) for choice in rng.permutation([right, *wrong])]
         labels = {"choices": choices, "labels": [int(choice == right) for choice in choices]}
         four = {"choices": choices, "answer": choices.index(right), "task": "facts", "examples": [shot]}
@@ -1403,13 +1434,13 @@ class KahanAdamW(torch.optim.Optimizer):
     by rounding alone: w + c holds 16 bits of a weight, where most updates at a learning rate of 1e-5 need 12.
     """
 
-    def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8):
-        super().__init__(params, dict(lr=lr, betas=betas, eps=eps))
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr))
 
     @torch.no_grad()
     def step(self):
+        b1, b2, eps = 0.9, 0.999, 1e-8
         for group in self.param_groups:
-            (b1, b2), eps = group["betas"], group["eps"]
             for p in group["params"]:
                 k = self.state[p]["step"].add_(1).item()
                 w, g, m, v, c = (x.to_local() if isinstance(x, DTensor) else x for x in (
@@ -1446,7 +1477,8 @@ def memory_plan(o, n, referenced):
     held = {"weights": size * n / world, "gradients": size * n / world, "AdamW": (size + 4) * n / world,
             "compensation": 2 * n / world if size == 2 else 0,
             "frozen reference": (2 if compute_dtype(o.dtype) == torch.bfloat16 else 4) * n if referenced else 0}
-    several = o.grad_accum > world  # micro-batches of one process in a step
+    share = o.batch_size * o.grad_accum // world  # rows of one process in a step
+    several = share > math.gcd(share, o.batch_size)  # more than one micro-batch of them
     card = torch.cuda.get_device_properties(this_device()).total_memory if torch.cuda.is_available() else math.inf
     once = world > 1 and several and sum(held.values()) + 4 * n < 0.7 * card
     return {**held, **({"gradients being summed": 4 * n} if once else {})}, once
@@ -1471,19 +1503,18 @@ def digests(folder):
     sums = torch.zeros(len(files), 32, dtype=torch.uint8)
     with together():
         for i in range(rank(), len(files), world_size()):
-            digest = hashlib.sha256()
             with open(files[i], "rb") as file:
-                while piece := file.read(2**24):
-                    digest.update(piece)
-            sums[i] = torch.tensor(list(digest.digest()), dtype=torch.uint8)
+                sums[i] = torch.tensor(list(hashlib.file_digest(file, "sha256").digest()), dtype=torch.uint8)
     sums = sums.to(this_device())
     dist.all_reduce(sums)
     return {file.name: bytes(row).hex() for file, row in zip(files, sums.tolist())}
 
 
-def first_failure(error):
-    """The first line of what went wrong in the first process of a CheckpointException."""
-    return str(next(iter(error.failures.values()))[0]).splitlines()[0]
+def first_line(error):
+    """What an exception says, without what follows; of a CheckpointException, what the first process says."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return str(error).partition("\n")[0]
 
 
 def save_checkpoint(out, step, state):
@@ -1496,7 +1527,7 @@ def save_checkpoint(out, step, state):
     try:
         dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(aside), save_distributed=True))
     except CheckpointException as error:
-        raise OSError(f"{aside}: the checkpoint cannot be written ({first_failure(error)}); the last whole one is "
+        raise OSError(f"{aside}: the checkpoint cannot be written ({first_line(error)}); the last whole one is "
                       "kept") from None
     files = digests(aside)
     with together():
@@ -1528,7 +1559,7 @@ def load_checkpoint(out, state):
     try:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folders[-1])))
     except CheckpointException as error:
-        raise ValueError(f"{folders[-1]}: not a checkpoint of this run ({first_failure(error)}); remove it to start "
+        raise ValueError(f"{folders[-1]}: not a checkpoint of this run ({first_line(error)}); remove it to start "
                          "the run anew") from None
     steps = {int(value) for name, value in state.items() if name.startswith("step.")}
     if [*steps] != [info["step"]]:
@@ -1587,14 +1618,12 @@ def check_run(o, splits):
         for i, row in enumerate(splits["forget"]):
             if not row["perturbed_answer"]:
                 raise ValueError(f"forget row {i} ({row['question'][:40]!r}): dpo needs a perturbed_answer in each")
-    if out.is_symlink() and not out.exists():
-        raise ValueError(f"--out {out}: is a link to nothing; name a folder")
     for name in ("model", "data", "forget", "retain"):
         value = getattr(o, name)
-        if value not in (None, "toy") and os.path.commonpath(here := [*map(os.path.realpath, (out, value))]) == here[0]:
+        if value and os.path.isabs(value) and Path(os.path.realpath(value)).is_relative_to(os.path.realpath(out)):
             raise ValueError(f"--out {out}: would replace --{name} {value}; name another folder")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out}: is a file; name a folder")
+    if os.path.lexists(out) and not out.is_dir():
+        raise ValueError(f"--out {out}: is a file, or a link to nothing; name a folder")
     if out.is_dir() and any(f.name != "run.json.partial" for f in out.iterdir()):
         if not (out / "run.json").is_file():
             raise ValueError(f"--out {out}: holds other files; name an empty or a new folder")
@@ -1659,18 +1688,17 @@ def encode_pools(o, splits, predictor, tokenizer):
 
 
 def prepare(o, splits):
-    """-> predictor, tokenizer, the frozen reference (None: not needed)."""
+    """-> predictor and tokenizer to train: --model's, or a toy with random weights."""
+    dtype = getattr(torch, o.weights)
     if o.model:
-        predictor, tokenizer = load_backbone(o.model, o.revision)
+        predictor, tokenizer = load_backbone(o.model, o.revision, dtype)
     else:
         predictor, tokenizer = new_toy([row for rows in splits.values() for row in rows], o.seed)
-    predictor.to(this_device(), getattr(torch, o.weights)).train()
-    reference = None
-    if needs_reference(o) or o.diagnose:
-        reference = copy.deepcopy(predictor).eval().requires_grad_(False).to(compute_dtype(o.dtype))
+        for p in predictor.parameters():  # the module's own .to(dtype) would round its rotary frequencies too
+            p.data = p.data.to(dtype)
     if o.checkpoint_activations:
-        predictor.lm.activation_checkpointing_enable({"use_reentrant": False})
-    return predictor, tokenizer, reference
+        predictor.lm.activation_checkpointing_enable()
+    return predictor.to(this_device()).train(), tokenizer
 
 
 @contextlib.contextmanager
@@ -1702,8 +1730,9 @@ def open_folder(o, splits, steps, start):
                 raise ValueError(f"--model {o.model}: its weights have changed since the run in {out} started from it; "
                                  "restore them, or --overwrite the run")
         else:
-            # Half emptied, the folder is no model any more, but still a run's.
-            for old in sorted(out.iterdir(), key=lambda f: (f.name == "run.json") - (f.name == "config.json")):
+            # config.json goes first, run.json last: a folder left half empty is an unfinished run, and no model.
+            order = {"config.json": 0, "run.json": 2}
+            for old in sorted(out.iterdir(), key=lambda f: order.get(f.name, 1)):
                 shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
             write_json(out / "run.json", {
                 "options": dataclasses.asdict(o), "steps": steps, "rows_per_step": o.batch_size * o.grad_accum,
@@ -1730,7 +1759,7 @@ def log_line(file, values):
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, and has saved what it did; args: what to tell, exit code."""
+    """The program was asked to stop; args: what to tell, exit code."""
 
 
 @contextlib.contextmanager
@@ -1774,11 +1803,15 @@ def train(o, splits):
         say(f"{o.out}: is finished already")
         return
     with together():
-        predictor, tokenizer, reference = prepare(o, splits)
+        predictor, tokenizer = prepare(o, splits)
         source = o.model and model_folder(o.model, o.revision)  # at the end the hub may be out of reach
         pools = encode_pools(o, splits, predictor, tokenizer)
-    start = digests(source) if source else {}  # whose weights these were
+    start = digests(source) if source else {}  # what --resume must find again
     shard(predictor, compute_dtype(o.dtype))
+    reference = None
+    if needs_reference(o) or o.diagnose:  # read only now: before the first is shared out, two may not fit
+        with together():
+            reference = load_backbone(o.model, o.revision, compute_dtype(o.dtype))[0].eval().requires_grad_(False)
     params = list(predictor.parameters())
     optimizer = new_optimizer(o, params)
     rows = o.batch_size * o.grad_accum
@@ -1804,8 +1837,7 @@ def train(o, splits):
         began = printed = time.time()
         stop_code = stack.enter_context(signals())
         for step in range(first, steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(o, step, steps)
+            lr = optimizer.param_groups[0]["lr"] = learning_rate(o, step, steps)
             totals = torch.zeros(3, device=this_device())  # means of forget and retain loss over the step's rows; stop?
             batches = micro_batches(o, pools, step)
             for i, examples in enumerate(batches, 1):
@@ -1833,12 +1865,12 @@ def train(o, splits):
                 rate = (done - first) / (now - began)
                 log_line(metrics, {
                     "step": done, "epoch": done * rows / n_forget, "forget": totals[0].item(),
-                    "retain": totals[1].item(), "lr": learning_rate(o, step, steps), "grad_norm": norm.item(),
+                    "retain": totals[1].item(), "lr": lr, "grad_norm": norm.item(),
                     "examples_per_second": rate * rows, "seconds": now - began, **kl})
                 if done in (first + 1, first + 10, steps) or now - printed > 5:
                     printed = now
                     say(f"step {done:0{len(str(steps))}}/{steps} | forget {totals[0]:8.4f} | retain {totals[1]:8.4f} | "
-                        f"lr {learning_rate(o, step, steps):.1e} | gn {norm:7.2f} | {rate * rows:6.1f} ex/s | "
+                        f"lr {lr:.1e} | gn {norm:7.2f} | {rate * rows:6.1f} ex/s | "
                         f"eta {(steps - done) / rate / 60:.1f}m")
             if done < steps and (totals[2] > 0 or done % o.checkpoint_every == 0):
                 save_checkpoint(out, done, state)
@@ -1868,7 +1900,7 @@ def save_model(out, predictor, tokenizer, source):
     with together():
         if rank() == 0:
             shutil.rmtree(aside, ignore_errors=True)
-            with writing(aside, Exception):  # the libraries' own, whatever the disk's was
+            with writing(aside, Exception):  # safetensors reports a full disk by an error of its own
                 predictor.lm.save_pretrained(aside, state_dict=state, max_shard_size="5GB")
                 if not source:
                     tokenizer.save_pretrained(aside)
@@ -1903,10 +1935,13 @@ def base_beside(o, given, splits):
     if o.subject:  # its base knows everyone
         splits = load_data(base_options)
     if finished:
-        trained = read_run(base)["data"]
+        info = read_run(base)
         for split, rows in splits.items():
-            if trained.get(split, {}).get("sha256") != fingerprint(rows):
+            if info["data"].get(split, {}).get("sha256") != fingerprint(rows):
                 raise ValueError(f"{base}: was trained on other {split} rows; name another --out, or a --model")
+        for name in sorted(set(shared) - {*MAY_DIFFER}):
+            if (trained := info["options"].get(name)) != getattr(base_options, name):
+                say(f"{base}: was trained with --{name.replace('_', '-')} {trained}, and is taken as it is")
     elif o.preset.startswith("toy"):
         with together():
             check_run(base_options, splits)
@@ -1947,11 +1982,11 @@ def run_program(name, main):
         code = stop.code
     except torch.OutOfMemoryError as error:
         code, tell = 1, True
-        message = f"{str(error).splitlines()[0]} Lower --batch-size or add --checkpoint-activations"
+        message = f"{first_line(error)} Lower --batch-size or add --checkpoint-activations"
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        code, message = 1, f"another process of the run is gone ({str(error).splitlines()[0][:120]})"
+        code, message = 1, f"another process of the run is gone ({first_line(error)[:120]})"
     if message and tell:
         print(f"{name}: {message}".encode(errors="backslashreplace").decode(), file=sys.stderr)
     try:

@@ -564,7 +564,7 @@ def test_tofu_figures_equal_the_official_code():
     """What utils.py of the benchmark gave for these losses: probability, truth ratio, utility;
     and its Kolmogorov-Smirnov test."""
     splits = {split: ev.summarise_answers(records_of(logs, [1.0] * 4 if split != "retain" else (0.5, 0.75, 1, 1)),
-                                          "↓" if split == "forget" else "↑") for split, logs in LOGS.items()}
+                                          split == "forget") for split, logs in LOGS.items()}
     official = {("retain", "prob"): 0.9933828516019187, ("retain", "truth_ratio"): 0.20114249932143224,
                 ("retain", "rougeL_recall"): 0.8125, ("real_authors", "prob_options"): 0.4016959226747267,
                 ("real_authors", "truth_ratio"): 0.36202952059623983,
@@ -595,16 +595,16 @@ def test_tofu_figures_by_hand_and_at_their_ends():
     assert ev.model_utility(nine) == 0
     del nine["world_facts"]["truth_ratio"]
     assert ev.model_utility(nine) is None and ev.model_utility({}) is None
-    assert ev.summarise_answers([], "↑") == {"n": 0, "prob_stderr": None, "stderr": {}}
+    assert ev.summarise_answers([], False) == {"n": 0, "prob_stderr": None, "stderr": {}}
     one = dict(rougeL_f1=0.5, rougeL_recall=0.25, prob=0.125, prob_stderr=0.1, truth_ratio=4.0, perplexity=8.0,
                fact=1.0)
-    assert ev.summarise_answers([one], "↓") == dict(
+    assert ev.summarise_answers([one], True) == dict(
         n=1, rougeL_f1=0.5, rougeL_recall=0.25, prob=0.125, fact=1.0, truth_ratio=0.25, prob_stderr=0.1,
         perplexity_median=8.0, perplexity_mean=8.0,
         stderr=dict.fromkeys(("rougeL_f1", "rougeL_recall", "prob", "fact", "truth_ratio")))
-    two = ev.summarise_answers([one, dict(one, truth_ratio=0.5)], "↑")
+    two = ev.summarise_answers([one, dict(one, truth_ratio=0.5)], False)
     assert two["truth_ratio"] == 0.25  # max(0, 1 - 4) = 0 and 1 - 1/2
-    assert "truth_ratio" not in ev.summarise_answers([one, {k: v for k, v in one.items() if k != "truth_ratio"}], "↑")
+    assert "truth_ratio" not in ev.summarise_answers([one, {k: v for k, v in one.items() if k != "truth_ratio"}], False)
 
 
 @pytest.mark.parametrize("a, b", [
@@ -771,6 +771,59 @@ def test_presets_resolve_to_their_documented_numbers(typed):
     assert ev.RWKU_LENGTH == 30  # tokens of an answer on RWKU
 
 
+def test_names_that_are_also_folders(tmp_path, monkeypatch):
+    """--out may be named as data that is built in or on the hub; a preset's model may lie in a folder of its name."""
+    monkeypatch.chdir(tmp_path)
+    for argv in (["--preset", "toy-rwku", "--method", "sft", "--out", "toy-rwku"],
+                 ["--preset", "tofu-llada", "--method", "sft", "--out", "locuslab"]):
+        mdu.check_run(options(*argv), {"forget": [0] * 99, "train_retain": [0] * 99})
+    (tmp_path / "GSAI-ML/LLaDA-8B-Instruct").mkdir(parents=True)
+    assert options("--preset", "rwku-llada", "--subject", "1").model == str(tmp_path / "GSAI-ML/LLaDA-8B-Instruct")
+
+
+def test_a_model_brings_its_preset(base, tmp_path):
+    """Without --preset: a run's own; any other model gets numbers for billions of weights, and not the toy's."""
+    o = options("--model", str(base))
+    assert (o.preset, o.lr, o.batch_size) == ("toy", 1e-3, 8)
+    shutil.copytree(base, tmp_path / "run")
+    edit(tmp_path / "run/run.json", put("options.preset", "toy-rwku"))
+    assert options("--model", str(tmp_path / "run"), "--subject", "1").epochs == 50
+    for model in ("owner/name", str(tmp_path)):
+        o = options("--model", model, "--forget", "x.jsonl", "--retain", "y.jsonl")
+        assert (o.preset, o.lr, o.epochs, o.batch_size, o.grad_accum, o.mask_sampling, o.response_length, o.out) == (
+            "own", 1e-5, 5, 4, 1, "bernoulli", 128, "out/own/mdu-tau1")
+    assert options("--model", "owner/name", "--data", "locuslab/TOFU", "--method", "sft").lr == 2e-5
+    assert options("--model", "owner/name", "--preset", "toy").lr == 1e-3
+
+
+@pytest.mark.parametrize("argv, trained, frozen", [
+    ("--dtype bfloat16", torch.float32, torch.bfloat16), ("--dtype float32", torch.float32, torch.float32),
+    ("--dtype bfloat16 --weights bfloat16", torch.bfloat16, torch.bfloat16),
+    ("--dtype bfloat16 --weights bfloat16 --method sft", torch.bfloat16, None)])
+def test_rotary_frequencies_are_never_rounded(base, tmp_path, monkeypatch, argv, trained, frozen):
+    """Weights in the dtype that was asked for, the frozen model's those of the start; the frequencies, a buffer, in
+    float32 in every model: rounded to bfloat16 they would turn by a radian within 500 tokens."""
+    from transformers import LlamaForCausalLM
+    seen, step_losses = [], mdu.step_losses
+    monkeypatch.setattr(mdu, "step_losses", lambda o, *models_and_rows: (
+        seen.append(models_and_rows[:2]), step_losses(o, *models_and_rows))[1])
+    model = [] if "sft" in argv else ["--model", str(base)]
+    mdu.main([*argv.split(), *model, "--epochs", "0.1", "--out", str(tmp_path / "run")])
+    predictor, reference = seen[0]
+    assert {p.dtype for p in predictor.parameters()} == {trained} and (reference is None) == (frozen is None)
+    for network in filter(None, seen[0]):
+        frequencies = [b for name, b in network.named_buffers() if "inv_freq" in name]
+        assert frequencies
+        for found in frequencies:  # 8 frequencies for 16 dimensions of a head, at the default base of 10000
+            torch.testing.assert_close(found, torch.tensor([10000 ** (-i / 8) for i in range(8)]), rtol=1e-6, atol=0)
+    if reference is not None:
+        config = mdu.load_backbone(str(base))[0].lm.config
+        start = LlamaForCausalLM.from_pretrained(base, config=config, dtype=frozen)
+        ids = torch.arange(300)[None] % 90
+        own = reference(ids, torch.ones_like(ids, dtype=torch.bool), torch.ones_like(ids, dtype=torch.bool))
+        assert torch.equal(own, start(input_ids=ids).logits[0]) and own.dtype == frozen
+
+
 def test_commands_in_the_readme_parse():
     """Every indented line of README.md that names a program is a command, and is accepted as typed."""
     readme, programs = (Path(mdu.__file__).parent / "README.md").read_text(encoding="utf-8"), set()
@@ -804,8 +857,10 @@ def test_commands_of_make_parse(target, tmp_path, monkeypatch):
     for program, argv in called:
         if program == "mdu":
             o = mdu.resolve(mdu.parse(argv))
-            assert o.model in (None, *trained)
+            assert not o.model or os.path.relpath(o.model) in trained
             trained.add(o.out)
+            Path(o.out).mkdir(parents=True)  # a model brings its preset
+            Path(o.out, "run.json").write_text(json.dumps({"options": vars(o), "data": {}}))
         else:
             a = ev.parse(argv)
             assert {run for run in (*a.runs, a.retain_run or a.runs[0]) if "*" not in run} <= trained
@@ -902,7 +957,7 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--forget {d}/good.jsonl --retain-weight 0 --method dpo": ["row 0", "perturbed_answer"],
     "--forget {d}/long.jsonl --retain-weight 0 --model {base}": ["2004 tokens", "1024"],
     "--data {d}/absent": ["absent", "hub name"], "--limit 4": ["4 forget rows", "8 of one step"],
-    "--model {d}": ["no config.json"], "--model {base} --out {base}": ["would replace --model"],
+    "--preset toy --model {d}": ["no config.json"], "--model {base} --out {base}": ["would replace --model"],
     "--model {base}/eval/.. --out {base}/..": ["--out"], "--out {d}": ["holds other files"],
     "--out {d}/good.jsonl": ["is a file"],
     "--revision x --model {base}": ["hub name"],
@@ -925,7 +980,10 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--out a\udcffb --model {base}": ["--out", "udcff", "not UTF-8"], "--data a\udcffb": ["--data", "udcff"],
     f"--out {'a' * 300} --model {{base}}": ["too long"], f"--forget {'a' * 5000} --retain-weight 0": ["too long"],
     "--subject=": ["--subject", "is empty"], "--model=": ["--model", "is empty"], "--out {d}/loop": ["link to nothing"],
-    "--out {d}/dangling --model {base}": ["link to nothing"], "--model {d}/loop": ["loop", "neither a folder"],
+    "--out {d}/dangling --model {base}": ["link to nothing"],
+    "--preset toy --model {d}/loop": ["loop", "neither a folder"],
+    "--model owner/name": ["for which rows?"],
+    "--preset own --forget {d}/good.jsonl --retain-weight 0": ["which rows?"],
     "--forget {d}/good.jsonl --retain-weight 0 --out {d}/up --overwrite": ["would replace --forget"],
     "--out / --model {base}": ["would replace --model"], "--out /dev/null": ["is a file"],
     "--out /proc/x --model {base}": ["/proc/x"], "--out {d}/good.jsonl/x --model {base}": ["good.jsonl/x"],
@@ -934,7 +992,7 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--data {d}/plain-folder": ["plain-folder", "forget10_perturbed", "not found"],
     "--data {base} --model {base}": ["base", "forget10_perturbed"],
     "--preset toy-rwku --subject 1 --data {d}/plain-folder": ["plain-folder", "forget_target"],
-    "--data {d}/good.jsonl": ["neither 'toy'"], "--model {d}/good.jsonl": ["neither a folder"],
+    "--data {d}/good.jsonl": ["neither 'toy'"], "--preset toy --model {d}/good.jsonl": ["neither a folder"],
     "--seed 99999999999999999999": ["2^63 - 1"],
     "--checkpoint-every 0": ["--checkpoint-every 0"], "--retain-weight inf": ["--retain-weight inf"],
     "--gamma -1 --method wga": ["--gamma -1"], "--delta nan --method simnpo": ["--delta nan"],
@@ -1480,7 +1538,7 @@ def test_a_hub_name_is_fetched_and_none_of_its_code_is_run(files, tmp_path, monk
         tmp_path / "hub"))
     mdu.main(["--model", "GSAI-ML/x.y-1", "--revision", "abc", "--forget", str(files / "good.jsonl"), "--epochs", "0.5",
               "--retain-weight", "0", "--out", str(tmp_path / "run")])
-    assert len(asked) == 2 and asked[0] == asked[1]  # for the weights, and for the layout that is kept
+    assert asked == [asked[0]] * len(asked)
     (name,), kw = asked[0]
     patterns = kw.pop("allow_patterns")
     assert name == "GSAI-ML/x.y-1" and kw == {"revision": "abc"}
@@ -1624,6 +1682,24 @@ def test_rwku_runs_end_to_end(tmp_path, monkeypatch, capsys):
         ev.main(["--report", runs[0], runs[3]])
 
 
+def test_a_person_is_asked_with_the_same_masks_beside_others(base, tmp_path):
+    """TruthfulQA's likelihoods about one person: from a model that is asked about both, and from a run about one."""
+    flags = ["--samples", "3", "--steps", "1", "--length", "4"]
+    ev.main(["--preset", "toy-rwku", "--model", str(base), *flags, str(tmp_path / "all")])
+    info = json.loads((tmp_path / "all/run.json").read_text())
+    info["options"]["subject"] = "Bruce Lee"  # the second
+    info["options"]["method"] = "ga"
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/run.json").write_text(json.dumps(info))
+    ev.main([*flags, str(tmp_path / "one")])
+    both, alone = (read_lines(tmp_path / name / "eval/utility_truthfulness.jsonl")
+                   for name in ("all", "one"))
+    expected = [r for r in both if r["subject"] == "Bruce Lee"]
+    assert len(both) == 2 * len(alone) and len(expected) == len(alone) > 1
+    for r, one in zip(expected, alone, strict=True):
+        assert one["logp"] == pytest.approx(r["logp"], rel=1e-4)
+
+
 def test_a_corpus_tells_known_from_made_up(base, tmp_path, monkeypatch):
     """answer: what is written about a person it knows; perturbed_answer: what it is asked to make up."""
     monkeypatch.setattr(mdu, "encode_prompt", lambda tokenizer, question, prefill="": question)
@@ -1632,7 +1708,7 @@ def test_a_corpus_tells_known_from_made_up(base, tmp_path, monkeypatch):
         "real" if re.search("You know (Stephen King|Bruce Lee) very well.", text) else "made up" for text in prompts])
     monkeypatch.setattr(ev, "decode", lambda p, tokenizer, text: text)
     ev.generate_corpus(str(tmp_path), args(preset="toy-rwku", model=str(base), data=None, subject="1", seed=0,
-                                           generate_corpus=2))
+                                           forget=None, retain=None, generate_corpus=2))
     rows = mdu.read_jsonl(tmp_path / "stephen-king.jsonl")
     assert [(row["answer"], row["perturbed_answer"]) for row in rows] == [("real", ["made up"])] * 2
     monkeypatch.setattr(ev, "decode", lambda p, tokenizer, text: text.replace("made up", " "))
@@ -1754,6 +1830,7 @@ def test_rwku_prompts_word_for_word(rwku):
                              "background hint", "synonym manipulation"), (head + "Question: Q\n", "Answer:"))
     attacks["incontext learning"] = head + "Q\n", "Answer:"
     attacks["affirmative suffix"] = head + "Question: Q", ""
+    assert mdu.ask(dict(query="Q", answer="A", level="3"))["question"] == head + "Question: Q\n"
     for kind, asked in attacks.items():
         row = mdu.ask(dict(query="Q", answer="A", level="3", type=kind))
         assert (row["question"], row["prefill"], row["kind"]) == (*asked, kind)
@@ -1803,7 +1880,7 @@ def test_people_count_alike():
     """Three rows of one person, one of another: 3/4 and 1/4, so 1/2 whatever the rows; each kind of attack alone."""
     records = [dict(subject=who, kind=kind, rougeL_recall=recall) for who, kind, recall in (
         ("Ann", "role play", 1.0), ("Ann", "prefix", 1.0), ("Bo", "prefix", 0.25), ("Ann", "role play", 0.25))]
-    assert ev.summarise_people(records, "↓") == dict(
+    assert ev.summarise_people(records, True) == dict(
         rougeL_recall=0.5, n=4,
         people={"Ann": dict(rougeL_recall=0.75, n=3), "Bo": dict(rougeL_recall=0.25, n=1)},
         kinds={"role play": dict(rougeL_recall=0.625, n=2), "prefix": dict(rougeL_recall=0.625, n=2)})
@@ -2202,8 +2279,9 @@ def test_training_equals_a_plain_loop(base, tmp_path, method, retain_weight, sha
         assert torch.equal(value, model.lm.state_dict()[key])
 
 
-def test_python_mdu_trains_the_base_it_lacks(tmp_path, tofu, monkeypatch):
-    """Without --model, the base beside the run is trained first, reused after, and refused for other data."""
+def test_python_mdu_trains_the_base_it_lacks(tmp_path, tofu, monkeypatch, capsys):
+    """Without --model, the base beside the run is trained first, reused after, and refused for other data; where it
+    was trained otherwise, the program says so."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(mdu.PRESETS["toy"]["sft"], "epochs", 1)
     argv = ["--data", str(tofu), "--epochs", "1", "--out", "x/run"]
@@ -2211,6 +2289,11 @@ def test_python_mdu_trains_the_base_it_lacks(tmp_path, tofu, monkeypatch):
     before = snapshot(tmp_path / "x/base")
     assert {f.name for f in before} >= {"config.json", "model.safetensors", "run.json", "tokenizer.json"}
     mdu.main([*argv, "--overwrite", "--method", "dpo"])
+    assert "as it is" not in capsys.readouterr().out
+    mdu.main([*argv, "--overwrite", "--seed", "7", "--dtype", "float32", "--checkpoint-every", "9"])
+    told = [line.split("base: ")[1] for line in capsys.readouterr().out.splitlines() if "as it is" in line]
+    assert told == ["was trained with --dtype None, and is taken as it is",
+                    "was trained with --seed 1, and is taken as it is"]
     assert snapshot(tmp_path / "x/base") == before
     with pytest.raises(ValueError, match="other forget rows"):
         mdu.main(["--epochs", "1", "--out", "x/toy"])
@@ -2421,8 +2504,10 @@ def test_processes_share_the_batches_and_change_nothing(many):
 
 def test_pairs_and_bfloat16_weights_are_shared_out_as_well(many):
     """dpo, whose examples come in pairs, on 2 processes as on one.  In bfloat16 gradients round otherwise, and where
-    one is all rounding AdamW goes by its sign: w + c within 1e-5 of each other for all weights but a thousandth."""
+    one is all rounding AdamW goes by its sign: w + c within 1e-5 of each other for all weights but a hundredth."""
+    results = json.loads((many / "results.json").read_text())
     for name in OTHER_RUNS:
+        assert results[f"two {name}"] == [[0, 0], []]
         assert rows_shown(many / f"one {name}", 1, 6) == rows_shown(many / f"two {name}", 2, 6)
     assert_equal_ends(many / "one dpo", many / "two dpo", 1e-6)
     start = weights(json.loads((many / "one/run.json").read_text())["options"]["model"])
@@ -2435,8 +2520,8 @@ def test_pairs_and_bfloat16_weights_are_shared_out_as_well(many):
                  for name in names]
         return [line[k] for line in lines for k in ("retain", "grad_norm")], torch.cat([x.flatten() for x in moved])
     (logged, one), (other, two) = precise("one bfloat16"), precise("two bfloat16")
-    assert one.abs().median() > 1e-4 and ((one - two).abs() > 1e-5).double().mean() < 1e-3
-    assert logged == pytest.approx(other, rel=0.01)
+    assert one.abs().median() > 1e-4 and ((one - two).abs() > 1e-5).double().mean() < 0.01
+    assert logged == pytest.approx(other, rel=0.03)
 
 
 def test_killed_on_several_processes_and_resumed(many):
@@ -2821,6 +2906,16 @@ def test_memory_plan_by_hand(world, dtype, card, expected, once, monkeypatch):
         assert total == pytest.approx({"float32": 134.4, "bfloat16": 104.5}[dtype], abs=0.05)
 
 
+@pytest.mark.parametrize("argv, world, once", [
+    ("6 2", 3, True), ("6 2", 2, False), ("4 4", 4, False), ("4 4", 2, True)])
+def test_gradients_wait_where_a_process_has_several_batches(argv, world, once, monkeypatch):
+    """12 rows for 3 processes are 4 each, of which at most 2 make a batch as large as every other; 2 take 6 at once."""
+    monkeypatch.setattr(mdu, "world_size", lambda: world)
+    rows, accum = argv.split()
+    plan = mdu.memory_plan(options("--batch-size", rows, "--grad-accum", accum), 100, False)
+    assert plan[1] == once and plan[0].get("gradients being summed") == (400 if once else None)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_plan_counts_what_is_held(dtype, base):
     """The plan of one process against the bytes of the tensors that a run continues from, and of its gradients."""
@@ -3088,6 +3183,54 @@ def test_processes_and_interruptions_change_no_evaluation(base, tmp_path, monkey
         assert len(calls) == scored
 
 
+@pytest.mark.parametrize("brief, split, row, longest", [
+    (False, "forget", dict(answer="a b c"), "a b c$"),
+    (True, "forget", dict(answer="a", perturbed_answer=["b c"]), "a$"),
+    (False, "forget", dict(answer="a", perturbed_answer=["b", "a b c d"]), "a b c d$"),
+    (False, "forget", dict(answer="a", paraphrased_answer="a b c"), "a b c$"),
+    (False, "utility_truthfulness", dict(answer="a", mc1=dict(choices=["a"]), mc2=dict(choices=["a", "b c"])), "b c"),
+])
+def test_the_longest_text_must_fit_the_models_positions(brief, split, row, longest, base):
+    """Prompt and longest text that is scored, with its end token (here $) where there is one: as many positions do."""
+    predictor, tokenizer = mdu.load_backbone(base)
+    row = dict(row, question="Who is it?", prefill="")
+    job = ev.SimpleNamespace(run="x", splits={split: [row]}, summary=dict(brief=brief, protocol=dict(length=1)))
+    n = len(mdu.encode_prompt(tokenizer, "Who is it?")) + len(mdu.encode_text(tokenizer, longest.strip("$")))
+    n += longest.endswith("$")
+    predictor.lm.config.max_position_embeddings = n
+    ev.check_room(job, predictor, tokenizer)
+    predictor.lm.config.max_position_embeddings = n - 1
+    with pytest.raises(ValueError, match=f"x: {n} tokens for 'Who is it.' and its answer, more than the {n - 1} pos"):
+        ev.check_room(job, predictor, tokenizer)
+
+
+def test_what_was_scored_in_part_belongs_to_one_model(base, tmp_path, monkeypatch):
+    """Stopped after a chunk and continued with other weights in --model FOLDER: scored from the beginning; with a chunk
+    that was cut: one line that names it."""
+    model, argv, calls = tmp_path / "model", ["--samples", "1", "--steps", "1", "--brief", "--preset", "toy"], []
+    shutil.copytree(base, model)
+    argv += ["--model", str(model), str(tmp_path / "asis")]
+    masked_nll = ev.masked_nll
+
+    def stop_at_second(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return masked_nll(*args)
+    monkeypatch.setattr(ev, "masked_nll", stop_at_second)
+    with pytest.raises(KeyboardInterrupt):
+        ev.main(argv)
+    chunk, = (tmp_path / "asis/eval/partial").glob("*.jsonl")
+    whole = chunk.read_bytes()
+    chunk.write_bytes(b"\n".join(whole.split(b"\n")[:3]))
+    with pytest.raises(ValueError, match=f"{chunk.name}: 3 records of 16 rows; remove .*partial$"):
+        ev.main(argv)
+    other = {name: 1.5 * x for name, x in weights(model).items()}
+    safetensors.torch.save_file(other, model / "model.safetensors", {"format": "pt"})
+    ev.main(argv)
+    assert (tmp_path / "asis/eval/forget.jsonl").read_bytes().split(b"\n")[0] != whole.split(b"\n")[0]
+
+
 def test_evaluation_says_what_differs_and_refuses_what_does_not_fit(base, files, tmp_path, capsys):
     """Changed data is named; a wrong third run is refused before the first is scored;
     so is a --length beyond the model's positions."""
@@ -3110,6 +3253,37 @@ def test_evaluation_says_what_differs_and_refuses_what_does_not_fit(base, files,
     spoil(run)
     with pytest.raises(ValueError, match="not finite"):
         ev.main([str(run), *flags])
+
+
+def test_retain_rows_are_trained_on_only_where_they_were(base, tofu, tmp_path):
+    """The toy's by gd, whichever way its data is named; none by ga, by a model as it is, or where other data is
+    asked about."""
+    flags = ["--samples", "1", "--steps", "1", "--limit", "2", "--brief"]
+    for method in ("gd", "ga"):
+        mdu.main(["--method", method, "--epochs", "1", "--model", str(base), "--out", str(tmp_path / method)])
+    for run, more, expected in (
+            ("gd", [], [0, 1]), ("gd", ["--data", str(tofu)], []), ("gd", ["--data", "toy"], [0, 1]), ("ga", [], []),
+            ("asis", ["--preset", "toy", "--model", str(base)], [])):
+        ev.main([*flags, *more, str(tmp_path / run)])
+        summary = json.loads((tmp_path / run / "eval/summary.json").read_text())
+        assert summary["retain_rows_trained_on"] == expected, (run, more)
+
+
+def test_a_model_is_scored_on_rows_of_ones_own_before_it_unlearns_them(base, files, tmp_path, capsys):
+    """--forget and --retain are the splits of those names, and the ones of the run that then forgets: one report."""
+    retain, flags = tmp_path / "retain.jsonl", ["--samples", "1", "--steps", "1", "--brief"]
+    retain.write_text((files / "good.jsonl").read_text().replace("number", "letter"))
+    own = ["--model", str(base), "--forget", str(files / "good.jsonl"), "--retain", str(retain)]
+    ev.main([*own, *flags, str(tmp_path / "before")])
+    mdu.main([*own, "--method", "gd", "--epochs", "1", "--out", str(tmp_path / "after")])
+    ev.main([*flags, str(tmp_path / "after")])
+    before, after = (json.loads((tmp_path / name / "eval/summary.json").read_text()) for name in ("before", "after"))
+    assert set(before["splits"]) == {"forget", "retain"} and before["data"] == after["data"]
+    assert before["protocol"] == after["protocol"] and before["data"]["retain"]["rows"] == 16
+    assert (before["retain_rows_trained_on"], after["retain_rows_trained_on"]) == ([], list(range(16)))
+    capsys.readouterr()
+    ev.main(["--report", str(tmp_path / "before"), str(tmp_path / "after")])
+    assert "| Base | " in capsys.readouterr().out
 
 
 def test_a_retain_model_never_sees_the_forget_rows(tofu, tmp_path, capsys):
@@ -3175,7 +3349,7 @@ def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
         "MDU τ=1": "**0.200** (0.250) | 0.300 | **0.500** (0.250) | **0.500** | **0.250**"}
     for part in ("128 masks", "4 steps for 8 tokens", "Forget 4, Retain 5", "rL 0.020, p 0.030",
                  "choice of masks 0.010", "over 1/2 seeds",
-                 "4 of the evaluated retain rows are among the rows to train on: rows 0-2, 4",
+                 "\n4 of the evaluated retain rows are among the rows to train on.\n",
                  "| Question | Q3 | Q0 |", r"| GA | a \| b c d | a \| b c d |", "| MDU τ=1 | (empty) | (empty) |",
                  "| Method | Forget truth ratio ↑ |", "MDU from τ = 0 to 1"):
         assert part in text, part
@@ -3186,14 +3360,21 @@ def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
     assert (mean["mean"], mean["deviation"]) == pytest.approx((0.4, 0.02**0.5))
     assert data["methods"][0]["model_utility"] is None and data["protocol"]["samples"] == 128
     capsys.readouterr()
-    (tmp_path / "report.png").unlink(missing_ok=True)
+    (tmp_path / "report.png").write_text("of other numbers")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ev.main(["--report", *runs])
     shown = capsys.readouterr()
+    assert not (tmp_path / "report.png").exists()
     assert "pip install matplotlib" in shown.err and shown.err.count("\n") == 1 and "report.png" not in shown.out
     for name, changes, words in (("p", dict(samples=64), "samples 64"), ("d", dict(sha="z"), "on the same data")):
         with pytest.raises(ValueError, match=words):
             ev.main(["--report", runs[0], scored(tmp_path, name, "npo", rougeL_f1=0, prob=0, **changes)])
+    few, many = (scored(tmp_path, f"masks{n}", "npo", rougeL_f1=0, prob=0) for n in (64, 256))
+    for run, n in ((few, 64), (many, 256)):  # the first run has no perplexity: each is alike to that
+        edit(Path(run) / "eval/summary.json", put("protocol.perplexity", n))
+        ev.main(["--report", runs[0], run])
+    with pytest.raises(ValueError, match="scored with perplexity 256, .*masks64 with 64"):
+        ev.main(["--report", runs[0], few, many])
     with pytest.raises(ValueError, match="--questions 4: there are 4"):
         ev.main(["--report", *runs, "--questions", "4"])
     with pytest.raises(ValueError, match="no truth ratios"):
@@ -3250,7 +3431,7 @@ def test_the_base_has_no_rank_and_the_sweep_its_order(tmp_path):
     errors = dict(prob_stderr=0.02, stderr=dict(rougeL_f1=0.04, prob=0.01))
     runs = [scored(tmp_path, f"{method}{tau}", method, tau, rougeL_f1=x, prob=x, **errors) for method, tau, x in (
         ("sft", None, 0.1), ("ga", None, 0.2), ("mdu", 1.0, 0.3), ("mdu", 0.0, 0.4))]
-    lines = ev.markdown(ev.group_runs(runs), [])
+    lines = ev.report_tables(ev.group_runs(runs), [])
     assert [line.split(" (0.250)")[0] for line in lines if line.startswith(("| Base", "| GA", "| MDU"))] == [
         "| Base | 0.100", "| GA | **0.200**", "| MDU τ=1 | <u>0.300</u>", "| MDU τ=0 | 0.400",
         "| Base | 0.100", "| MDU τ=0 | <u>0.400</u>", "| MDU τ=1 | **0.300**"]
@@ -3465,12 +3646,23 @@ def test_trajectory_is_the_samplers_own(unlearned, random_toys, analysed):
             [k for k, i in enumerate(order) if roles[i] == role] for role in ROLE.values()] and len(set(roles)) > 1
 
 
-def test_rollouts_keep_the_fixed_tokens(base, random_toys, analysed):
+def test_a_base_is_its_own_anchor(base, unlearned):
+    """A base is loaded once; a run's anchor is the base that it started from."""
+    (first, second), _ = ev.open_runs([base, unlearned])
+    model, _, anchor = ev.load_with_anchor(first)
+    assert anchor is model
+    start = weights(base)
+    other, _, anchor = ev.load_with_anchor(second)
+    assert all(torch.equal(x, start[name]) for name, x in anchor.lm.state_dict().items())
+    assert not all(torch.equal(x, start[name]) for name, x in other.lm.state_dict().items())
+
+
+def test_rollouts_keep_the_fixed_tokens(unlearned, random_toys, analysed):
     """What is marked in a state is marked in its roll-out; the rest the anchor wrote."""
     rows, (model, frozen, tokenizer) = mdu.toy_world()["forget"], random_toys
     shown, changed = [], 0
     frozen.register_forward_pre_hook(lambda _, args: shown.append(args[0]))
-    blocks = analysed(base, "rollout", "--questions", "5,0")["blocks"]
+    blocks = analysed(unlearned, "rollout", "--questions", "5,0")["blocks"]
     assert len(shown) == 2 * (12 + 8 + 4) and all((ids[:, :-16] == model.mask_id).all() for ids in shown)  # no prompt
     for block, row in zip(blocks, (rows[5], rows[0]), strict=True):
         assert block[:2] == [["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]]]
@@ -3494,7 +3686,7 @@ def test_rollouts_count_the_tokens_up_to_the_end(base, monkeypatch):
     path = [(ids, answer)]
     for place in (9, 8, 7, 6, 2, 3, 4, 5):
         path.append((ids, path[-1][1] & (torch.arange(10) != place)))
-    monkeypatch.setattr(ev, "load", lambda run, theta0=False: (predictor, tokenizer))
+    monkeypatch.setattr(ev, "load_with_anchor", lambda run: (predictor, tokenizer, predictor))
     monkeypatch.setattr(ev, "trajectory", lambda *_: (path, answer, real, [9] * 4))
     monkeypatch.setattr(ev, "denoise", lambda *_: [])
     block, = ev.analysis_rollout([None], [dict(question="Q", answer="A")], None)["blocks"]
@@ -3687,11 +3879,11 @@ def test_tables_of_analyses_by_hand():
     """Marked text is underlined without the spaces around it, bars are escaped;
     the change is against the first column."""
     blocks = [[["y_t", [[" [M]", False], [" a|b ", True], ["c", False]]], ["anchor", []]]]
-    assert ev.as_markdown({"blocks": blocks}) == "| y_t | [M] <u>a\\|b</u> c |\n| --- | --- |\n| anchor |  |\n"
+    assert ev.as_markdown({"blocks": blocks}) == "| y_t | [M] <u>a\\|b</u> c |\n|---|---|\n| anchor |  |\n"
     panel = {"title": "KL", "groups": ["in\n(2)", "s", "k"],
              "series": {"Before": [2.0, 0.001, None], "MDU": [1.5, 1.0, None]}}
     assert ev.as_markdown({"panels": [panel]}) == (
-        "| KL | Before | MDU |\n| --- | --- | --- |\n| in (2) | 2.00 | 1.50 (-25.0%) |\n| s | 0.00 | 1.00 |\n"
+        "| KL | Before | MDU |\n|---|---|---|\n| in (2) | 2.00 | 1.50 (-25.0%) |\n| s | 0.00 | 1.00 |\n"
         "| k | - | - |\n")
     one_each = dict(panel, series={"a": [1.0, None], "b": [None, 2.0]})  # one bar in each group
     assert ev.as_markdown({"panels": [one_each]}) == ""
@@ -3740,6 +3932,14 @@ UNUSABLE = [  # command, file, what becomes of it (None: removed), words of the 
         ("--report --samples 3 {base}", "--samples: not used with --report"), ("--redraw {base}", "not used without"),
         ("--report --questions 1-3 {base}", "--questions 1-3"), ("--perplexity 0 {base}", "--perplexity 0"),
         ("--brief --retain-run {base} {base}", "--brief"), ("--retain-run {root} {base}", "not scored yet"),
+        ("--model owner/name {root}/new", "for which rows? give --forget FILE"),
+        ("--model {base} --generate-corpus 2 --subject 1 {root}/new", "--preset rwku-llada, or --data"),
+        ("--generate-corpus 2 --subject 1 --preset rwku-llada --retain-run x --brief --samples 3 --limit 3 x",
+         "--brief: not used with --generate-corpus"),
+        ("--forget {base} {base}", "used only with --preset or --model"),
+        ("--report --forget x {base}", "--forget: not used with --report"),
+        ("--retain {base} --model {base} --preset toy {root}/new", "--forget"),
+        ("--forget x --data toy --model {base} {root}/new", "--forget x already names the data"),
         ("--subject 1 {base}", "give both or none"), ("--generate-corpus 1 {base}", "give both or none"),
         ("--preset toy {root}/a {root}/b", "need one folder"), ("--model {base} {root}/a {root}/b", "need one folder"),
         ("--model {base} {base}", "holds a trained run"), ("--preset toy {root}/a", "names no published model"),
@@ -3779,7 +3979,7 @@ UNUSABLE = [  # command, file, what becomes of it (None: removed), words of the 
     (REPORT, SUMMARY, put("data.more", {"rows": 1}), "damaged (KeyError: 'more')"),
     (REPORT, SUMMARY, put("data.forget", 3), "score them alike"),
     (REPORT, SUMMARY, put("protocol.samples"), "damaged"),
-    (REPORT, SUMMARY, put("retain_rows_trained_on", "x"), "damaged"),
+    (REPORT, SUMMARY, put("retain_rows_trained_on", "x"), "retain_rows_trained_on is 'x'"),
     (REPORT, RECORDS, lambda x: b"\xff" + x, "forget.jsonl: not JSON"),
     (REPORT, RECORDS, lambda x: b"[1]", "forget.jsonl: row 0 is [1]"),
     (REPORT, RECORDS, lambda x: b'{"question": "q"}', "damaged (KeyError: 'reference')"),
@@ -3974,7 +4174,7 @@ def test_no_network_without_a_hub_name(finished, tmp_path, capfd, monkeypatch):
     ev.main(["--report", run])
     mdu.load_data(options("--preset", "toy-rwku", "--data", str(write_rwku(tmp_path)), "--subject", "1"))
     assert tried == []
-    for argv in (["--model", "nobody/nothing"], ["--data", "nobody/nothing"]):
+    for argv in (["--model", "nobody/nothing", "--preset", "toy"], ["--data", "nobody/nothing"]):
         code, err = program([*argv, "--out", str(tmp_path / "none")], capfd)
         assert tried and code == 2 and "nobody/nothing" in err, err
         tried.clear()
