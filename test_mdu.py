@@ -1256,7 +1256,7 @@ def slow_step(o, model, frozen, forget, retain):
 
 
 METHODS = ["mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "ga", "gd", "npo", "simnpo --delta 0.3", "wga --gamma 0.5",
-         "dpo", "sft"]
+           "dpo", "sft"]
 
 
 @pytest.mark.parametrize("sampling", ["count", "bernoulli"])
@@ -3790,11 +3790,11 @@ def test_gallery_marks_what_the_answers_share(base, unlearned, random_toys, anal
         return [mdu.encode_text(tokenizer, texts[question]) + [1, 5] for question in asked]
     monkeypatch.setattr(ev, "generate", write)
     blocks = analysed([base, unlearned], "gallery", "--questions", "3,1")["blocks"]
-    assert blocks == [[["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]], *answers]
-                      for row, answers in zip(rows, (
-        [["Base", [["The books of", True], [" Oslo ", False], ["are comedy", True], [".", False]]],
-         ["MDU τ=1", [["haiku of ", False], ["comedy", True]]]],
-        [["Base", []], ["MDU τ=1", [["Oslo.", False]]]]))]
+    answers = [[["Base", [["The books of", True], [" Oslo ", False], ["are comedy", True], [".", False]]],
+                ["MDU τ=1", [["haiku of ", False], ["comedy", True]]]],
+               [["Base", []], ["MDU τ=1", [["Oslo.", False]]]]]
+    assert blocks == [[["Question", [[row["question"], False]]], ["Reference", [[row["answer"], False]]], *expected]
+                      for row, expected in zip(rows, answers)]
 
 
 def test_relearning_is_taught_a_tenth_and_scored_on_the_rest(base, unlearned, tmp_path, monkeypatch, analysed):
