@@ -2052,7 +2052,7 @@ def test_temperature_draws_from_the_softmax():
 
 def test_rwku_layout_is_read_from_a_folder(rwku):
     """People by name, number and all (the first ten); the real biography is forgotten, the fabricated one preferred."""
-    find = lambda wanted: mdu.find_people(str(rwku), wanted)
+    find = functools.partial(mdu.find_people, str(rwku))
     assert find("Zoë Ho") == find("3") == ["Zoë Ho"] and find("12") == ["Nobody 8"] and find("all") == PEOPLE[:10]
     common = ["--preset", "rwku-dream", "--data", str(rwku), "--subject", "Ann Lee"]
     assert options("--preset", "rwku-dream", "--subject", "x").data == "jinzhuoran/RWKU"
