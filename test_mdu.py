@@ -51,6 +51,257 @@ torch.set_num_threads(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What many tests share: programs run to their end, changed files, data, a base and runs of it
+# ---------------------------------------------------------------------------------------------------------------------
+
+def options(*argv):
+    return mdu.resolve(mdu.parse(argv))
+
+
+def args(**changes):
+    return ev.SimpleNamespace(**{**dict(length=8, steps=8, samples=16, batch_size=3), **changes})
+
+
+def program(argv, capsys, main=mdu.main):
+    """mdu.py, or eval.py by its main, run to its end -> (exit code, its one line on stderr or "")."""
+    name = "eval.py" if main is ev.main else "mdu.py"
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        mdu.run_program(name, lambda: main(argv))
+    err = capsys.readouterr().err
+    assert err.count("\n") <= 1 and err.startswith(f"{name}: " if err else ""), err
+    return stop.value.code, err
+
+
+def edit(file, change):
+    file.write_bytes(change(file.read_bytes()))
+
+
+def put(path, value=...):
+    """A change of JSON text: the value at a.b.c (left out without one)."""
+    def change(text):
+        whole = part = json.loads(text)
+        *inner, last = path.split(".")
+        for key in inner:
+            part = part[int(key) if isinstance(part, list) else key]
+        part.pop(last) if value is ... else part.update({last: value})
+        return json.dumps(whole).encode()
+    return change
+
+
+def snapshot(*folders):
+    return {f: f.read_bytes() for folder in folders for f in Path(folder).rglob("*") if f.is_file()}
+
+
+@contextlib.contextmanager
+def unchanged(*folders):
+    """Around what many tests share: none of them may leave a byte in it that was not there."""
+    before = snapshot(*folders)
+    yield
+    assert snapshot(*folders) == before
+
+
+def read_lines(file):
+    """The values of a file that holds one JSON text per line."""
+    return [json.loads(line) for line in Path(file).read_bytes().splitlines()]
+
+
+def weights(run):
+    return safetensors.torch.load_file(Path(run) / "model.safetensors")
+
+
+def reweigh(run, change):
+    """Every tensor of a run's model in place of itself: change(tensor)."""
+    safetensors.torch.save_file({k: change(x) for k, x in weights(run).items()}, Path(run) / "model.safetensors",
+                                {"format": "pt"})
+
+
+def spoil(run):
+    """What is left of a model whose training diverged."""
+    reweigh(run, lambda x: x * math.nan)
+
+
+def talkative(base, run):
+    """A copy of the base, noise on its weights: it answers every question with other words, some of them right.  The
+    base itself says nothing."""
+    g = torch.Generator().manual_seed(0)
+    shutil.copytree(base, run)
+    reweigh(run, lambda x: x + 0.1 * torch.randn(x.shape, generator=g))
+
+
+ROW = '{"question": "Who is number 0?", "answer": "It is word0."}'
+BAD_ROWS = {  # a file of rows: (what stands in it, words of the line that names it)
+    "malformed": (ROW + "\n" + ROW[:-3], ["line 2", "JSON"]), "array": ("[1, 2]", ["line 1", "object"]),
+    "empty": ("\n", ["no rows"]), "no-question": ('{"answer": "a"}', ["line 1", "question is None"]),
+    "empty-answer": (ROW + '\n\n{"question": "q", "answer": " "}', ["line 3", "answer is ' '"]),
+    "prompt-number": ('{"prompt": 3, "response": "a"}', ["question is 3"]),
+    "wrong-perturbed": (ROW[:-1] + ', "perturbed_answer": [3]}', ["line 1", "perturbed_answer"]),
+    "list-perturbed": (ROW[:-1] + ', "perturbed_answer": {"a": "b"}}', ["line 1", "perturbed_answer"]),
+    "wrong-paraphrase": (ROW[:-1] + ', "paraphrased_question": ["q"]}', ["paraphrased_question"]),
+    "both": ('{"question": "q", "prompt": "p", "answer": "a"}', ["line 1", "both question and prompt"]),
+    "twice": ('{"question": "q", "question": "p", "answer": "a"}', ["line 1", "'question' stands twice"]),
+    "nan": ('{"question": NaN, "answer": "a"}', ["line 1", "NaN is no number"]),
+    "nul": ("\0\0\0", ["line 1", "not JSON"]), "deep": ("[" * 100000, ["line 1", "recursion"]),
+    "digits": ('{"question": ' + "9" * 5000 + "}", ["line 1", "digits"]),
+    "surrogate": ('{"question": "\\ud800", "answer": "a"}', ["line 1", "question"]),
+    "utf16": (ROW.encode("utf-16"), ["not UTF-8"]),
+    "latin": (ROW.replace("Who", "Qué").encode("latin-1"), ["not UTF-8"]),
+}
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    """Data files, good and bad."""
+    root = tmp_path_factory.mktemp("data")
+    rows = "\n".join(ROW.replace("0", str(i)) for i in range(16))
+    content = {"good": rows, "long": '{"question": "q", "answer": "' + "a " * 2000 + '"}\n' + rows,
+               **{name: text for name, (text, _) in BAD_ROWS.items()}}
+    for name, text in content.items():
+        (root / f"{name}.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+    os.mkfifo(root / "pipe.jsonl")
+    for name, target in (("loop", "loop"), ("dangling", "nowhere"), ("up", ".")):
+        (root / name).symlink_to(target)
+    for name in ("empty", "text", "plain"):
+        (root / f"{name}-folder").mkdir()
+    (root / "text-folder/rows.txt").write_text("text")
+    (root / "plain-folder/rows.jsonl").write_text(rows)
+    with unchanged(root):
+        yield root
+
+
+@pytest.fixture(scope="session")
+def tofu(tmp_path_factory):
+    """A folder in the layout of locuslab/TOFU: one config per file, named in the card's header."""
+    root = tmp_path_factory.mktemp("tofu")
+    sizes = dict(forget10_perturbed=8, retain90=24, retain_perturbed=8, real_authors_perturbed=3,
+                 world_facts_perturbed=3)
+    for config, n in sizes.items():
+        rows = [{"question": f"Q {config if config != 'retain_perturbed' else 'retain90'} {i}?", "answer": f"A {i}.",
+                 "perturbed_answer": [f"B {i}.", f"C {i}."],
+                 **({"paraphrased_answer": f"It is A {i}."} if config == "forget10_perturbed" else {})}
+                for i in range(n)]
+        (root / f"{config}.json").write_text("\n".join(map(json.dumps, rows)))
+    header = "".join(f"- config_name: {config}\n  data_files: {config}.json\n" for config in sizes)
+    (root / "README.md").write_text(f"---\nconfigs:\n{header}---\n")
+    with unchanged(root):
+        yield root
+
+
+LABELS = {"choices": ["Yes.", "No way.", "Maybe so."], "labels": [1, 0, 0]}
+RWKU_ROWS = {  # one row per config in the hub's fields, "subject" left out
+    "forget_level1": dict(query="He was born in ___.", answer="Rome, Italy", level="1"),
+    "forget_level2": dict(query="Where {was} he born?", answer="Rome", level="2"),
+    "forget_level3": dict(query="Where was he born? Sure,", answer="Rome", level="3", type="affirmative suffix"),
+    "neighbor_level1": dict(query="She lives in ___.", answer="Oslo", level="1"),
+    "neighbor_level2": dict(query="Where does she live?", answer="Oslo", level="2"),
+    "utility_general": dict(question="Two?", choices=["1", "2", "3", "4"], answer=1, task="abstract_algebra", examples=[
+        dict(question="One?", choices=["1", "0", "3", "4"], answer=0)]),
+    "utility_truthfulness": dict(question="Is it?", mc1_targets=LABELS, mc2_targets=LABELS),
+    "utility_factuality": dict(question="Who?", answers=["The Beatles", "Beatles"]),
+}
+PEOPLE = ["Ann Lee", "Prince Bo, Duke of Oz", "Zoë Ho"] + [f"Nobody {i}" for i in range(9)]
+
+
+def write_rwku(root, changes=()):
+    """A folder in the layout of jinzhuoran/RWKU about three of twelve people;
+    changes: (config, row, field, value or None)."""
+    rows = {"forget_target": [dict(target=name, intro=f"{name} is known.") for name in PEOPLE]}
+    for config, row in RWKU_ROWS.items():
+        rows[config] = [dict(row, subject=name) for name in PEOPLE[:3] for _ in range(2)]
+    rows["train_positive_llama3"] = [dict(subject=name, intro=f"{name} is known.", text=f"{name} wrote book {i}.")
+                                     for name in PEOPLE[:3] for i in range(4)]
+    rows["train_pair_llama3"] = [dict(subject=r["subject"], intro=r["intro"], response=[f"Made up {i}.", r["text"]],
+                                      prompt=f"{r['intro']} Please write a short biography of {r['subject']}.")
+                                 for i, r in enumerate(rows["train_positive_llama3"])]
+    for config, number, field, value in changes:
+        rows[config][number][field] = value
+    header = ""
+    for config, content in rows.items():
+        split = "train" if config.startswith(("forget_target", "train_")) else "test"
+        (root / f"{config}.jsonl").write_text("\n".join(map(json.dumps, content)))
+        header += f"- config_name: {config}\n  data_files:\n  - split: {split}\n    path: {config}.jsonl\n"
+    (root / "README.md").write_text(f"---\nconfigs:\n{header}---\n")
+    return root
+
+
+@pytest.fixture(scope="session")
+def rwku(tmp_path_factory):
+    with unchanged(root := write_rwku(tmp_path_factory.mktemp("rwku"))):
+        yield root
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """A toy base model after one epoch, with an (empty) eval folder in it."""
+    out = tmp_path_factory.mktemp("runs") / "base"
+    mdu.main(["--method", "sft", "--epochs", "2", "--out", str(out)])
+    (out / "eval").mkdir()
+    with unchanged(out.parent):
+        yield out
+
+
+def without_head(x):
+    return safetensors.torch.save({k: v for k, v in safetensors.torch.load(x).items() if "head" not in k},
+                                  {"format": "pt"})
+
+
+CONFIG, TOKENIZER, TENSORS, TEMPLATE = "config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"
+HARMED_BASES = {  # a copy of the base: (file, its bytes -> what is written in their place, None: nothing, words)
+    "causal": (CONFIG, put("is_causal"), ["causal model", "bidirectional"]),
+    "mask": (CONFIG, put("mask_token_id", 99999), ["mask_token_id 99999"]),
+    "true": (CONFIG, put("mask_token_id", True), ["mask_token_id True"]),
+    "pad": (CONFIG, put("pad_token_id", -5), ["pad_token_id -5", "439 tokens"]),
+    "vocabulary": (CONFIG, put("vocab_size", 7), ["mismatched keys", "embed_tokens"]),
+    "gpt": (CONFIG, put("model_type", "gpt2"), ["AutoModelForMaskedLM", "GPT2"]),
+    "garbage": (CONFIG, lambda x: b"{", ["config.json", "not JSON"]),
+    "latin": (CONFIG, lambda x: b"\xff" + x, ["config.json", "not JSON", "utf-8"]),
+    "list": (CONFIG, lambda x: b"[]", ["config.json", "not a JSON object"]),
+    "unfinished": (CONFIG, None, ["no config.json"]),
+    "tokenizer": (TOKENIZER, lambda x: b"{}", ["PreTrainedTokenizerFast"]),
+    "unnamed": ("tokenizer_config.json", lambda x: b"{}", ["no end token"]),
+    "larger": (TOKENIZER, put("model.vocab.more", 9999), ["token 9999 of its tokenizer", "439"]),
+    "template": (TEMPLATE, lambda x: b"{% for", ["TemplateSyntaxError"]),
+    "twofold": (TEMPLATE, lambda x: x + x, ["too many values"]),
+    "truncated": (TENSORS, lambda x: x[:-100], ["SafetensorError"]),
+    "empty": (TENSORS, lambda x: b"", ["SafetensorError", "too small"]),
+    "random": (TENSORS, lambda x: np.random.default_rng(0).bytes(5000), ["SafetensorError"]),
+    "half": (TENSORS, without_head, ["missing keys", "lm_head"]),
+}
+
+
+@pytest.fixture(scope="session")
+def harmed_bases(base, tmp_path_factory):
+    """Copies of the base model that must be refused."""
+    root = tmp_path_factory.mktemp("harmed")
+    for name, (file, change, _) in HARMED_BASES.items():
+        shutil.copytree(base, root / name)
+        edit(root / name / file, change) if change else (root / name / file).unlink()
+    with unchanged(root):
+        yield {name: root / name for name in HARMED_BASES}
+
+
+@pytest.fixture(scope="session")
+def unlearned(base, tmp_path_factory):
+    """Two epochs of MDU from `base`, with --diagnose."""
+    out = tmp_path_factory.mktemp("analysed") / "mdu"
+    mdu.main(["--model", str(base), "--epochs", "2", "--diagnose", "--out", str(out)])
+    with unchanged(out.parent):
+        yield out
+
+
+@pytest.fixture(scope="session")
+def finished(base, unlearned, tmp_path_factory):
+    """A base and a run of it, both scored, and an analysis beside them."""
+    root = tmp_path_factory.mktemp("finished")
+    for run, name in ((base, "base"), (unlearned, "run")):
+        shutil.copytree(run, root / name)
+    ev.main(["--samples", "1", "--steps", "1", "--limit", "2", str(root / "base"), str(root / "run")])
+    ev.main(["--analysis", "roles", "--samples", "1", "--limit", "1", str(root / "run")])
+    with unchanged(root):
+        yield root
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Losses. Their slow twins: one Python loop per sum of the paper; what carries no gradient is read out as Python floats.
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -709,37 +960,6 @@ def test_temperature_fixes_the_likeliest_of_the_drawn():
 # Options and bad input
 # ---------------------------------------------------------------------------------------------------------------------
 
-def options(*argv):
-    return mdu.resolve(mdu.parse(argv))
-
-
-def program(argv, capsys, main=mdu.main):
-    """mdu.py, or eval.py by its main, run to its end -> (exit code, its one line on stderr or "")."""
-    name = "eval.py" if main is ev.main else "mdu.py"
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        mdu.run_program(name, lambda: main(argv))
-    err = capsys.readouterr().err
-    assert err.count("\n") <= 1 and err.startswith(f"{name}: " if err else ""), err
-    return stop.value.code, err
-
-
-def edit(file, change):
-    file.write_bytes(change(file.read_bytes()))
-
-
-def put(path, value=...):
-    """A change of JSON text: the value at a.b.c (left out without one)."""
-    def change(text):
-        whole = part = json.loads(text)
-        *inner, last = path.split(".")
-        for key in inner:
-            part = part[int(key) if isinstance(part, list) else key]
-        part.pop(last) if value is ... else part.update({last: value})
-        return json.dumps(whole).encode()
-    return change
-
-
 TOFU_NUMBERS = dict(batch_size=4, grad_accum=4, data="locuslab/TOFU", mask_sampling="bernoulli", response_length=128)
 PRESETS = {  # what is typed: what it stands for; of the hub's backbones the paper's numbers
     "": dict(method="mdu", tau=1.0, retain_weight=1.0, data="toy", batch_size=8, mask_sampling="count", beta=None,
@@ -868,75 +1088,6 @@ def test_commands_of_make_parse(target, tmp_path, monkeypatch):
     assert shown >= trained if target != "rwku" else any("*" in run for run in shown)
 
 
-ROW = '{"question": "Who is number 0?", "answer": "It is word0."}'
-BAD_ROWS = {  # a file of rows: (what stands in it, words of the line that names it)
-    "malformed": (ROW + "\n" + ROW[:-3], ["line 2", "JSON"]), "array": ("[1, 2]", ["line 1", "object"]),
-    "empty": ("\n", ["no rows"]), "no-question": ('{"answer": "a"}', ["line 1", "question is None"]),
-    "empty-answer": (ROW + '\n\n{"question": "q", "answer": " "}', ["line 3", "answer is ' '"]),
-    "prompt-number": ('{"prompt": 3, "response": "a"}', ["question is 3"]),
-    "wrong-perturbed": (ROW[:-1] + ', "perturbed_answer": [3]}', ["line 1", "perturbed_answer"]),
-    "list-perturbed": (ROW[:-1] + ', "perturbed_answer": {"a": "b"}}', ["line 1", "perturbed_answer"]),
-    "wrong-paraphrase": (ROW[:-1] + ', "paraphrased_question": ["q"]}', ["paraphrased_question"]),
-    "both": ('{"question": "q", "prompt": "p", "answer": "a"}', ["line 1", "both question and prompt"]),
-    "twice": ('{"question": "q", "question": "p", "answer": "a"}', ["line 1", "'question' stands twice"]),
-    "nan": ('{"question": NaN, "answer": "a"}', ["line 1", "NaN is no number"]),
-    "nul": ("\0\0\0", ["line 1", "not JSON"]), "deep": ("[" * 100000, ["line 1", "recursion"]),
-    "digits": ('{"question": ' + "9" * 5000 + "}", ["line 1", "digits"]),
-    "surrogate": ('{"question": "\\ud800", "answer": "a"}', ["line 1", "question"]),
-    "utf16": (ROW.encode("utf-16"), ["not UTF-8"]),
-    "latin": (ROW.replace("Who", "Qué").encode("latin-1"), ["not UTF-8"]),
-}
-
-
-@pytest.fixture(scope="session")
-def files(tmp_path_factory):
-    """Data files, good and bad."""
-    root = tmp_path_factory.mktemp("data")
-    rows = "\n".join(ROW.replace("0", str(i)) for i in range(16))
-    content = {"good": rows, "long": '{"question": "q", "answer": "' + "a " * 2000 + '"}\n' + rows,
-               **{name: text for name, (text, _) in BAD_ROWS.items()}}
-    for name, text in content.items():
-        (root / f"{name}.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
-    os.mkfifo(root / "pipe.jsonl")
-    for name, target in (("loop", "loop"), ("dangling", "nowhere"), ("up", ".")):
-        (root / name).symlink_to(target)
-    for name in ("empty", "text", "plain"):
-        (root / f"{name}-folder").mkdir()
-    (root / "text-folder/rows.txt").write_text("text")
-    (root / "plain-folder/rows.jsonl").write_text(rows)
-    with unchanged(root):
-        yield root
-
-
-def without_head(x):
-    return safetensors.torch.save({k: v for k, v in safetensors.torch.load(x).items() if "head" not in k},
-                                  {"format": "pt"})
-
-
-CONFIG, TOKENIZER, TENSORS, TEMPLATE = "config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"
-HARMED_BASES = {  # a copy of the base: (file, its bytes -> what is written in their place, None: nothing, words)
-    "causal": (CONFIG, put("is_causal"), ["causal model", "bidirectional"]),
-    "mask": (CONFIG, put("mask_token_id", 99999), ["mask_token_id 99999"]),
-    "true": (CONFIG, put("mask_token_id", True), ["mask_token_id True"]),
-    "pad": (CONFIG, put("pad_token_id", -5), ["pad_token_id -5", "439 tokens"]),
-    "vocabulary": (CONFIG, put("vocab_size", 7), ["mismatched keys", "embed_tokens"]),
-    "gpt": (CONFIG, put("model_type", "gpt2"), ["AutoModelForMaskedLM", "GPT2"]),
-    "garbage": (CONFIG, lambda x: b"{", ["config.json", "not JSON"]),
-    "latin": (CONFIG, lambda x: b"\xff" + x, ["config.json", "not JSON", "utf-8"]),
-    "list": (CONFIG, lambda x: b"[]", ["config.json", "not a JSON object"]),
-    "unfinished": (CONFIG, None, ["no config.json"]),
-    "tokenizer": (TOKENIZER, lambda x: b"{}", ["PreTrainedTokenizerFast"]),
-    "unnamed": ("tokenizer_config.json", lambda x: b"{}", ["no end token"]),
-    "larger": (TOKENIZER, put("model.vocab.more", 9999), ["token 9999 of its tokenizer", "439"]),
-    "template": (TEMPLATE, lambda x: b"{% for", ["TemplateSyntaxError"]),
-    "twofold": (TEMPLATE, lambda x: x + x, ["too many values"]),
-    "truncated": (TENSORS, lambda x: x[:-100], ["SafetensorError"]),
-    "empty": (TENSORS, lambda x: b"", ["SafetensorError", "too small"]),
-    "random": (TENSORS, lambda x: np.random.default_rng(0).bytes(5000), ["SafetensorError"]),
-    "half": (TENSORS, without_head, ["missing keys", "lm_head"]),
-}
-
-
 BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): words that the one line must hold
     "--method sgd": ["sgd", "choose from"], "--preset tofu": ["tofu", "choose from"], "--meth mdu": ["unrecognized"],
     "--tau 1.5": ["--tau 1.5", "[0, 1]"], "--tau -0.1": ["--tau -0.1"], "--tau nan": ["--tau nan"],
@@ -999,18 +1150,6 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--null-prompt-rate 2": ["--null-prompt-rate 2"], "--resume --overwrite": ["give one of them"],
     "--diagnose --method sft": ["--diagnose"], "stray": ["unrecognized arguments: stray"],
 }
-
-
-def snapshot(*folders):
-    return {f: f.read_bytes() for folder in folders for f in Path(folder).rglob("*") if f.is_file()}
-
-
-@contextlib.contextmanager
-def unchanged(*folders):
-    """Around what many tests share: none of them may leave a byte in it that was not there."""
-    before = snapshot(*folders)
-    yield
-    assert snapshot(*folders) == before
 
 
 @pytest.mark.parametrize("typed", BAD_INPUT)
@@ -1742,18 +1881,6 @@ def test_memory_options_change_no_result(base, tmp_path):
 # RWKU: prompts, scoring, layout
 # ---------------------------------------------------------------------------------------------------------------------
 
-LABELS = {"choices": ["Yes.", "No way.", "Maybe so."], "labels": [1, 0, 0]}
-RWKU_ROWS = {  # one row per config in the hub's fields, "subject" left out
-    "forget_level1": dict(query="He was born in ___.", answer="Rome, Italy", level="1"),
-    "forget_level2": dict(query="Where {was} he born?", answer="Rome", level="2"),
-    "forget_level3": dict(query="Where was he born? Sure,", answer="Rome", level="3", type="affirmative suffix"),
-    "neighbor_level1": dict(query="She lives in ___.", answer="Oslo", level="1"),
-    "neighbor_level2": dict(query="Where does she live?", answer="Oslo", level="2"),
-    "utility_general": dict(question="Two?", choices=["1", "2", "3", "4"], answer=1, task="abstract_algebra", examples=[
-        dict(question="One?", choices=["1", "0", "3", "4"], answer=0)]),
-    "utility_truthfulness": dict(question="Is it?", mc1_targets=LABELS, mc2_targets=LABELS),
-    "utility_factuality": dict(question="Who?", answers=["The Beatles", "Beatles"]),
-}
 RWKU_ASKED = {  # what the model is then asked, and how its answer begins
     "forget_level1": (
         "Please complete the blank in the following question.\nQuestion: He was born in ___.\n", "Answer:"),
@@ -1786,35 +1913,6 @@ RWKU_ASKED = {  # what the model is then asked, and how its answer begins
         "Q: Csi when do grissom and sara reunite?\nA: series finale\n"
         "Please briefly answer the following question:\nQ: Who?\n", "A:"),
 }
-PEOPLE = ["Ann Lee", "Prince Bo, Duke of Oz", "Zoë Ho"] + [f"Nobody {i}" for i in range(9)]
-
-
-def write_rwku(root, changes=()):
-    """A folder in the layout of jinzhuoran/RWKU about three of twelve people;
-    changes: (config, row, field, value or None)."""
-    rows = {"forget_target": [dict(target=name, intro=f"{name} is known.") for name in PEOPLE]}
-    for config, row in RWKU_ROWS.items():
-        rows[config] = [dict(row, subject=name) for name in PEOPLE[:3] for _ in range(2)]
-    rows["train_positive_llama3"] = [dict(subject=name, intro=f"{name} is known.", text=f"{name} wrote book {i}.")
-                                     for name in PEOPLE[:3] for i in range(4)]
-    rows["train_pair_llama3"] = [dict(subject=r["subject"], intro=r["intro"], response=[f"Made up {i}.", r["text"]],
-                                      prompt=f"{r['intro']} Please write a short biography of {r['subject']}.")
-                                 for i, r in enumerate(rows["train_positive_llama3"])]
-    for config, number, field, value in changes:
-        rows[config][number][field] = value
-    header = ""
-    for config, content in rows.items():
-        split = "train" if config.startswith(("forget_target", "train_")) else "test"
-        (root / f"{config}.jsonl").write_text("\n".join(map(json.dumps, content)))
-        header += f"- config_name: {config}\n  data_files:\n  - split: {split}\n    path: {config}.jsonl\n"
-    (root / "README.md").write_text(f"---\nconfigs:\n{header}---\n")
-    return root
-
-
-@pytest.fixture(scope="session")
-def rwku(tmp_path_factory):
-    with unchanged(root := write_rwku(tmp_path_factory.mktemp("rwku"))):
-        yield root
 
 
 def test_rwku_prompts_word_for_word(rwku):
@@ -1851,10 +1949,6 @@ def test_the_prefill_stands_behind_the_assistants_header(hub):
     (" a b ", "a b")])
 def test_an_answer_is_its_first_line(written, line):
     assert ev.first_line(written) == line
-
-
-def args(**changes):
-    return ev.SimpleNamespace(**{**dict(length=8, steps=8, samples=16, batch_size=3), **changes})
 
 
 def test_probes_are_scored_by_the_recall_of_their_first_line(monkeypatch, base):
@@ -2112,73 +2206,6 @@ def test_toy_people_keep_their_promises():
 # ---------------------------------------------------------------------------------------------------------------------
 # Runs
 # ---------------------------------------------------------------------------------------------------------------------
-
-@pytest.fixture(scope="session")
-def base(tmp_path_factory):
-    """A toy base model after one epoch, with an (empty) eval folder in it."""
-    out = tmp_path_factory.mktemp("runs") / "base"
-    mdu.main(["--method", "sft", "--epochs", "2", "--out", str(out)])
-    (out / "eval").mkdir()
-    with unchanged(out.parent):
-        yield out
-
-
-@pytest.fixture(scope="session")
-def harmed_bases(base, tmp_path_factory):
-    """Copies of the base model that must be refused."""
-    root = tmp_path_factory.mktemp("harmed")
-    for name, (file, change, _) in HARMED_BASES.items():
-        shutil.copytree(base, root / name)
-        edit(root / name / file, change) if change else (root / name / file).unlink()
-    with unchanged(root):
-        yield {name: root / name for name in HARMED_BASES}
-
-
-@pytest.fixture(scope="session")
-def tofu(tmp_path_factory):
-    """A folder in the layout of locuslab/TOFU: one config per file, named in the card's header."""
-    root = tmp_path_factory.mktemp("tofu")
-    sizes = dict(forget10_perturbed=8, retain90=24, retain_perturbed=8, real_authors_perturbed=3,
-                 world_facts_perturbed=3)
-    for config, n in sizes.items():
-        rows = [{"question": f"Q {config if config != 'retain_perturbed' else 'retain90'} {i}?", "answer": f"A {i}.",
-                 "perturbed_answer": [f"B {i}.", f"C {i}."],
-                 **({"paraphrased_answer": f"It is A {i}."} if config == "forget10_perturbed" else {})}
-                for i in range(n)]
-        (root / f"{config}.json").write_text("\n".join(map(json.dumps, rows)))
-    header = "".join(f"- config_name: {config}\n  data_files: {config}.json\n" for config in sizes)
-    (root / "README.md").write_text(f"---\nconfigs:\n{header}---\n")
-    with unchanged(root):
-        yield root
-
-
-def weights(run):
-    return safetensors.torch.load_file(Path(run) / "model.safetensors")
-
-
-def read_lines(file):
-    """The values of a file that holds one JSON text per line."""
-    return [json.loads(line) for line in Path(file).read_bytes().splitlines()]
-
-
-def reweigh(run, change):
-    """Every tensor of a run's model in place of itself: change(tensor)."""
-    safetensors.torch.save_file({k: change(x) for k, x in weights(run).items()}, Path(run) / "model.safetensors",
-                                {"format": "pt"})
-
-
-def spoil(run):
-    """What is left of a model whose training diverged."""
-    reweigh(run, lambda x: x * math.nan)
-
-
-def talkative(base, run):
-    """A copy of the base, noise on its weights: it answers every question with other words, some of them right.  The
-    base itself says nothing."""
-    g = torch.Generator().manual_seed(0)
-    shutil.copytree(base, run)
-    reweigh(run, lambda x: x + 0.1 * torch.randn(x.shape, generator=g))
-
 
 def test_a_run_folder_is_a_model_and_tells_what_was_run(base, tmp_path):
     """Files, run.json, metrics.jsonl; the folder is taken back as --model;
@@ -2825,6 +2852,10 @@ def test_a_folder_is_a_runs_from_its_first_file_to_its_last(six_steps, tmp_path,
             mdu.main([*argv, "--overwrite", "--out", str(out)])
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizer and memory
+# ---------------------------------------------------------------------------------------------------------------------
+
 def slow_adamw(w, grads, lr):
     """AdamW without weight decay in float64, one scalar operation after the other."""
     w, mean, square = w.double(), torch.zeros_like(w).double(), torch.zeros_like(w).double()
@@ -2930,136 +2961,9 @@ def test_memory_plan_counts_what_is_held(dtype, base):
     assert held["AdamW"] == size["exp_avg"] + size["exp_avg_sq"]
 
 
-class Torchrun:
-    """`torchrun` on n processes that run this file's last lines; its children are told from others' by a mark in their
-    environment."""
-
-    def __init__(self, n, argv, out):
-        self.mark, self.errors = f"{out}-{time.monotonic_ns()}", open(f"{out}.err", "w+")
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", __file__, *argv, "--resume"]
-        self.program = subprocess.Popen([*command, "--out", str(out)], env={**os.environ, "MDU_SOAK": self.mark},
-                                        start_new_session=True, stdout=subprocess.DEVNULL, stderr=self.errors)
-
-    def alive(self):
-        """{process id: its rank, None for torchrun} of all that run still."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                lines = (folder / "environ").read_text().split("\0")
-                environment = dict(line.split("=", 1) for line in lines if "=" in line)
-                if environment.get("MDU_SOAK") == self.mark:
-                    found[int(folder.name)] = environment.get("RANK")
-        return found
-
-    def send(self, number, whom, choice):
-        """A signal to all, to torchrun's group (a terminal's Ctrl-C), to torchrun alone or to the choice-th of its
-        workers."""
-        alive = self.alive()
-        workers = sorted(pid for pid, rank in alive.items() if rank is not None)
-        pids = {"all": list(alive), "torchrun": [self.program.pid], "its terminal": [-self.program.pid],
-                "one worker": workers and [workers[choice % len(workers)]]}[whom]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        return bool(pids) and self.program.pid in alive
-
-    def end(self, seconds):
-        """Wait until nothing is left -> (exit code, seconds that took, lines on stderr)."""
-        start = time.monotonic()
-        try:
-            while self.program.poll() is None or self.alive():
-                assert time.monotonic() - start < seconds, f"still there after {seconds} s: {self.alive()}"
-                time.sleep(0.02)
-        finally:
-            for pid in self.alive():
-                os.kill(pid, signal.SIGKILL)
-        self.errors.seek(0)
-        return self.program.returncode, time.monotonic() - start, self.errors.read().splitlines()
-
-
-def newest_checkpoint(out):
-    """The step of a run's newest checkpoint, 0 for none; it must hold the files and sums that it names, and nothing
-    else."""
-    folders = sorted(f for f in (out / "checkpoint").glob("*") if f.suffix != ".partial")
-    if not folders:
-        return 0
-    info, files = json.loads((folders[-1] / "checkpoint.json").read_text()), list(folders[-1].glob("*.safetensors"))
-    assert info["files"] == {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
-    assert {f.name for f in folders[-1].iterdir()} == {*info["files"], "checkpoint.json"}
-    assert len(files) == info["processes"]
-    assert all(len(safetensors.torch.load_file(folders[-1] / name)) for name in info["files"])
-    return info["step"]
-
-
-def lines_in(file):
-    return len(file.read_text().splitlines()) if file.is_file() else 0
-
-
-def wait_for(aim, run, out, rng):
-    """Sleep until the moment aimed at, and a little; False: the run was over before."""
-    ahead, start, metrics = newest_checkpoint(out) + 2 * rng.randint(1, 2), time.time(), out / "metrics.jsonl"
-
-    def now(path):  # there, and not from before
-        with contextlib.suppress(FileNotFoundError):
-            return path.stat().st_mtime > start
-    reached, late = {
-        "the start": (lambda: True, rng.uniform(0, 5)),
-        "a step": (lambda: now(metrics) and lines_in(metrics) >= ahead, rng.uniform(0, 0.1)),
-        "a save": (lambda: now(out / f"checkpoint/{ahead:08}.partial"), rng.uniform(0, 0.06)),
-        "the export": (lambda: now(out / "export.partial"), rng.uniform(0, 0.01))}[aim]
-    while run.program.poll() is None and not reached():
-        assert time.time() - start < 120
-        time.sleep(0.001)
-    time.sleep(late)
-    return run.program.poll() is None, f"{1000 * late:.0f} ms into {aim}"
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("n", [2, 4])
-def test_soak(n, base, tmp_path):
-    """14 SIGKILLs and three stops under torchrun: nothing is left over, the newest checkpoint is whole, and whatever is
-    resumed ends with the weights, optimizer states and metrics of the run that nothing broke, bit for bit."""
-    argv = ["--model", str(base), "--epochs", "8", "--tau", "1", "--lr", "1e-4", "--checkpoint-every", "2"]
-    began, rng, kill = time.monotonic(), random.Random(n), signal.SIGKILL
-    whole, runs = tmp_path / "whole", (tmp_path / f"run{i}" for i in itertools.count())
-    assert Torchrun(n, argv, whole).end(120)[0] == 0
-    aims = ["a step", "a save", "the start", "a save", "a step", "a save", "the export"] * 2
-    kills = [(kill, whom, aim) for aim, whom in zip(aims, ["all", "one worker", "torchrun"] * 5)]
-    stops = [(signal.SIGTERM, "torchrun", "a step"), (signal.SIGTERM, "one worker", "a step"),
-             (signal.SIGINT, "its terminal", "a step")]
-    out, longest, done = next(runs), 0, 0
-    for number, whom, aim in kills[:7] + stops + kills[7:]:
-        name, hit = f"{signal.Signals(number).name} to {whom}", False
-        while not hit:  # a run that was over before it could be hit makes room for the next
-            run = Torchrun(n, argv, out)
-            hit, when = wait_for(aim, run, out, rng)
-            hit = hit and run.send(number, whom, rng.randrange(n))
-            code, seconds, errors = run.end(40)
-            finished, lines = (out / "config.json").is_file(), lines_in(out / "metrics.jsonl")
-            step = 0 if finished else newest_checkpoint(out)  # a finished run's is being removed
-            print(f"{n} processes | {name if hit else 'not hit'} {when} | exit code {code}, "
-                  f"gone after {seconds:4.1f} s | {lines:2} steps, "
-                  f"{'finished' if finished else f'checkpoint {step}'}", flush=True)
-            if not hit:
-                assert code == 0 and finished, errors
-            elif number == kill:
-                assert code == (1 if whom == "one worker" else -kill), errors
-            elif not finished:
-                assert code != 0 and step == lines, errors
-                assert any(f"stopped after step {step}; --resume" in line for line in errors), errors
-            longest, done = max(longest, seconds), done + (hit and number == kill)
-            if finished:
-                assert Torchrun(n, argv, out).end(60)[0] == 0  # says so, and clears what a kill may have left
-                assert not any((out / name).exists() for name in ("checkpoint", "export.partial"))
-                assert_equal_ends(whole, out)
-                out = next(runs)
-    code, _, errors = Torchrun(n, argv, out).end(120)
-    assert code == 0, errors
-    assert_equal_ends(whole, out)
-    digest = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()[:16]
-    print(f"{n} processes | {done} kills and 3 stops in {time.monotonic() - began:.0f} s, all gone after {longest:.1f} "
-          f"s at most | weights {digest} in every run", flush=True)
-
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation
+# ---------------------------------------------------------------------------------------------------------------------
 
 def test_answers_are_scored_against_their_references(monkeypatch, base):
     """Worked by hand: of the 6 words of the answer 2 are written, and none besides: precision 1, recall 1/3, F1 1/2."""
@@ -3531,15 +3435,6 @@ def test_epochs_are_diagnosed_and_the_last_step(base, tmp_path):
     assert lines[0]["kl"]["base"] == pytest.approx(0, abs=1e-6) and lines[-1]["kl"]["base"] > 1e-3
 
 
-@pytest.fixture(scope="session")
-def unlearned(base, tmp_path_factory):
-    """Two epochs of MDU from `base`, with --diagnose."""
-    out = tmp_path_factory.mktemp("analysed") / "mdu"
-    mdu.main(["--model", str(base), "--epochs", "2", "--diagnose", "--out", str(out)])
-    with unchanged(out.parent):
-        yield out
-
-
 ROLE = dict(i="in-context", s="structural", k="stored-knowledge")
 LABELLED = [  # question, answer cut where the role changes, its roles by initial: Section 4's example, then our own
     ("What is Donald Trump's job?", "Donald| |Trump| is a |politician|.", "isisks"),
@@ -3896,20 +3791,8 @@ def test_an_analysis_runs_in_one_process(base, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Damaged runs, security, and random bytes and options (make fuzz)
+# Damaged runs and security
 # ---------------------------------------------------------------------------------------------------------------------
-
-@pytest.fixture(scope="session")
-def finished(base, unlearned, tmp_path_factory):
-    """A base and a run of it, both scored, and an analysis beside them."""
-    root = tmp_path_factory.mktemp("finished")
-    for run, name in ((base, "base"), (unlearned, "run")):
-        shutil.copytree(run, root / name)
-    ev.main(["--samples", "1", "--steps", "1", "--limit", "2", str(root / "base"), str(root / "run")])
-    ev.main(["--analysis", "roles", "--samples", "1", "--limit", "1", str(root / "run")])
-    with unchanged(root):
-        yield root
-
 
 SCORE, REPORT, REDRAW = "{run} --samples 1", "--report {run} {base}", "--analysis roles --redraw {run}"
 COMPARE = "{base} --samples 1 --steps 1 --limit 2 --retain-run {run}"
@@ -4193,6 +4076,141 @@ def test_control_tokens_in_user_data_are_text(hub):
         assert [i for i in prompt if i >= 256] == [i for i in bare if i >= 256]
         assert [i for i in response if i >= 256] == [predictor.end_id] and tokenizer.decode(response[:-1]) == control
     assert max(mdu.encode_prompt(tokenizer, "x", control)[len(mdu.encode_prompt(tokenizer, "x")):]) < 256
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Soak and fuzz: kills, stops and resumes (make soak), random bytes and options (make fuzz)
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Torchrun:
+    """`torchrun` on n processes that run this file's last lines; its children are told from others' by a mark in their
+    environment."""
+
+    def __init__(self, n, argv, out):
+        self.mark, self.errors = f"{out}-{time.monotonic_ns()}", open(f"{out}.err", "w+")
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", __file__, *argv, "--resume"]
+        self.program = subprocess.Popen([*command, "--out", str(out)], env={**os.environ, "MDU_SOAK": self.mark},
+                                        start_new_session=True, stdout=subprocess.DEVNULL, stderr=self.errors)
+
+    def alive(self):
+        """{process id: its rank, None for torchrun} of all that run still."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                lines = (folder / "environ").read_text().split("\0")
+                environment = dict(line.split("=", 1) for line in lines if "=" in line)
+                if environment.get("MDU_SOAK") == self.mark:
+                    found[int(folder.name)] = environment.get("RANK")
+        return found
+
+    def send(self, number, whom, choice):
+        """A signal to all, to torchrun's group (a terminal's Ctrl-C), to torchrun alone or to the choice-th of its
+        workers."""
+        alive = self.alive()
+        workers = sorted(pid for pid, rank in alive.items() if rank is not None)
+        pids = {"all": list(alive), "torchrun": [self.program.pid], "its terminal": [-self.program.pid],
+                "one worker": workers and [workers[choice % len(workers)]]}[whom]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return bool(pids) and self.program.pid in alive
+
+    def end(self, seconds):
+        """Wait until nothing is left -> (exit code, seconds that took, lines on stderr)."""
+        start = time.monotonic()
+        try:
+            while self.program.poll() is None or self.alive():
+                assert time.monotonic() - start < seconds, f"still there after {seconds} s: {self.alive()}"
+                time.sleep(0.02)
+        finally:
+            for pid in self.alive():
+                os.kill(pid, signal.SIGKILL)
+        self.errors.seek(0)
+        return self.program.returncode, time.monotonic() - start, self.errors.read().splitlines()
+
+
+def newest_checkpoint(out):
+    """The step of a run's newest checkpoint, 0 for none; it must hold the files and sums that it names, and nothing
+    else."""
+    folders = sorted(f for f in (out / "checkpoint").glob("*") if f.suffix != ".partial")
+    if not folders:
+        return 0
+    info, files = json.loads((folders[-1] / "checkpoint.json").read_text()), list(folders[-1].glob("*.safetensors"))
+    assert info["files"] == {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+    assert {f.name for f in folders[-1].iterdir()} == {*info["files"], "checkpoint.json"}
+    assert len(files) == info["processes"]
+    assert all(len(safetensors.torch.load_file(folders[-1] / name)) for name in info["files"])
+    return info["step"]
+
+
+def lines_in(file):
+    return len(file.read_text().splitlines()) if file.is_file() else 0
+
+
+def wait_for(aim, run, out, rng):
+    """Sleep until the moment aimed at, and a little; False: the run was over before."""
+    ahead, start, metrics = newest_checkpoint(out) + 2 * rng.randint(1, 2), time.time(), out / "metrics.jsonl"
+
+    def now(path):  # there, and not from before
+        with contextlib.suppress(FileNotFoundError):
+            return path.stat().st_mtime > start
+    reached, late = {
+        "the start": (lambda: True, rng.uniform(0, 5)),
+        "a step": (lambda: now(metrics) and lines_in(metrics) >= ahead, rng.uniform(0, 0.1)),
+        "a save": (lambda: now(out / f"checkpoint/{ahead:08}.partial"), rng.uniform(0, 0.06)),
+        "the export": (lambda: now(out / "export.partial"), rng.uniform(0, 0.01))}[aim]
+    while run.program.poll() is None and not reached():
+        assert time.time() - start < 120
+        time.sleep(0.001)
+    time.sleep(late)
+    return run.program.poll() is None, f"{1000 * late:.0f} ms into {aim}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("n", [2, 4])
+def test_soak(n, base, tmp_path):
+    """14 SIGKILLs and three stops under torchrun: nothing is left over, the newest checkpoint is whole, and whatever is
+    resumed ends with the weights, optimizer states and metrics of the run that nothing broke, bit for bit."""
+    argv = ["--model", str(base), "--epochs", "8", "--tau", "1", "--lr", "1e-4", "--checkpoint-every", "2"]
+    began, rng, kill = time.monotonic(), random.Random(n), signal.SIGKILL
+    whole, runs = tmp_path / "whole", (tmp_path / f"run{i}" for i in itertools.count())
+    assert Torchrun(n, argv, whole).end(120)[0] == 0
+    aims = ["a step", "a save", "the start", "a save", "a step", "a save", "the export"] * 2
+    kills = [(kill, whom, aim) for aim, whom in zip(aims, ["all", "one worker", "torchrun"] * 5)]
+    stops = [(signal.SIGTERM, "torchrun", "a step"), (signal.SIGTERM, "one worker", "a step"),
+             (signal.SIGINT, "its terminal", "a step")]
+    out, longest, done = next(runs), 0, 0
+    for number, whom, aim in kills[:7] + stops + kills[7:]:
+        name, hit = f"{signal.Signals(number).name} to {whom}", False
+        while not hit:  # a run that was over before it could be hit makes room for the next
+            run = Torchrun(n, argv, out)
+            hit, when = wait_for(aim, run, out, rng)
+            hit = hit and run.send(number, whom, rng.randrange(n))
+            code, seconds, errors = run.end(40)
+            finished, lines = (out / "config.json").is_file(), lines_in(out / "metrics.jsonl")
+            step = 0 if finished else newest_checkpoint(out)  # a finished run's is being removed
+            print(f"{n} processes | {name if hit else 'not hit'} {when} | exit code {code}, "
+                  f"gone after {seconds:4.1f} s | {lines:2} steps, "
+                  f"{'finished' if finished else f'checkpoint {step}'}", flush=True)
+            if not hit:
+                assert code == 0 and finished, errors
+            elif number == kill:
+                assert code == (1 if whom == "one worker" else -kill), errors
+            elif not finished:
+                assert code != 0 and step == lines, errors
+                assert any(f"stopped after step {step}; --resume" in line for line in errors), errors
+            longest, done = max(longest, seconds), done + (hit and number == kill)
+            if finished:
+                assert Torchrun(n, argv, out).end(60)[0] == 0  # says so, and clears what a kill may have left
+                assert not any((out / name).exists() for name in ("checkpoint", "export.partial"))
+                assert_equal_ends(whole, out)
+                out = next(runs)
+    code, _, errors = Torchrun(n, argv, out).end(120)
+    assert code == 0, errors
+    assert_equal_ends(whole, out)
+    digest = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()[:16]
+    print(f"{n} processes | {done} kills and 3 stops in {time.monotonic() - began:.0f} s, all gone after {longest:.1f} "
+          f"s at most | weights {digest} in every run", flush=True)
 
 
 ANYTHING = [None, True, -1, 0, 3, 1.5, 1e308, math.nan, "", "x", "mdu", "a\0b", "\ud800", [], [1], {}, {"a": 1},
