@@ -384,8 +384,8 @@ def reconstruction(o, p):
 
 
 def preference(o, p, ref):
-    """DPO's four terms: the first half of the rows are the forgotten answers, the second half the preferred ones."""
-    (lose, win), (lose_ref, win_ref) = sequence_nll(p).chunk(2), sequence_nll(ref).chunk(2)
+    """DPO's four terms: the rows are a forgotten answer, the one preferred to it, the next forgotten one, ..."""
+    (lose, win), (lose_ref, win_ref) = sequence_nll(p).view(-1, 2).T, sequence_nll(ref).view(-1, 2).T
     return dpo_loss(win, win_ref, lose, lose_ref, o.beta)
 
 
@@ -439,33 +439,33 @@ def draw_example(o, stream, index, pair, pools, may_null=False):
 
 
 def draw_examples(o, pools, indices):
-    """Examples `indices` of the run -> (forget examples, for dpo followed by the preferred ones; retain examples)."""
-    forget, preferred, retain = [], [], []
+    """Examples `indices` of the run -> (forget, retain); of forget a list each, for dpo with the preferred answer."""
+    forget, retain = [], []
     for k in indices:
         i = pick(o.seed, "forget", k, len(pools["forget"]))
-        forget.append(draw_example(o, "forget", k, pools["forget"][i], pools, i >= pools["null_from"]))
+        group = [draw_example(o, "forget", k, pools["forget"][i], pools, i >= pools["null_from"])]
         if o.method == "dpo":
             wrong = pools["preferred"][i]
             pair = wrong[draws(o.seed, "preferred choice", k).integers(len(wrong))]
-            preferred.append(draw_example(o, "preferred", k, pair, pools))
-            preferred[-1].u = forget[-1].u  # both answers at one noise level (counts: up to rounding)
+            group.append(draw_example(o, "preferred", k, pair, pools))
+            group[1].u = group[0].u  # both answers at one noise level (counts: up to rounding)
+        forget.append(group)
         if o.retain_weight:
             i = pick(o.seed, "retain", k, len(pools["retain"]))
             retain.append(draw_example(o, "retain", k, pools["retain"][i], pools, may_null=True))
-    return forget + preferred, retain
+    return forget, retain
 
 
 def micro_batches(o, pools, step):
     """This process's share of a step's examples, in batches of like length -> [(forget examples, retain examples)]."""
-    def length(*examples):
-        return sum(len(e.prompt) + len(e.response) for e in examples)
+    def length(example):
+        return len(example.prompt) + len(example.response)
     rows = o.batch_size * o.grad_accum
     forget, retain = draw_examples(o, pools, range(step * rows, (step + 1) * rows))
-    groups = zip(*(forget[i:i + rows] for i in range(0, len(forget), rows)))  # dpo: forget row and its preferred answer
-    groups, retain = sorted(groups, key=lambda group: length(*group)), sorted(retain, key=length)
+    forget.sort(key=lambda group: sum(map(length, group)))
+    retain.sort(key=length)
     size = math.gcd(rows // world_size(), o.batch_size)  # every process takes equally many batches of one size
-    batches = [([e for column in zip(*groups[i:i + size]) for e in column], retain[i:i + size])
-               for i in range(0, rows, size)]
+    batches = [(sum(forget[i:i + size], []), retain[i:i + size]) for i in range(0, rows, size)]
     return batches[rank()::world_size()]
 
 

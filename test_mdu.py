@@ -1273,25 +1273,31 @@ def pools(n=10, m=7):
     return {"forget": forget, "retain": retain, "preferred": preferred, "null_from": n, "pad_id": 1, "longest": 99}
 
 
+def drawn_examples(o, pools, indices):
+    """mdu.draw_examples in one list each: for dpo a forgotten answer, the one preferred to it, the next one."""
+    forget, retain = mdu.draw_examples(o, pools, indices)
+    return sum(forget, []), retain
+
+
 @pytest.mark.parametrize("method", ["mdu", "dpo"])
 def test_draws_depend_on_seed_stream_and_index_alone(method):
     """Drawn one by one, in any order, equals drawn together; an epoch visits every row once;
     methods share their masks."""
     o = options("--method", method, "--batch-size", "5")
-    together = mdu.draw_examples(o, pools(), range(40))
-    # dpo: one noise level for both answers
-    assert all(lose.u == win.u for lose, win in zip(together[0], together[0][40:]))
+    together = drawn_examples(o, pools(), range(40))
+    each = 2 if method == "dpo" else 1  # examples of a forget row, all at one noise level
+    assert all(e.u == together[0][i - i % each].u for i, e in enumerate(together[0]))
     for part in (0, 1):
-        alone = [mdu.draw_examples(o, pools(), [k])[part][:1] for k in reversed(range(40))][::-1]
-        for a, b in zip(together[part], sum(alone, [])):
+        alone = [drawn_examples(o, pools(), [k])[part] for k in reversed(range(40))][::-1]
+        for a, b in zip(together[part], sum(alone, []), strict=True):
             assert (a.prompt, a.response, a.u, a.null) == (b.prompt, b.response, b.u, b.null)
             assert (a.coins == b.coins).all()
-    forget = together[0][:40]
+    forget = together[0][::each]
     assert all(sorted(e.prompt[0] for e in forget[i:i + 10]) == list(range(30, 40)) for i in range(0, 40, 10))
     assert [e.prompt[0] for e in forget[:10]] != [e.prompt[0] for e in forget[10:20]]
-    other = mdu.draw_examples(options("--method", "ga", "--batch-size", "5"), pools(), range(40))[0]
+    other = drawn_examples(options("--method", "ga", "--batch-size", "5"), pools(), range(40))[0]
     assert [(e.response, e.u) for e in other] == [(e.response, e.u) for e in forget]
-    assert [e.u for e in mdu.draw_examples(options("--seed", "2"), pools(), range(40))[0]] != [e.u for e in forget]
+    assert [e.u for e in drawn_examples(options("--seed", "2"), pools(), range(40))[0]] != [e.u for e in forget]
 
 
 def test_stratified_counts_end_tokens_and_null_prompts():
@@ -1299,7 +1305,7 @@ def test_stratified_counts_end_tokens_and_null_prompts():
     drawn, and lose their prompt at the given rate unless they are to be forgotten;
     forget rows keep prompt and length."""
     o = options("--method", "sft", "--batch-size", "5", "--null-prompt-rate", "0.3", "--response-length", "12")
-    drawn = mdu.draw_examples(o, dict(pools(), null_from=4), range(2000))[0]
+    drawn = drawn_examples(o, dict(pools(), null_from=4), range(2000))[0]
     for i in range(0, 2000, 5):
         assert sorted(int(e.u * 5) for e in drawn[i:i + 5]) == [0, 1, 2, 3, 4]
     assert {len(e.response) for e in drawn if e.prompt[0] == 30} == set(range(3, 13))
@@ -1309,12 +1315,12 @@ def test_stratified_counts_end_tokens_and_null_prompts():
     assert abs(np.mean([e.u * 5 % 1 for e in drawn]) - 0.5) < 0.03  # anywhere in its fifth
     assert abs(np.mean([e.null for e in drawn if e.prompt[0] >= 34]) - 0.3) < 0.05
     o = options("--mask-sampling", "bernoulli", "--response-length", "12", "--null-prompt-rate", "0.3")
-    forget, retain = mdu.draw_examples(o, pools(), range(2000))
+    forget, retain = drawn_examples(o, pools(), range(2000))
     assert {len(e.response) for e in forget} == {3, 4, 5, 6, 7} and not any(e.null for e in forget)
     assert {len(e.response) for e in retain} == set(range(3, 13))
     assert abs(np.mean([e.null for e in retain]) - 0.3) < 0.05
     assert abs(np.mean([e.u for e in forget]) - 0.5) < 0.02
-    _, retain = mdu.draw_examples(o, dict(pools(), longest=11), range(500))
+    _, retain = drawn_examples(o, dict(pools(), longest=11), range(500))
     assert max(len(e.prompt) + len(e.response) for e in retain) == 11
 
 
@@ -1324,8 +1330,8 @@ def test_streams_share_no_random_number():
     first = [mdu.draws(seed, stream, k).random() for seed in (1, 2) for stream in mdu.STREAMS for k in range(20)]
     assert len(set(first)) == 2 * 7 * 20
     o = options("--method", "dpo", "--mask-sampling", "bernoulli")
-    forget, retain = mdu.draw_examples(o, pools(10, 10), range(40))
-    lose, win = forget[:40], forget[40:]
+    forget, retain = drawn_examples(o, pools(10, 10), range(40))
+    lose, win = forget[::2], forget[1::2]
     for rows in zip(lose, win, retain):
         assert len({e.coins[0] for e in rows}) == 3 and rows[0].u == rows[1].u != rows[2].u
     assert {e.response[0] for e in win} == {8, 9, 10}
@@ -1333,20 +1339,20 @@ def test_streams_share_no_random_number():
 
 
 def test_micro_batches_keep_pairs_together():
-    """dpo, third step of 4 x 3 rows: what is drawn for rows 24 to 35, each once; in a batch the forgotten answers, then
-    the preferred one of each at the same place; short ones first."""
+    """dpo, third step of 4 x 3 rows: what is drawn for rows 24 to 35, each once; in a batch each forgotten answer
+    before the one preferred to it; short pairs first."""
     o = options("--method", "dpo", "--batch-size", "3", "--grad-accum", "4")
-    forget, retain = mdu.draw_examples(o, pools(), range(24, 36))
+    forget, retain = drawn_examples(o, pools(), range(24, 36))
 
     def known(*examples):
         return [(e.prompt, e.response, e.u, list(e.coins)) for e in examples]
     pairs, kept, lengths = [], [], []
     for both, others in mdu.micro_batches(o, pools(), 2):
         assert len(both) == 6 and len(others) == 3
-        pairs += [known(*pair) for pair in zip(both[:3], both[3:])]
+        pairs += [known(*pair) for pair in zip(both[::2], both[1::2])]
         kept += known(*others)
-        lengths += [sum(len(e.prompt + e.response) for e in pair) for pair in zip(both[:3], both[3:])]
-    assert sorted(pairs) == sorted(known(*pair) for pair in zip(forget[:12], forget[12:]))
+        lengths += [sum(len(e.prompt + e.response) for e in pair) for pair in zip(both[::2], both[1::2])]
+    assert sorted(pairs) == sorted(known(*pair) for pair in zip(forget[::2], forget[1::2]))
     assert sorted(kept) == sorted(known(*retain)) and lengths == sorted(lengths)
 
 
@@ -1373,8 +1379,10 @@ def slow_step(o, model, frozen, forget, retain):
         lp = logp(net, prompt, noised, hit)
         return -sum(lp[j, e.response[i]] for j, i in enumerate(hit)) / t if hit else 0 * lp.sum()
 
-    losses, half = [], len(forget) // 2
-    for i, e in enumerate(forget[:half] if o.method == "dpo" else forget):
+    losses = []
+    for i, e in enumerate(forget):
+        if o.method == "dpo" and i % 2:
+            continue  # a preferred answer: taken with the forgotten one before it
         if o.method == "mdu":
             _, hit, noised = noise(e, force=True)
             lp = logp(model, e.prompt, noised, hit)
@@ -1387,7 +1395,7 @@ def slow_step(o, model, frozen, forget, retain):
                                for j, i in enumerate(hit)), 0 * lp.sum()))
         else:
             y, y0 = sft(model, e), sft(frozen, e)
-            win = [sft(net, forget[half + i]) for net in (model, frozen)] if o.method == "dpo" else ()
+            win = [sft(net, forget[i + 1]) for net in (model, frozen)] if o.method == "dpo" else ()
             given = {"npo": (y, y0, o.beta), "simnpo": (y, len(e.response), o.beta, o.delta),
                      "dpo": (*win, y, y0, o.beta)}.get(o.method, (y,))
             losses.append(y if o.method == "sft" else LOSSES["ga" if o.method == "gd" else o.method][1](*given))
@@ -1406,7 +1414,7 @@ def test_step_equals_one_sequence_at_a_time(method, sampling):
     o = options("--method", *method.split(), "--batch-size", "6", "--mask-sampling", sampling,
                 "--response-length", "9", *null)
     model, frozen, drawn_pools = tiny(0), tiny(1), dict(pools(), null_from=4 if method == "sft" else 10)
-    examples = mdu.draw_examples(o, drawn_pools, range(6, 12))
+    examples = drawn_examples(o, drawn_pools, range(6, 12))
     if sampling == "bernoulli":
         examples[0][0].u = 0.0  # almost surely nothing is masked
         for e in examples[1][:1]:
@@ -1429,7 +1437,7 @@ def test_retain_reduction_divides_by_the_response():
     the other losses as they are."""
     for method, divided in (("sft", 0), ("gd", 1)):
         argv = ["--method", method, "--batch-size", "6", "--response-length", "9"]
-        examples = mdu.draw_examples(options(*argv), pools(), range(6))
+        examples = drawn_examples(options(*argv), pools(), range(6))
         sequence, token = (mdu.step_losses(options(*argv, "--retain-reduction", reduction), tiny(0), None, *examples)
                            for reduction in ("sequence", "token"))
         length = f64(*(len(e.response) for e in examples[divided]))
@@ -2290,7 +2298,7 @@ def test_training_equals_a_plain_loop(base, tmp_path, method, retain_weight, sha
     for log_line, lr in zip(logs, [1e-4, 1e-4, 0.5e-4], strict=True):  # one step of warm-up, then half a cosine
         step = log_line["step"] - 1
         examples = [sorted(rows, key=lambda e: len(e.prompt + e.response))  # the order of the sums, for the last bit
-                    for rows in mdu.draw_examples(o, drawn, range(8 * step, 8 * step + 8))]
+                    for rows in drawn_examples(o, drawn, range(8 * step, 8 * step + 8))]
         forget, retain = mdu.step_losses(o, model, frozen, *examples)
         ((forget.sum() + retain_weight * retain.sum()) / 8).backward()
         norm = math.sqrt(sum(p.grad.double().pow(2).sum().item() for p in model.parameters()))
@@ -4375,7 +4383,7 @@ def plain_step(o, model, frozen, b, n):
             ratio = nll - nll_of(reference, forget)
         loss = {"npo": lambda: -2 / o.beta * F.logsigmoid(o.beta * ratio),
                 "simnpo": lambda: -2 / o.beta * F.logsigmoid(o.beta * (nll / length - o.delta)),
-                "dpo": lambda: -F.logsigmoid(o.beta * (ratio[:n // 2] - ratio[n // 2:])),
+                "dpo": lambda: -F.logsigmoid(o.beta * (ratio[::2] - ratio[1::2])),
                 "sft": lambda: nll}.get(o.method, lambda: -nll)()
     return loss, nll_of(scores(model, b.noised, retain), retain) if o.retain_weight else torch.zeros(())
 
@@ -4449,7 +4457,7 @@ def trainers(o, V, **lengths):
     predictor, reference = (mdu.MaskPredictor(lm, 0, 1, 1) for lm in (model, frozen))
     mdu.shard(predictor, torch.float32)
     optimizers = [mdu.new_optimizer(o, list(net.parameters())) for net in (predictor, twin)]
-    examples = [rows[mdu.rank()::mdu.world_size()] for rows in mdu.draw_examples(o, pools, range(o.batch_size))]
+    examples = drawn_examples(o, pools, range(mdu.rank(), o.batch_size, mdu.world_size()))
     b, n = mdu.noise(o, predictor, sum(examples, []), len(examples[0]) if o.method == "mdu" else 0), len(examples[0])
 
     def update(net, optimizer, losses):
