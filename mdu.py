@@ -1532,7 +1532,7 @@ def save_checkpoint(out, step, state):
     files = digests(aside)
     with together():
         if rank() == 0:
-            write_json(aside / "checkpoint.json", {"step": step, "processes": world_size(), "files": files})
+            write_json(aside / "checkpoint.json", files)
             sync(aside)
             os.replace(aside, folder)
             sync(folder.parent)
@@ -1546,26 +1546,20 @@ def load_checkpoint(out, state):
     folders = [f for f in sorted((out / "checkpoint").glob("*")) if f.suffix != ".partial"]
     if not folders:
         return 0
-    file = folders[-1] / "checkpoint.json"
-    info = parse_json(file.read_bytes(), file) if file.is_file() else None
-    if not isinstance(info, dict) or not {"step", "files"} <= set(info) or not isinstance(info["files"], dict):
-        raise ValueError(f"{file}: damaged; remove {folders[-1]} to start the run anew")
-    found = digests(folders[-1])
-    for name in sorted({*info["files"], *found}):
-        if info["files"].get(name) != found.get(name):
-            what = "missing" if name not in found else "not part of the checkpoint" if name not in info["files"] else (
-                "changed or cut short since it was written")
-            raise ValueError(f"{folders[-1] / name}: {what}; remove {folders[-1]} to start the run anew")
+    folder = folders[-1]
+    file, anew = folder / "checkpoint.json", f"remove {folder} to start the run anew"
+    written = parse_json(file.read_bytes(), file) if file.is_file() else None
+    if misfit(written, {str: str}):
+        raise ValueError(f"{file}: damaged; {anew}")
+    found = digests(folder)
+    for name in sorted({*written, *found}):
+        if written.get(name) != found.get(name):
+            raise ValueError(f"{folder / name}: missing, or not as it was written; {anew}")
     try:
-        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folders[-1])))
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     except CheckpointException as error:
-        raise ValueError(f"{folders[-1]}: not a checkpoint of this run ({first_line(error)}); remove it to start "
-                         "the run anew") from None
-    steps = {int(value) for name, value in state.items() if name.startswith("step.")}
-    if [*steps] != [info["step"]]:
-        raise ValueError(f"{file}: step {info['step']}, but its tensors are of step {min(steps)}; remove {folders[-1]} "
-                         "to start the run anew")
-    return info["step"]
+        raise ValueError(f"{folder}: not a checkpoint of this run ({first_line(error)}); {anew}") from None
+    return int(next(value for name, value in state.items() if name.startswith("step.")))
 
 
 def sync(path):
