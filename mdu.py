@@ -1805,7 +1805,7 @@ def train(o, splits):
     reference = None
     if needs_reference(o) or o.diagnose:  # read only now: before the first is shared out, two may not fit
         with together():
-            reference = load_backbone(o.model, o.revision, compute_dtype(o.dtype))[0].eval().requires_grad_(False)
+            reference = load_backbone(str(source), None, compute_dtype(o.dtype))[0].eval().requires_grad_(False)
     params = list(predictor.parameters())
     optimizer = new_optimizer(o, params)
     rows = o.batch_size * o.grad_accum

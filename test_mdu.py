@@ -664,6 +664,30 @@ def tiny(seed, mask_id=0, pad_id=1):
     return mdu.MaskPredictor(transformers.LlamaForCausalLM(config).double(), mask_id, pad_id, end_id=1)
 
 
+def test_the_readmes_lines_for_another_project():
+    """The lines under "Copying the loss", with the sources that they name, on models and padded rows of one's own: the
+    gradient is Eq. 5's, of each row alone."""
+    readme = (Path(mdu.__file__).parent / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"(?m)^    (.*)", readme.split("## Copying the loss")[1].split("##")[0])
+    model, frozen = tiny(0).lm, tiny(1).lm
+    ids, real = torch.randint(2, 64, (3, 9)), torch.tensor([[1] * 9, [1] * 7 + [0] * 2, [1] * 5 + [0] * 4])
+    given = dict(torch=torch, F=F, math=math, T_MIN=0.001, model=model, frozen=frozen, mask_id=0, B=3, T=9, ids=ids,
+                 real=real, answer=(torch.arange(9) >= torch.tensor([[4], [3], [2]])) & real.bool())
+    for function in (mdu.mask_tokens, mdu.mask_prompt, mdu.mdu_loss):
+        exec(inspect.getsource(function), given)
+    exec("\n".join(lines), given)
+    pasted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for b, n in enumerate(real.sum(1)):
+        noised, answer, masked = (given[name][b, :n] for name in ("noised", "answer", "masked"))
+        logits = model(input_ids=noised[None]).logits[0][masked]
+        anchor = frozen(input_ids=torch.where(answer, noised, 0)[None]).logits[0][masked]
+        (slow_mdu(logits, anchor, masked[None], 1).sum() / 3).backward()
+    for ours, slow in zip(pasted, (p.grad for p in model.parameters()), strict=True):
+        near(ours, slow)
+    assert any(grad.abs().max() > 1e-3 for grad in pasted)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Eq. 7: the answer probability
 # ---------------------------------------------------------------------------------------------------------------------
