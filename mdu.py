@@ -1802,17 +1802,16 @@ def train(o, splits):
         pools = encode_pools(o, splits, predictor, tokenizer)
     start = digests(source) if source else {}  # what --resume must find again
     shard(predictor, compute_dtype(o.dtype))
-    reference = None
-    if needs_reference(o) or o.diagnose:  # read only now: before the first is shared out, two may not fit
-        with together():
-            reference = load_backbone(str(source), None, compute_dtype(o.dtype))[0].eval().requires_grad_(False)
-    params = list(predictor.parameters())
-    optimizer = new_optimizer(o, params)
+    params, referenced = list(predictor.parameters()), needs_reference(o) or o.diagnose
     rows = o.batch_size * o.grad_accum
     steps = math.ceil(o.epochs * len(pools["forget"]) / rows)
-
-    held, once = memory_plan(o, sum(p.numel() for p in params), reference is not None)
+    held, once = memory_plan(o, sum(p.numel() for p in params), referenced)
     say(*plan_lines(o, splits, pools, params, held, steps))
+    optimizer, reference = new_optimizer(o, params), None
+    if referenced:  # read only now: before the first model is shared out, two may not fit
+        with together():
+            reference = load_backbone(str(source), None, compute_dtype(o.dtype))[0].eval().requires_grad_(False)
+
     out, metrics = Path(o.out), Path(o.out) / "metrics.jsonl"
     with contextlib.ExitStack() as stack:  # the folder is this program's own until its end
         with together():
