@@ -574,17 +574,21 @@ def intact(what, remedy):
         raise ValueError(f"{what}: damaged ({type(error).__name__}: {error}); {remedy}") from None
 
 
+def untrained(info):
+    """Is it the run.json of a folder that holds the scores of a model as it is, and no weights?"""
+    return info.get("steps") == 0
+
+
 def finished_run(run):
-    """run.json of a run whose training is finished, or of a folder with the scores of a model as it is (0 steps)."""
+    """run.json of a run whose training is finished, or of a folder with the scores of a model as it is."""
     info = mdu.read_run(run)
-    if info.get("steps") != 0 and not (Path(run) / "config.json").is_file():
+    if not untrained(info) and not (Path(run) / "config.json").is_file():
         raise ValueError(f"{run}: holds no finished model (no config.json); finish its training first")
     return info
 
 
 def rows_of(run, info, o, data):
     """{split: rows} of --data, or of the run's own data, and the retain rows among them that it was trained on."""
-    untrained = info.get("steps") == 0
     source = {} if data is None else dict(data=data, forget=None, retain=None)
     everything = mdu.load_data(dataclasses.replace(o, limit=None, retain_only=False, **source))
     trained = dict(info["data"])
@@ -592,11 +596,10 @@ def rows_of(run, info, o, data):
         trained["forget"] = trained.get("held_out")
     changed = [split for split, rows in everything.items()
                if (trained.get(split) or {}).get("sha256") != mdu.fingerprint(mdu.first_rows(rows, o.limit))]
-    if changed and data is None and not untrained:
+    if changed and data is None and not untrained(info):
         note(f"{run}: its {', '.join(changed)} rows have changed since it was trained; scored on what they are now")
-    taught = []
-    if (o.method == "sft" or o.retain_weight) and not untrained and not (data and "train_retain" in changed):
-        taught = mdu.first_rows(everything["train_retain"], o.limit)
+    retains = o.method == "sft" or o.retain_weight
+    taught = mdu.first_rows(everything["train_retain"], o.limit) if retains and "train_retain" not in changed else []
     return everything, taught
 
 
@@ -655,13 +658,13 @@ def untrained_options(out, a):
 
 def untrained_run(run, a):
     """What run.json holds for the scores of a model as it is; ValueError: the folder holds a trained run."""
-    if (Path(run) / "run.json").is_file() and mdu.read_run(run).get("steps") != 0:
+    if (Path(run) / "run.json").is_file() and not untrained(mdu.read_run(run)):
         raise ValueError(f"{run}: holds a trained run; --preset and --model need a folder of their own")
     return {"options": dataclasses.asdict(untrained_options(run, a)), "steps": 0, "data": {}}
 
 
 def row_places(rows):
-    """The place of each row in its split; on RWKU among its person's rows, which it has whoever else is asked about."""
+    """The place of each row in its split; on RWKU among its person's rows, whoever else is asked about."""
     places, seen = [], Counter()
     for row in rows:
         places.append(seen[row.get("subject")])
@@ -686,8 +689,7 @@ def evaluate(job, a):
     """
     start = time.time()
     out = Path(job.run) / "eval"
-    untrained = job.info.get("steps") == 0
-    source = (job.options.model, job.options.revision) if untrained else (job.run,)
+    source = (job.options.model, job.options.revision) if untrained(job.info) else (job.run,)
     predictor, tokenizer = mdu.load_backbone(*source, dtype=mdu.compute_dtype(job.options.dtype))
     settings = SimpleNamespace(**{**vars(a), **job.summary["protocol"]})
     check_room(job, predictor, tokenizer)
@@ -703,7 +705,7 @@ def evaluate(job, a):
                              for file in mdu.model_folder(*source).glob("*.safetensors"))
             identity = {**job.summary, "source": source, "weights": weights}
             claim_partial(out / "partial", json.dumps(identity, sort_keys=True))
-            if untrained:
+            if untrained(job.info):
                 mdu.write_json(out.parent / "run.json", job.info)
     with mdu.together():  # every process sees the same files
         todo = [chunk for chunk in chunks if not chunk[0].is_file()]
@@ -1113,7 +1115,8 @@ def report(runs, questions, retain_run):
                          "a person in common")
     answers = side_by_side(groups, questions, "forget_level2" if people else "forget")
     lines = report_tables(groups, people)
-    shared = {key: groups[0].summaries[0][key] for key in ("protocol", "data", "retain_rows_trained_on")}
+    shared = {key: groups[0].summaries[0][key] for key in ("protocol", "data")}
+    shared["retain_rows_trained_on"] = max((s["retain_rows_trained_on"] for g in groups for s in g.summaries), key=len)
     methods = []
     for group in by_person(groups, people) if people else groups:
         splits = {split: {metric: mean_and_deviation(measured(group, split, metric))
@@ -1209,6 +1212,8 @@ def open_runs(paths):
     runs = []
     for path in paths:
         info = finished_run(path)
+        if untrained(info):
+            raise ValueError(f"{path}: holds the scores of a model as it is, and no weights; give trained runs")
         o = mdu.Options(**info["options"])
         if not o.model and o.method != "sft":
             raise ValueError(f"{path}: its run.json does not say from which model it started; it is damaged")

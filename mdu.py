@@ -176,7 +176,7 @@ def option(default, help, **kwargs):
 
 @dataclasses.dataclass
 class Options:
-    preset: str = option("toy", "which row of PRESETS to start from [that of the run that --model is; any other: own]")
+    preset: str = option("toy", "which row of PRESETS to start from; beside --model that of the run it is, or own")
     method: str = option("mdu", "which loss to minimise; sft trains the base model")
     tau: float = option(None, "mdu: temperature of the anchor, 0 (uniform target) to 1 (prompt-masked anchor)")
     beta: float = option(None, "npo, simnpo, dpo: inverse temperature of the preference")
@@ -308,8 +308,8 @@ def resolve(given):
     given = {**given, "preset": given.get("preset") or preset_of(given.get("model"))}
     method, preset = given.get("method", Options.method), PRESETS[given["preset"]]
     preset = {**preset, **(preset["sft"] if method == "sft" else {})}
-    own = METHOD_OPTIONS[method]
-    for name in {n for options in METHOD_OPTIONS.values() for n in options} - set(own):
+    of_method = METHOD_OPTIONS[method]
+    for name in {n for options in METHOD_OPTIONS.values() for n in options} - set(of_method):
         if name in given:
             users = [m for m, options in METHOD_OPTIONS.items() if name in options]
             raise ValueError(f"--{name.replace('_', '-')} {given[name]}: {method} does not use it; "
@@ -317,7 +317,7 @@ def resolve(given):
         preset.pop(name, None)
     if "model" in given:  # the preset's revision is of the preset's model
         preset.pop("revision", None)
-    o = Options(**{**own, **{k: v for k, v in preset.items() if k != "sft"}, **given})
+    o = Options(**{**of_method, **{k: v for k, v in preset.items() if k != "sft"}, **given})
     check_ranges(vars(o))
     own_rows, retains = o.forget or o.subject, o.method == "sft" or o.retain_weight
     for refused, message in (
@@ -334,7 +334,9 @@ def resolve(given):
              f"--preset {o.preset}: whom to forget? give --subject NAME, a number or all, or --forget FILE"),
             ("revision" in given and (o.model is None or Path(o.model).is_dir()),
              f"--revision {o.revision}: used only with a hub name as --model"),
-            (o.preset == "own" and not (o.model and (o.forget or "data" in given)),
+            (o.preset == "own" and not o.model,
+             "--preset own: which model? give --model"),
+            (o.preset == "own" and not (o.forget or "data" in given),
              f"--model {o.model}: for which rows? give --forget FILE (and --retain FILE), --data or a --preset"),
             (o.diagnose and o.method == "sft",
              "--diagnose: measures unlearning; sft has no model to be compared with"),
@@ -342,6 +344,8 @@ def resolve(given):
              "--resume: continues a run that --overwrite would replace; give one of them"),
             (o.retain and not own_rows,
              f"--retain {o.retain}: used only beside --forget or --subject"),
+            ("retain" in given and "retain_weight" not in given and o.retain_weight == 0,
+             f"--retain {o.retain}: preset {o.preset} has no retain loss; give --retain-weight, 1 for one"),
             (o.forget and "data" in given and not o.subject,
              f"--data {o.data}: --forget {o.forget} already names the data; give one of them"),
             (own_rows and not o.retain and o.retain_weight,
@@ -439,7 +443,7 @@ def draw_example(o, stream, index, pair, pools, may_null=False):
 
 
 def draw_examples(o, pools, indices):
-    """Examples `indices` of the run -> (forget, retain); of forget a list each, for dpo with the preferred answer."""
+    """Examples `indices` of the run -> (forget, retain); forget[k] is [example], for dpo [example, preferred]."""
     forget, retain = [], []
     for k in indices:
         i = pick(o.seed, "forget", k, len(pools["forget"]))
@@ -604,6 +608,7 @@ BACKBONES = {
 ANY_MASKED_LM = dict(model="AutoModelForMaskedLM", tokenizer="AutoTokenizer")
 
 HUB_NAME = r"\w[\w.-]*/\w[\w.-]*"
+
 
 def model_folder(name, revision=None):
     """A folder is itself; a hub name is downloaded: safetensors, settings and tokenizer, nothing that is run."""
@@ -1030,6 +1035,8 @@ def find_people(name, wanted):
         people.append(row.get("target"))
         if not is_text(people[-1]):
             raise ValueError(f"{where}: target is {repr(people[-1])[:60]}; it must be a person's name")
+    if not people:
+        raise ValueError(f"--data {name}: forget_target names nobody; RWKU's has a row per person")
     if wanted == "all":
         return people[:10]
     if wanted in map(str, range(1, len(people) + 1)):
@@ -1064,10 +1071,10 @@ def read_biographies(name, people, pairs):
             raise ValueError(f"{where}: subject is {row.get('subject')!r}; it must be a person's name")
         made_up, real = [], row.get("text")
         if pairs:
-            if misfit(row, {"response": lambda texts: isinstance(texts, list) and len(texts) == 2}):
-                raise ValueError(f"{where}: response is {repr(row.get('response'))[:60]}; it must be [fabricated text, "
-                                 "real text]")
-            made_up, real = row["response"]
+            texts = row.get("response")
+            if not isinstance(texts, list) or len(texts) != 2:
+                raise ValueError(f"{where}: response is {repr(texts)[:60]}; it must be [fabricated text, real text]")
+            made_up, real = texts
         prompt = row.get("prompt") or BIOGRAPHY.format(intro=row.get("intro") or "", subject=row["subject"]).strip()
         rows.append(check_row({"question": prompt, "answer": real, "perturbed_answer": made_up}, where))
     return rows
@@ -1511,7 +1518,7 @@ def digests(folder):
 
 
 def first_line(error):
-    """What an exception says, without what follows; of a CheckpointException, what the first process says."""
+    """The first line of what an exception says; of a CheckpointException, of what the first process says."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return str(error).partition("\n")[0]
@@ -1554,7 +1561,7 @@ def load_checkpoint(out, state):
     found = digests(folder)
     for name in sorted({*written, *found}):
         if written.get(name) != found.get(name):
-            raise ValueError(f"{folder / name}: missing, or not as it was written; {anew}")
+            raise ValueError(f"{folder / name}: missing, no part of it, or not as it was written; {anew}")
     try:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     except CheckpointException as error:

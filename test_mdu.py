@@ -1158,7 +1158,8 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--out {d}/dangling --model {base}": ["link to nothing"],
     "--preset toy --model {d}/loop": ["loop", "neither a folder"],
     "--model owner/name": ["for which rows?"],
-    "--preset own --forget {d}/good.jsonl --retain-weight 0": ["which rows?"],
+    "--preset own --forget {d}/good.jsonl --retain-weight 0": ["--preset own: which model?"],
+    "--preset rwku-llada --forget {d}/good.jsonl --retain {d}/good.jsonl": ["rwku-llada has no retain loss"],
     "--forget {d}/good.jsonl --retain-weight 0 --out {d}/up --overwrite": ["would replace --forget"],
     "--out / --model {base}": ["would replace --model"], "--out /dev/null": ["is a file"],
     "--out /proc/x --model {base}": ["/proc/x"], "--out {d}/good.jsonl/x --model {base}": ["good.jsonl/x"],
@@ -2215,6 +2216,13 @@ def test_a_row_that_does_not_fit_is_named(rows, config, field, value, tmp_path):
         mdu.load_data(options("--preset", "rwku-llada", "--data", str(tmp_path), "--subject", "1", "--method", method))
 
 
+def test_a_list_of_nobody_is_refused(monkeypatch):
+    """--subject all of a forget_target without rows: not silently nothing."""
+    monkeypatch.setattr(mdu, "read_config", lambda *args: [])
+    with pytest.raises(ValueError, match="forget_target names nobody"):
+        mdu.find_people("owner/name", "all")
+
+
 def test_toy_people_keep_their_promises():
     """The hub's fields throughout; no neighbour shares a value with a person to forget;
     the base learns all that is asked."""
@@ -3203,6 +3211,11 @@ def test_retain_rows_are_trained_on_only_where_they_were(base, tofu, tmp_path):
         ev.main([*flags, *more, str(tmp_path / run)])
         summary = json.loads((tmp_path / run / "eval/summary.json").read_text())
         assert summary["retain_rows_trained_on"] == expected, (run, more)
+    ev.main(["--report", str(tmp_path / "ga"), str(tmp_path / "gd")])  # of all runs, whichever comes first
+    assert json.loads((tmp_path / "report.json").read_text())["retain_rows_trained_on"] == [0, 1]
+    assert "2 of the evaluated retain rows" in (tmp_path / "report.md").read_text()
+    with pytest.raises(ValueError, match="a model as it is, and no weights"):
+        ev.main(["--analysis", "gallery", str(tmp_path / "asis")])
 
 
 def test_a_model_is_scored_on_rows_of_ones_own_before_it_unlearns_them(base, files, tmp_path, capsys):
@@ -4506,7 +4519,7 @@ def trainers(o, V, **lengths):
 
 
 def bench_training(V, rate):
-    print("\n| training step | ms | tokens/s | MB above weights | share of the floor | plain: ms | MB | "
+    print("\n| training step | ms | tokens/s | MB above weights | floor / time | plain: ms | MB | "
           "plain/ours: time | memory |\n|---|---|---|---|---|---|---|---|---|")
     for method in mdu.METHOD_OPTIONS:
         o = options("--method", method, "--batch-size", "4", *(["--null-prompt-rate", "0"] if method == "sft" else []))
@@ -4555,7 +4568,7 @@ def bench_evaluation(V, questions=8, length=32, samples=8):
         f"likelihood, {samples} masks": (
             lambda: torch.stack(ev.masked_nll(predictor, pairs, masks)).tolist(),
             lambda: [plain_likelihood(lm, *pair, m) for pair, m in zip(pairs, masks)])}
-    print("\n| evaluation | questions/s | MB above weights | plain: questions/s | MB | ours/plain: rate | memory |\n"
+    print("\n| evaluation | questions/s | MB above weights | plain: questions/s | MB | ours/plain: rate | plain/ours: memory |\n"
           "|---|---|---|---|---|---|---|")
     for name, (ours, plain) in tasks.items():
         assert np.allclose(ours(), plain(), rtol=1e-4), f"{name}: the two give different results"
