@@ -1350,8 +1350,8 @@ def test_stratified_counts_end_tokens_and_null_prompts():
 
 
 def test_streams_share_no_random_number():
-    """Every (seed, stream, index) has numbers of its own; so have a row, its preferred answer and its retain row; each
-    preferred answer comes up."""
+    """Every (seed, stream, index) has numbers of its own; so have a row, its preferred answer and its retain row; a
+    preferred answer is one of the row's own, and each comes up."""
     first = [mdu.draws(seed, stream, k).random() for seed in (1, 2) for stream in mdu.STREAMS for k in range(20)]
     assert len(set(first)) == 2 * 7 * 20
     o = options("--method", "dpo", "--mask-sampling", "bernoulli")
@@ -1359,7 +1359,7 @@ def test_streams_share_no_random_number():
     lose, win = forget[::2], forget[1::2]
     for rows in zip(lose, win, retain):
         assert len({e.coins[0] for e in rows}) == 3 and rows[0].u == rows[1].u != rows[2].u
-    assert {e.response[0] for e in win} == {8, 9, 10}
+    assert {e.response[0] for e in win} == {8, 9, 10} and [e.prompt for e in win] == [e.prompt for e in lose]
     assert [e.prompt[0] - 30 for e in lose] != [e.prompt[0] - 50 for e in retain]
 
 
