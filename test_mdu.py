@@ -1365,7 +1365,7 @@ def test_streams_share_no_random_number():
 
 def test_micro_batches_keep_pairs_together():
     """dpo, third step of 4 x 3 rows: what is drawn for rows 24 to 35, each once; in a batch each forgotten answer
-    before the one preferred to it; short pairs first."""
+    before the one preferred to it; short pairs first, and short rows to retain."""
     o = options("--method", "dpo", "--batch-size", "3", "--grad-accum", "4")
     forget, retain = drawn_examples(o, pools(), range(24, 36))
 
@@ -1379,6 +1379,8 @@ def test_micro_batches_keep_pairs_together():
         lengths += [sum(len(e.prompt + e.response) for e in pair) for pair in zip(both[::2], both[1::2])]
     assert sorted(pairs) == sorted(known(*pair) for pair in zip(forget[::2], forget[1::2]))
     assert sorted(kept) == sorted(known(*retain)) and lengths == sorted(lengths)
+    lengths = [len(prompt) + len(response) for prompt, response, *_ in kept]
+    assert lengths == sorted(lengths) and len(set(lengths)) > 3
 
 
 def slow_step(o, model, frozen, forget, retain):
