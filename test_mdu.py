@@ -1045,16 +1045,22 @@ def test_a_model_brings_its_preset(base, tmp_path):
     ("--dtype bfloat16 --weights bfloat16", torch.bfloat16, torch.bfloat16),
     ("--dtype bfloat16 --weights bfloat16 --method sft", torch.bfloat16, None)])
 def test_rotary_frequencies_are_never_rounded(base, tmp_path, monkeypatch, argv, trained, frozen):
-    """Weights in the dtype that was asked for, the frozen model's those of the start; the frequencies, a buffer, in
-    float32 in every model: rounded to bfloat16 they would turn by a radian within 500 tokens."""
+    """Weights in the dtype that was asked for, scores in that of --dtype, the frozen model's those of the start; the
+    frequencies, a buffer, in float32 in every model: rounded to bfloat16 they would turn by a radian within 500
+    tokens."""
     from transformers import LlamaForCausalLM
-    seen, step_losses = [], mdu.step_losses
-    monkeypatch.setattr(mdu, "step_losses", lambda o, *models_and_rows: (
-        seen.append(models_and_rows[:2]), step_losses(o, *models_and_rows))[1])
+    seen, computed, step_losses = [], set(), mdu.step_losses
+
+    def watched(o, predictor, reference, *rows):
+        seen.append((predictor, reference))
+        predictor.register_forward_hook(lambda module, inputs, scores: computed.add(scores.dtype))
+        return step_losses(o, predictor, reference, *rows)
+    monkeypatch.setattr(mdu, "step_losses", watched)
     model = [] if "sft" in argv else ["--model", str(base)]
     mdu.main([*argv.split(), *model, "--epochs", "0.1", "--out", str(tmp_path / "run")])
     predictor, reference = seen[0]
     assert {p.dtype for p in predictor.parameters()} == {trained} and (reference is None) == (frozen is None)
+    assert computed == {getattr(torch, argv.split()[1])}
     for network in filter(None, seen[0]):
         frequencies = [b for name, b in network.named_buffers() if "inv_freq" in name]
         assert frequencies
@@ -1128,6 +1134,7 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--forget {d}/absent.jsonl --retain-weight 0": ["absent.jsonl", "No such file"],
     "--forget {d} --retain-weight 0": ["directory"],
     "--forget {d}/good.jsonl --retain-weight 0 --out {d} --overwrite": ["would replace --forget"],
+    "--preset toy-rwku --subject 1 --retain {d}/good.jsonl --retain-weight 1 --out {d}": ["would replace --retain"],
     "--method mdu --retain-only": ["--retain-only", "only sft"],
     "--forget {d}/good.jsonl --retain-weight 0 --method dpo": ["row 0", "perturbed_answer"],
     "--forget {d}/long.jsonl --retain-weight 0 --model {base}": ["2004 tokens", "1024"],
