@@ -1777,10 +1777,12 @@ def test_pickled_weights_and_tokenizers_without_an_end_are_refused(tmp_path):
 
 
 def test_any_masked_language_model_loads(tmp_path):
-    """A tiny ModernBERT with its own tokenizer: the scores are its logits at the positions asked for."""
+    """A tiny ModernBERT with its own tokenizer: the scores are its logits at the positions asked for, in training as
+    well, whatever dropout it names; without a padding token responses are filled up with end tokens."""
     config = transformers.ModernBertConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
                                            num_attention_heads=2, pad_token_id=1, eos_token_id=1, bos_token_id=1,
-                                           cls_token_id=1, sep_token_id=1, max_position_embeddings=64)
+                                           cls_token_id=1, sep_token_id=1, max_position_embeddings=64,
+                                           embedding_dropout=0.5, mlp_dropout=0.5)
     model = transformers.ModernBertForMaskedLM(config).eval()
     model.save_pretrained(tmp_path)
     vocabulary = {"[MASK]": 0, "[SEP]": 1, "[UNK]": 2, "a": 3}
@@ -1790,9 +1792,12 @@ def test_any_masked_language_model_loads(tmp_path):
                                          unk_token="[UNK]", pad_token="[SEP]").save_pretrained(tmp_path)
     predictor, tokenizer = mdu.load_backbone(str(tmp_path))
     ids, wanted = torch.tensor([[5, 0, 7, 0]]), torch.tensor([[False, True, False, True]])
-    torch.testing.assert_close(predictor(ids, ids >= 0, wanted), model(input_ids=ids).logits[wanted])
-    assert (predictor.mask_id, predictor.end_id) == (0, 1)
+    for mode in (False, True):
+        torch.testing.assert_close(predictor.train(mode)(ids, ids >= 0, wanted), model(input_ids=ids).logits[wanted])
+    assert (predictor.mask_id, predictor.pad_id, predictor.end_id) == (0, 1, 1)
     assert mdu.encode_row(tokenizer, 1, "a b", "a") == ([3, 2], [3, 1])  # no chat template: the bare question
+    edit(tmp_path / "config.json", put("pad_token_id", None))
+    assert mdu.load_backbone(str(tmp_path))[0].pad_id == 1
 
 
 @pytest.mark.parametrize("kind", ["llada", "Dream"])
@@ -2373,6 +2378,20 @@ def test_python_mdu_trains_the_base_it_lacks(tmp_path, tofu, monkeypatch, capsys
     assert snapshot(tmp_path / "x/base") == before
     with pytest.raises(ValueError, match="other forget rows"):
         mdu.main(["--epochs", "1", "--out", "x/toy"])
+
+
+def test_the_base_a_run_lacks_is_trained_on_the_rows_it_names_or_on_everyone(files, tmp_path, monkeypatch):
+    """The base of rows of one's own learns these, and its options name them; where a person is to be forgotten, by
+    RWKU's rows or by others, it learns everyone's."""
+    bases, good = [], str(files / "good.jsonl")
+    monkeypatch.setattr(mdu, "train", lambda o, splits: bases.append((o, splits)) if o.method == "sft" else None)
+    for argv in (["--forget", good, "--retain-weight", "0"], ["--preset", "toy-rwku", "--subject", "1"],
+                 ["--preset", "toy-rwku", "--subject", "1", "--forget", good]):
+        mdu.main([*argv, "--out", str(tmp_path / f"{len(bases)}/run")])
+    (o, splits), *people = bases
+    assert (o.forget, o.retain) == (good, None) and splits["forget"] == mdu.read_jsonl(good)
+    everyone = mdu.load_data(options("--preset", "toy-rwku", "--method", "sft"))
+    assert [(o.forget, splits) for o, splits in people] == [(None, everyone)] * 2
 
 
 def test_unlearning_forgets_and_keeps_the_rest(tmp_path):
