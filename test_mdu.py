@@ -2719,11 +2719,13 @@ def of_another_model(folder):
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_a_damaged_checkpoint_is_refused(damage, six_steps, tmp_path, capsys):
-    """One line that names the file, exit code 2, and nothing changed; an unfinished save beside it is no checkpoint."""
+    """One line that names the file, exit code 2, and nothing changed; an unfinished save beside it is no checkpoint,
+    and an older one that was to be removed is not taken in its place."""
     (argv, _, cut), (name, harm) = six_steps, DAMAGED[damage]
     shutil.copytree(cut, tmp_path / "run")
     folder, = (tmp_path / "run/checkpoint").iterdir()
     (tmp_path / "run/checkpoint/00000004.partial").mkdir()
+    shutil.copytree(folder, folder.with_name("00000001"))
     harm(folder)
     before = snapshot(tmp_path)
     code, err = program([*argv, "--resume", "--out", str(tmp_path / "run")], capsys)
