@@ -726,7 +726,8 @@ def test_compared_answers_share_their_masks():
 def test_masked_nll_equals_slow_loop(batch_size):
     """Every mask of four ragged questions, batched, against one predictor call per mask and a float64 loop.
 
-    Also what the predictor was shown: prompt and unmasked answer as they are, the mask elsewhere, padding on the right.
+    Also what the predictor was shown: prompt and unmasked answer as they are, the mask elsewhere, padding on the right;
+    short questions first, so that those of like length share a batch.
     """
     masks = [all_masks(len(response))[0] for _, response in PAIRS]
     fake, alone = Fake(), Fake()
@@ -747,6 +748,7 @@ def test_masked_nll_equals_slow_loop(batch_size):
             assert keep[:n].all() and not ask[n:].any()
             shown.append((row[:n].tolist(), ask[:n].tolist()))
     assert sorted(shown) == sorted((ids[0].tolist(), positions[0].tolist()) for ids, _, positions in alone.calls)
+    assert shown == sorted(shown, key=lambda row: len(row[0]))
 
 
 def test_monte_carlo_estimate_finds_the_exact_value():
@@ -783,6 +785,7 @@ def test_scores_at_once_are_bounded(monkeypatch):
     monkeypatch.setattr(ev, "SCORES", 44)
     ev.masked_nll(fake, [([3], [4, 5, 6])], masks)
     assert [len(ids) for ids, *_ in fake.calls] == [2, 1]
+    assert torch.equal(torch.cat([positions[:, 1:] for *_, positions in fake.calls]), masks[0])
 
 
 def test_masked_nll_of_a_transformer_is_batch_independent():
@@ -3036,7 +3039,8 @@ def test_memory_plan_counts_what_is_held(dtype, base):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def test_answers_are_scored_against_their_references(monkeypatch, base):
-    """Worked by hand: of the 6 words of the answer 2 are written, and none besides: precision 1, recall 1/3, F1 1/2."""
+    """Worked by hand: of the 6 words of the answer 2 are written, and none besides: precision 1, recall 1/3, F1 1/2.
+    Perplexity by 4 masks is by the first 4 of the 16 of the probability."""
     predictor, tokenizer = mdu.load_backbone(base)
     rows = [dict(question="Where?", answer="Petra Osei was born in Lima.", fact=fact) for fact in ("Petra", "Lima")]
     written = mdu.encode_text(tokenizer, "Petra Osei")
@@ -3044,6 +3048,10 @@ def test_answers_are_scored_against_their_references(monkeypatch, base):
     records = ev.score_answers(predictor, tokenizer, rows, [[0], [1]], args(brief=True, perplexity=None))
     assert [(r["rougeL_precision"], r["rougeL_recall"], r["rougeL_f1"], r["fact"]) for r in records] == [
         (1, pytest.approx(1 / 3), pytest.approx(1 / 2), fact) for fact in (1, 0)]
+    r, _ = ev.score_answers(predictor, tokenizer, rows, [[0], [1]], args(brief=True, perplexity=4))
+    pair = mdu.encode_row(tokenizer, predictor.end_id, "Where?", rows[0]["answer"])
+    nll = ev.masked_nll(predictor, [pair], [ev.draw_masks(len(pair[1]), 16, [0])])[0].tolist()
+    assert [r["nll"], math.log(r["perplexity"])] == pytest.approx([sum(nll) / 16, sum(nll[:4]) / 4], rel=1e-4)
 
 
 def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
@@ -3114,6 +3122,8 @@ def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
         assert set(scores) == {"n", "rougeL_f1", "rougeL_recall", "prob", "prob_stderr", "fact", "stderr"}
         assert scores["rougeL_f1"] == summary["splits"][split]["rougeL_f1"]
         assert scores["prob"] == pytest.approx(summary["splits"][split]["prob"], rel=1e-5)
+        fields = {field for r in read_lines(run / f"eval/{split}.jsonl") for field in r}
+        assert not any("paraphrased" in field or "perturbed" in field for field in fields)
     assert brief["model_utility"] is None and brief["forget_quality"] is None
 
 
