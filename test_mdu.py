@@ -1128,6 +1128,7 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--tau x": ["--tau", "'x'"], "--lr inf": ["--lr inf"], "--lr 0": ["--lr"], "--epochs nan": ["--epochs nan"],
     "--seed -1": ["--seed -1"], "--limit 0": ["--limit 0"], "--lr 2": ["at most 1"],
     "--method ga --null-prompt-rate 0.1": ["not used without a retain loss"],
+    "--method ga --retain-reduction token": ["--retain-reduction", "without a retain loss"],
     "--out x/base": ["where the base model belongs"], "--limit 9999999999": ["1000000"], "--batch-size 2.5": ["2.5"],
     "--retain-weight -1": ["--retain-weight"], "--method ga --tau 1": ["--tau", "ga does not use it", "mdu"],
     "--method mdu --beta 1": ["--beta", "npo, simnpo, dpo"], "--method ga --retain-weight 1": ["ga does not use it"],
