@@ -1768,12 +1768,14 @@ def test_a_backbone_that_does_not_fit_is_refused(case, tmp_path):
 
 
 def test_pickled_weights_and_tokenizers_without_an_end_are_refused(tmp_path):
-    """Only .bin weights; a tokenizer that lacks the end-of-turn token."""
+    """Only .bin weights; a tokenizer that lacks the end-of-turn token, or takes it for an unknown one."""
     write_checkpoint(tmp_path / "a", "llada")
     for file in (tmp_path / "a/tokenizer.json", tmp_path / "a/tokenizer_config.json"):
         file.write_text(file.read_text().replace("<|eot_id|>", "<|stop|>"))
-    with pytest.raises(ValueError, match="no end token"):
-        mdu.load_backbone(str(tmp_path / "a"))
+    for unknown in (None, "<|stop|>"):
+        edit(tmp_path / "a/tokenizer_config.json", put("unk_token", unknown))
+        with pytest.raises(ValueError, match="no end token"):
+            mdu.load_backbone(str(tmp_path / "a"))
     write_checkpoint(tmp_path / "b", "Dream")
     for file in (tmp_path / "b").glob("*.safetensors"):
         file.rename(file.with_suffix(".bin"))
@@ -1803,6 +1805,14 @@ def test_any_masked_language_model_loads(tmp_path):
     assert mdu.encode_row(tokenizer, 1, "a b", "a") == ([3, 2], [3, 1])  # no chat template: the bare question
     edit(tmp_path / "config.json", put("pad_token_id", None))
     assert mdu.load_backbone(str(tmp_path))[0].pad_id == 1
+    for file, key, words in (("tokenizer.json", "model.vocab.z", "token 40 of its tokenizer"),
+                             ("config.json", "mask_token_id", "mask_token_id 40 is not one of its 40 tokens")):
+        edit(tmp_path / file, put(key, 39))  # the last of 40
+        mdu.load_backbone(str(tmp_path))
+        edit(tmp_path / file, put(key, 40))
+        with pytest.raises(ValueError, match=words):
+            mdu.load_backbone(str(tmp_path))
+        edit(tmp_path / file, put(key))
 
 
 @pytest.mark.parametrize("kind", ["llada", "Dream"])
@@ -2240,6 +2250,19 @@ def test_a_list_of_nobody_is_refused(monkeypatch):
     monkeypatch.setattr(mdu, "read_config", lambda *args: [])
     with pytest.raises(ValueError, match="forget_target names nobody"):
         mdu.find_people("owner/name", "all")
+
+
+def test_every_person_has_a_run_folder():
+    """Named after the person, but for one person's --out; without --subject there is one run, sft's on rows of one's
+    own."""
+    def runs(*argv):
+        given = mdu.parse(argv)
+        return [(o.subject, o.out) for o in mdu.run_each(mdu.resolve(given), given)]
+    assert runs("--preset", "toy-rwku", "--subject", "2") == [("Bruce Lee", "out/toy-rwku/mdu-tau1-bruce-lee")]
+    assert runs("--preset", "toy-rwku", "--subject", "2", "--out", "x") == [("Bruce Lee", "x")]
+    assert runs("--preset", "toy-rwku", "--subject", "all", "--out", "x") == [
+        ("Stephen King", "x-stephen-king"), ("Bruce Lee", "x-bruce-lee")]
+    assert runs("--preset", "rwku-llada", "--method", "sft", "--forget", "x.jsonl") == [(None, "out/rwku-llada/base")]
 
 
 def test_toy_people_keep_their_promises():
