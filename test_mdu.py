@@ -1920,8 +1920,8 @@ def test_a_corpus_tells_known_from_made_up(base, tmp_path, monkeypatch):
 
 
 def test_memory_options_change_no_result(base, tmp_path):
-    """Activation checkpointing: the same bits; bfloat16: the same run to its precision;
-    max-length: responses cut, not prompts."""
+    """Activation checkpointing: the same bits; bfloat16: the same run to its precision; max-length: responses cut to
+    one token at least, not prompts."""
     common = ["--model", str(base), "--epochs", "1", "--lr", "1e-4"]
     variants = dict(plain=[], recomputed=["--checkpoint-activations"], half=["--dtype", "bfloat16"])
     for name, flags in variants.items():
@@ -1937,6 +1937,10 @@ def test_memory_options_change_no_result(base, tmp_path):
     for (prompt, response), (p, r) in zip(whole["retain"], cut["retain"], strict=True):
         assert p == prompt and r == response[:20 - len(prompt)]
     assert any(len(r) < len(response) for (_, response), (_, r) in zip(whole["retain"], cut["retain"]))
+    longest = max(len(prompt) for prompt, _ in whole["forget"] + whole["retain"])
+    mdu.encode_pools(options("--max-length", str(longest + 1)), splits, predictor, tokenizer)
+    with pytest.raises(ValueError, match=f"more than {longest}; shorten"):
+        mdu.encode_pools(options("--max-length", str(longest)), splits, predictor, tokenizer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2406,6 +2410,9 @@ def test_python_mdu_trains_the_base_it_lacks(tmp_path, tofu, monkeypatch, capsys
     assert snapshot(tmp_path / "x/base") == before
     with pytest.raises(ValueError, match="other forget rows"):
         mdu.main(["--epochs", "1", "--out", "x/toy"])
+    edit(Path(shutil.copytree(tofu, "changed")) / "retain90.json", lambda x: x.replace(b"A 23.", b"B 23."))
+    with pytest.raises(ValueError, match="other train_retain rows"):
+        mdu.main(["--data", "changed", "--epochs", "1", "--out", "x/changed"])
 
 
 def test_the_base_a_run_lacks_is_trained_on_the_rows_it_names_or_on_everyone(files, tmp_path, monkeypatch):
@@ -2857,6 +2864,13 @@ def test_signals_stop_with_the_work_saved(sent, code, words, six_steps, tmp_path
     folder, = (tmp_path / "run/checkpoint").iterdir()
     assert folder.name == f"{5 - len(sent):08}"
     watch([*argv, "--resume"], tmp_path / "run")
+    assert_equal_ends(whole, tmp_path / "run")
+
+
+def test_a_signal_in_the_last_step_comes_too_late(six_steps, tmp_path):
+    """SIGTERM in step 6 of 6: the run ends as if nothing had been."""
+    argv, whole, _ = six_steps
+    watch(argv, tmp_path / "run", at=6, act=lambda: signal.raise_signal(signal.SIGTERM))
     assert_equal_ends(whole, tmp_path / "run")
 
 
@@ -3548,12 +3562,13 @@ def test_anchor_kl_equals_slow_loop():
 
 
 def test_epochs_are_diagnosed_and_the_last_step(base, tmp_path):
-    """1.4 epochs of 24 rows are 33.6 rows, so 5 steps of 8: KLs before the first, where the base is 0 from itself,
-    after the third and the fifth, and nowhere else.  The loss at tau 0 needs no frozen model; the KLs do."""
-    mdu.main(["--model", str(base), "--tau", "0", "--epochs", "1.4", "--diagnose", "--out", str(tmp_path)])
+    """1.4 epochs of 24 rows are 33.6 rows, so 5 steps of 7: KLs before the first, where the base is 0 from itself,
+    after the fourth, which completes an epoch, and the fifth.  The loss at tau 0 needs no frozen model; the KLs do."""
+    mdu.main(["--model", str(base), "--tau", "0", "--epochs", "1.4", "--batch-size", "7", "--diagnose", "--out",
+              str(tmp_path)])
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
-    assert [line["step"] for line in lines if "kl" in line] == [0, 3, 5]
+    assert [line["step"] for line in lines if "kl" in line] == [0, 4, 5]
     assert lines[0]["kl"]["base"] == pytest.approx(0, abs=1e-6) and lines[-1]["kl"]["base"] > 1e-3
 
 
