@@ -3212,27 +3212,33 @@ def test_processes_and_interruptions_change_no_evaluation(base, tmp_path, monkey
     (False, "forget", dict(answer="a", perturbed_answer=["b", "a b c d"]), "a b c d$"),
     (False, "forget", dict(answer="a", paraphrased_answer="a b c"), "a b c$"),
     (False, "utility_truthfulness", dict(answer="a", mc1=dict(choices=["a"]), mc2=dict(choices=["a", "b c"])), "b c"),
+    (False, "forget_level1", dict(answer="a", prefill="Answer: It"), "b"),
+    (False, "forget", dict(answer="a", paraphrased_question="In other words, who then is it?"), "b"),
+    (True, "forget", dict(answer="a", paraphrased_question="In other words, who then is it?"), "a$"),
 ])
 def test_the_longest_text_must_fit_the_models_positions(brief, split, row, longest, base):
-    """Prompt and longest text that is scored, with its end token (here $) where there is one: as many positions do."""
+    """Prompt and longest text that is scored, with its end token (here $) where there is one, or the one token that is
+    written: as many positions do."""
     predictor, tokenizer = mdu.load_backbone(base)
-    row = dict(row, question="Who is it?", prefill="")
+    row = {"question": "Who is it?", "prefill": "", **row}
+    asked = row["question"] if brief else row.get("paraphrased_question", row["question"])
     job = ev.SimpleNamespace(run="x", splits={split: [row]}, summary=dict(brief=brief, protocol=dict(length=1)))
-    n = len(mdu.encode_prompt(tokenizer, "Who is it?")) + len(mdu.encode_text(tokenizer, longest.strip("$")))
+    n = len(mdu.encode_prompt(tokenizer, asked, row["prefill"])) + len(mdu.encode_text(tokenizer, longest.strip("$")))
     n += longest.endswith("$")
     predictor.lm.config.max_position_embeddings = n
     ev.check_room(job, predictor, tokenizer)
     predictor.lm.config.max_position_embeddings = n - 1
-    with pytest.raises(ValueError, match=f"x: {n} tokens for 'Who is it.' and its answer, more than the {n - 1} pos"):
+    with pytest.raises(ValueError, match=f"x: {n} tokens for '{asked[:-1]}.' and its answer, more than the {n - 1} pos"):
         ev.check_room(job, predictor, tokenizer)
 
 
 def test_what_was_scored_in_part_belongs_to_one_model(base, tmp_path, monkeypatch):
-    """Stopped after a chunk and continued with other weights in --model FOLDER: scored from the beginning; with a chunk
-    that was cut: one line that names it."""
-    model, argv, calls = tmp_path / "model", ["--samples", "1", "--steps", "1", "--brief", "--preset", "toy"], []
+    """Stopped after a chunk and continued with other weights in --model FOLDER, or with another folder whose weights
+    look alike: scored from the beginning; with a chunk that was cut: one line that names it."""
+    model, calls = tmp_path / "model", []
     shutil.copytree(base, model)
-    argv += ["--model", str(model), str(tmp_path / "asis")]
+    flags = ["--samples", "1", "--steps", "1", "--brief", "--limit", "17", "--preset", "toy", str(tmp_path / "asis")]
+    argv = [*flags, "--model", str(model)]
     masked_nll = ev.masked_nll
 
     def stop_at_second(*args):
@@ -3252,6 +3258,11 @@ def test_what_was_scored_in_part_belongs_to_one_model(base, tmp_path, monkeypatc
     safetensors.torch.save_file(other, model / "model.safetensors", {"format": "pt"})
     ev.main(argv)
     assert (tmp_path / "asis/eval/forget.jsonl").read_bytes().split(b"\n")[0] != whole.split(b"\n")[0]
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        ev.main(argv)
+    ev.main([*flags, "--model", str(shutil.copytree(model, tmp_path / "twin"))])
+    assert len(calls) == 2 + 4 * 2  # 17 rows of each of 4 splits are 2 chunks
 
 
 def test_evaluation_says_what_differs_and_refuses_what_does_not_fit(base, files, tmp_path, capsys):
