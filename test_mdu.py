@@ -1899,6 +1899,8 @@ def test_a_person_is_asked_with_the_same_masks_beside_others(base, tmp_path):
     assert len(both) == 2 * len(alone) and len(expected) == len(alone) > 1
     for r, one in zip(expected, alone, strict=True):
         assert one["logp"] == pytest.approx(r["logp"], rel=1e-4)
+    job = ev.plan(str(tmp_path / "one"), ev.parse([str(tmp_path / "one")]))  # without --length: not the run's own
+    assert job.summary["protocol"]["length"] == job.summary["protocol"]["steps"] == 30
 
 
 def test_a_corpus_tells_known_from_made_up(base, tmp_path, monkeypatch):
@@ -2047,9 +2049,15 @@ def test_people_count_alike():
 
 
 def test_a_person_is_reported_alone():
-    """A base that was asked about two people: each person's own figures, in the order in which they are wanted."""
+    """A base that was asked about two people: each person's own figures, in the order in which they are wanted; a table
+    of the mean and one for each, where there are several."""
     people = {"Ann": dict(rougeL_recall=0.25), "Bo": dict(rougeL_recall=0.75)}
-    base = ev.SimpleNamespace(summaries=[{"splits": {"forget_level2": dict(rougeL_recall=0.5, people=people)}}])
+    base = ev.SimpleNamespace(title="Base", method="sft", summaries=[{
+        "protocol": dict(samples=1, steps=1, length=1, dtype="float32"),
+        "splits": {"forget_level2": dict(rougeL_recall=0.5, n=2, people=people)}}])
+    for wanted, shown in ((["Ann"], ["0.250"]), (["Bo"], ["0.750"]), (["Bo", "Ann"], ["0.500", "0.750", "0.250"])):
+        assert [line for line in ev.rwku_tables([base], wanted) if "Base |" in line] == [
+            f"| Base | {figure} |" for figure in shown]
     for wanted in (["Ann"], ["Bo", "Ann"]):
         group, = ev.by_person([base], wanted)
         assert ev.measured(group, "forget_level2", "rougeL_recall") == [people[who]["rougeL_recall"] for who in wanted]
@@ -3237,7 +3245,7 @@ def test_what_was_scored_in_part_belongs_to_one_model(base, tmp_path, monkeypatc
     look alike: scored from the beginning; with a chunk that was cut: one line that names it."""
     model, calls = tmp_path / "model", []
     shutil.copytree(base, model)
-    flags = ["--samples", "1", "--steps", "1", "--brief", "--limit", "17", "--preset", "toy", str(tmp_path / "asis")]
+    flags = ["--samples", "1", "--steps", "1", "--brief", "--limit", "20", "--preset", "toy", str(tmp_path / "asis")]
     argv = [*flags, "--model", str(model)]
     masked_nll = ev.masked_nll
 
@@ -3251,6 +3259,8 @@ def test_what_was_scored_in_part_belongs_to_one_model(base, tmp_path, monkeypatc
         ev.main(argv)
     chunk, = (tmp_path / "asis/eval/partial").glob("*.jsonl")
     whole = chunk.read_bytes()
+    rows = sorted(mdu.toy_world()["forget"][:20], key=lambda row: len(row["question"]) + len(row["answer"]))
+    assert {r["question"] for r in read_lines(chunk)} == {row["question"] for row in rows[:16]}  # the short ones first
     chunk.write_bytes(b"\n".join(whole.split(b"\n")[:3]))
     with pytest.raises(ValueError, match=f"{chunk.name}: 3 records of 16 rows; remove .*partial$"):
         ev.main(argv)
@@ -3262,7 +3272,7 @@ def test_what_was_scored_in_part_belongs_to_one_model(base, tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         ev.main(argv)
     ev.main([*flags, "--model", str(shutil.copytree(model, tmp_path / "twin"))])
-    assert len(calls) == 2 + 4 * 2  # 17 rows of each of 4 splits are 2 chunks
+    assert len(calls) == 2 + 4 * 2  # 20 rows of each of 4 splits are 2 chunks
 
 
 def test_evaluation_says_what_differs_and_refuses_what_does_not_fit(base, files, tmp_path, capsys):
@@ -3308,6 +3318,8 @@ def test_retain_rows_are_trained_on_only_where_they_were(base, tofu, tmp_path, c
     assert "12 of the evaluated retain rows" in (tmp_path / "report.md").read_text()
     with pytest.raises(ValueError, match="a model as it is, and no weights"):
         ev.main(["--analysis", "gallery", str(tmp_path / "asis")])
+    job = ev.plan(str(tmp_path / "gd"), ev.parse([str(tmp_path / "gd")]))  # without --limit: the run's own
+    assert {len(rows) for rows in job.splits.values()} == {12}
 
 
 def test_a_model_is_scored_on_rows_of_ones_own_before_it_unlearns_them(base, files, tmp_path, capsys):
@@ -3405,7 +3417,7 @@ def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ev.main(["--report", *runs])
     shown = capsys.readouterr()
-    assert not (tmp_path / "report.png").exists()
+    assert not (tmp_path / "report.png").exists() and "| Question | Q0 | Q1 | Q2 |" in shown.out
     assert "pip install matplotlib" in shown.err and shown.err.count("\n") == 1 and "report.png" not in shown.out
     for name, changes, words in (("p", dict(samples=64), "samples 64"), ("d", dict(sha="z"), "on the same data")):
         with pytest.raises(ValueError, match=words):
@@ -3420,6 +3432,9 @@ def test_report_of_made_up_runs(tmp_path, capsys, monkeypatch):
         ev.main(["--report", *runs, "--questions", "4"])
     with pytest.raises(ValueError, match="no truth ratios"):
         ev.main(["--report", *runs, "--retain-run", runs[0]])
+    edit(Path(runs[1]) / "eval/forget.jsonl", lambda x: x.replace(b"Q1", b"Q5"))
+    ev.main(["--report", *runs])
+    assert "| Question | Q0 | Q2 | Q3 |" in (tmp_path / "report.md").read_text()  # what all were asked
 
 
 def test_a_column_by_hand():
@@ -3446,7 +3461,8 @@ def test_a_row_on_the_screen():
 
 def test_report_against_a_retain_model_and_of_equal_titles(tmp_path):
     """Worked by hand: by R's order 4 questions of a model and of the retain model lie apart (2 of 70 interleavings),
-    are the same (all), or alternate in pairs, D = 1/2 (54 of 70).  Seeds are averaged; another --lr is told apart."""
+    are the same (all), or alternate in pairs, D = 1/2 (54 of 70).  Seeds, people, their rows and base models are
+    averaged; another --lr is told apart."""
     mixed = {"base": (0.1, 0.2, 0.3, 0.4), "retain": (2, 3, 4, 5), "npo": (2, 3, 4, 5), "npo-2": (2, 3, 4, 5),
              "low": (1.1, 1.2, 3.1, 3.2)}
     runs = []
@@ -3458,6 +3474,8 @@ def test_report_against_a_retain_model_and_of_equal_titles(tmp_path):
         edit(tmp_path / name / "eval/summary.json", put("protocol.perplexity", 6))
     edit(tmp_path / "retain/run.json", put("options.retain_only", True))
     edit(tmp_path / "low/run.json", put("options.lr", 1e-9))
+    for name in ("subject", "forget", "model", "revision", "out"):
+        edit(tmp_path / "npo-2/run.json", put(f"options.{name}", "another"))
     ev.main(["--report", *runs, "--retain-run", runs[1]])
     tables = [[line for line in part.splitlines() if not line.startswith("|---")]
               for part in (tmp_path / "report.md").read_text().split("\n\n") if part.startswith("| Method")]
@@ -3487,6 +3505,7 @@ def test_the_base_has_no_rank_and_the_sweep_its_order(tmp_path):
         "| Base | 0.100", "| GA | **0.200**", "| MDU τ=1 | <u>0.300</u>", "| MDU τ=0 | 0.400",
         "| Base | 0.100", "| MDU τ=0 | <u>0.400</u>", "| MDU τ=1 | **0.300**"]
     assert "mean: rL 0.040, p 0.030, p from the choice of masks 0.020." in "\n".join(lines)
+    assert "from τ" not in "\n".join(ev.report_tables(ev.group_runs(runs[2:] + runs[:1]), []))  # they are all there is
 
 
 def test_picture(tmp_path, monkeypatch):
