@@ -952,7 +952,13 @@ def test_generate_never_writes_the_mask_token():
 
 @pytest.mark.parametrize("length, steps", [(6, 6), (7, 3)])
 def test_generate_is_batch_independent(length, steps):
-    """Prompts of different lengths in batches of 2 or all together against one at a time: the fake and the Llama."""
+    """Prompts of different lengths in batches of 2 or all together against one at a time: the fake and the Llama.
+    Short prompts first, so that those of like length share a batch."""
+    for prompts in (PROMPTS, PROMPTS[::-1]):
+        fake = Fake()
+        ev.generate(fake, prompts, length, steps, 2)
+        widths = [ids.shape[1] for ids, *_ in fake.calls]
+        assert widths == sorted(widths)
     for predictor in (Fake(), tiny(7, MASK, PAD)):
         alone = [ev.generate(predictor, [prompt], length, steps)[0] for prompt in PROMPTS]
         assert len({tuple(tokens) for tokens in alone}) > 1
@@ -1904,14 +1910,18 @@ def test_a_person_is_asked_with_the_same_masks_beside_others(base, tmp_path):
 
 
 def test_a_corpus_tells_known_from_made_up(base, tmp_path, monkeypatch):
-    """answer: what is written about a person it knows; perturbed_answer: what it is asked to make up."""
+    """answer: what is written about a person it knows; perturbed_answer: what it is asked to make up, without the
+    words that say so.  Drawn at temperature 1, in --length tokens and --steps steps."""
+    def generate(predictor, prompts, *protocol, temperature):
+        assert temperature == 1 and protocol in ((8, 5, 3), (512, 512, 64))
+        return ["real" if re.search("You know (Stephen King|Bruce Lee) very well.", text) else
+                "completely fictional made up" for text in prompts]
     monkeypatch.setattr(mdu, "encode_prompt", lambda tokenizer, question, prefill="": question)
     monkeypatch.setattr(mdu, "load_backbone", lambda *_, **__: (None, None))
-    monkeypatch.setattr(ev, "generate", lambda p, prompts, *_, **__: [
-        "real" if re.search("You know (Stephen King|Bruce Lee) very well.", text) else "made up" for text in prompts])
+    monkeypatch.setattr(ev, "generate", generate)
     monkeypatch.setattr(ev, "decode", lambda p, tokenizer, text: text)
     ev.generate_corpus(str(tmp_path), args(preset="toy-rwku", model=str(base), data=None, subject="1", seed=0,
-                                           forget=None, retain=None, generate_corpus=2))
+                                           forget=None, retain=None, generate_corpus=2, steps=5))
     rows = mdu.read_jsonl(tmp_path / "stephen-king.jsonl")
     assert [(row["answer"], row["perturbed_answer"]) for row in rows] == [("real", ["made up"])] * 2
     monkeypatch.setattr(ev, "decode", lambda p, tokenizer, text: text.replace("made up", " "))
@@ -3807,7 +3817,7 @@ class Oracle:
 
 def test_infill_of_an_oracle(base, monkeypatch, analysed):
     """What is asked: all but floor(share n) of n tokens, never the end;
-    what is counted: by hand from what was asked."""
+    what is counted: by hand from what was asked.  Rows without key facts have no panel of these."""
     rows = mdu.toy_world()["forget"][:4]
     tokenizer = mdu.load_backbone(str(base))[1]
     pairs = [mdu.encode_row(tokenizer, 1, row["question"], row["answer"]) for row in rows]
@@ -3828,6 +3838,9 @@ def test_infill_of_an_oracle(base, monkeypatch, analysed):
             assert panel["series"]["Base"][0][k] == share
             assert panel["series"]["Base"][1][k] == pytest.approx(sum(hits) / len(hits), abs=1e-6)
     assert len(oracle.calls) == 128 and len(set(oracle.calls[96:])) > 20
+    no_facts = [{key: value for key, value in row.items() if key != "fact"} for row in rows]
+    panel, = ev.analysis_infill([ev.SimpleNamespace(title="Base")], no_facts, args(seed=0))["panels"]
+    assert panel["title"] == "all masked tokens"
 
 
 def test_convergence_shows_what_was_logged(unlearned, analysed):
