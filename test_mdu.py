@@ -1149,6 +1149,7 @@ BAD_INPUT = {  # what is typed ({d}: the data files, {base}: a base model): word
     "--method mdu --retain-only": ["--retain-only", "only sft"],
     "--forget {d}/good.jsonl --retain-weight 0 --method dpo": ["row 0", "perturbed_answer"],
     "--forget {d}/long.jsonl --retain-weight 0 --model {base}": ["2004 tokens", "1024"],
+    "--forget {d}/long.jsonl --retain {d}/good.jsonl --batch-size 17 --model {base}": ["16 retain rows", "17 of one"],
     "--data {d}/absent": ["absent", "hub name"], "--limit 4": ["4 forget rows", "8 of one step"],
     "--preset toy --model {d}": ["no config.json"], "--model {base} --out {base}": ["would replace --model"],
     "--model {base}/eval/.. --out {base}/..": ["--out"], "--out {d}": ["holds other files"],
