@@ -4049,7 +4049,7 @@ UNUSABLE = [  # command, file, what becomes of it (None: removed), words of the 
     (REPORT, RECORDS, lambda x: b"[1]", "forget.jsonl: row 0 is [1]"),
     (REPORT, RECORDS, lambda x: b'{"question": "q"}', "damaged (KeyError: 'reference')"),
     (REPORT, RECORDS, lambda x: x.replace(b'"question": ', b'"question": [], "q": '), "damaged (TypeError"),
-    ("--report {run} {run}", RUN, lambda x: x, "stands there twice"), (COMPARE, RECORDS, None, "no truth ratios"),
+    ("--report {run} {run}/.", RUN, lambda x: x, "stands there twice"), (COMPARE, RECORDS, None, "no truth ratios"),
     (COMPARE, RECORDS, lambda x: x.replace(b"_perturbed\": [", b"_perturbed\": [\"x\","), "no truth ratios"),
     (COMPARE, RECORDS, lambda x: re.sub(rb'(_perturbed": \[)[^]]*', rb"\1", x), "no truth ratios"),
     (CONVERGENCE, "run/metrics.jsonl", lambda x: b"[1]\n", "row 0 is [1]"),
