@@ -3874,6 +3874,13 @@ def test_gallery_marks_what_the_answers_share(base, unlearned, random_toys, anal
                       for row, expected in zip(rows, answers)]
 
 
+def test_runs_of_one_title_are_told_apart(unlearned, tmp_path):
+    """Two runs of one method, in an analysis, by their folders."""
+    twin = shutil.copytree(unlearned, tmp_path / "twin")
+    runs, _ = ev.open_runs([str(unlearned), str(twin)])
+    assert [run.title for run in runs] == [f"MDU τ=1 ({unlearned.name})", "MDU τ=1 (twin)"]
+
+
 def test_relearning_is_taught_a_tenth_and_scored_on_the_rest(base, unlearned, tmp_path, monkeypatch, analysed):
     """What SFT is given, and what is scored; if SFT changes nothing, nothing returns."""
     typed = []
