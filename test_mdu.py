@@ -1269,6 +1269,12 @@ def test_tofu_layout_is_read_from_a_folder(tofu, tmp_path):
         assert [r["question"][-2:] for r in read] == ["0?", "1?", "2?", f"{number}?"]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_rows(tmp_path):
+    """Some editors begin a UTF-8 file with one."""
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"question": "q", "answer": "a"}\n')
+    assert mdu.read_jsonl(tmp_path / "rows.jsonl") == [{"question": "q", "answer": "a", "perturbed_answer": []}]
+
+
 def test_prompt_and_response_ids(base):
     """Header once, control-token text in a question stays text, decoding gives the answer back."""
     predictor, tokenizer = mdu.load_backbone(base)
