@@ -674,9 +674,11 @@ def load_backbone(name, revision=None, dtype=torch.float32):
             raise ValueError(f"{name}: {what} {value!r} is not one of its {size} tokens")
     predictor = MaskPredictor(lm.to(this_device()), ids["mask_token_id"], ids["pad_token_id"], end_id,
                               spec.get("shift", False), spec.get("by_entropy", False))
-    for module in predictor.modules():
+    for module in predictor.modules():  # no dropout: its draws would not be those of the seed
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # its draws would not be those of the seed
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):  # attention takes it as a number
+            module.attention_dropout = 0.0
     check_looks_ahead(name, predictor)
     return predictor, tokenizer
 

@@ -1802,7 +1802,7 @@ def test_any_masked_language_model_loads(tmp_path):
     config = transformers.ModernBertConfig(vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
                                            num_attention_heads=2, pad_token_id=1, eos_token_id=1, bos_token_id=1,
                                            cls_token_id=1, sep_token_id=1, max_position_embeddings=64,
-                                           embedding_dropout=0.5, mlp_dropout=0.5)
+                                           embedding_dropout=0.5, mlp_dropout=0.5, attention_dropout=0.5)
     model = transformers.ModernBertForMaskedLM(config).eval()
     model.save_pretrained(tmp_path)
     vocabulary = {"[MASK]": 0, "[SEP]": 1, "[UNK]": 2, "a": 3}
@@ -4718,8 +4718,8 @@ def bench_evaluation(V, questions=8, length=32, samples=8):
         f"likelihood, {samples} masks": (
             lambda: torch.stack(ev.masked_nll(predictor, pairs, masks)).tolist(),
             lambda: [plain_likelihood(lm, *pair, m) for pair, m in zip(pairs, masks)])}
-    print("\n| evaluation | questions/s | MB above weights | plain: questions/s | MB | ours/plain: rate | plain/ours: memory |\n"
-          "|---|---|---|---|---|---|---|")
+    print("\n| evaluation | questions/s | MB above weights | plain: questions/s | MB | ours/plain: rate | "
+          "plain/ours: memory |\n|---|---|---|---|---|---|---|")
     for name, (ours, plain) in tasks.items():
         assert np.allclose(ours(), plain(), rtol=1e-4), f"{name}: the two give different results"
         (s, m), (sp, mp) = in_turn([ours, plain], ROUNDS)
