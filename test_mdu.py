@@ -3316,6 +3316,28 @@ def test_evaluation_says_what_differs_and_refuses_what_does_not_fit(base, files,
         ev.main([str(run), *flags])
 
 
+def test_no_summary_stands_beside_records_of_another_evaluation(base, tmp_path, monkeypatch):
+    """Broken off while the second evaluation's records replace the first one's: neither summary nor older records."""
+    run = tmp_path / "run"
+    shutil.copytree(base, run)
+    edit(run / "run.json", put("steps", None))  # as in a run of which it is not known: a trained one still
+    flags = [str(run), "--brief", "--limit", "2", "--steps", "1", "--samples"]
+    ev.main([*flags, "1"])
+    assert {f.name for f in (run / "eval").iterdir()} == {
+        "summary.json", *(f"{split}.jsonl" for split in mdu.TOFU_SPLITS)}
+    write_text = mdu.write_text
+
+    def full(path, text):
+        if Path(path).name == "retain.jsonl":
+            raise OSError("the disk is full")
+        write_text(path, text)
+    monkeypatch.setattr(mdu, "write_text", full)
+    with pytest.raises(OSError, match="is full"):
+        ev.main([*flags, "2"])
+    left = {f.name for f in (run / "eval").iterdir()}
+    assert "forget.jsonl" in left and not {"summary.json", "retain.jsonl"} & left
+
+
 def test_retain_rows_are_trained_on_only_where_they_were(base, tofu, tmp_path, capsys):
     """Of 14 that are asked about the 12 of the toy's that gd learned, whichever way its data is named; none by ga, by a
     model as it is, or where other data is asked about.  None of that is a change of the rows."""
