@@ -84,7 +84,7 @@ test: install  ## the tests, offline
 	.venv/bin/pip install --quiet --disable-pip-version-check pytest matplotlib
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q test_mdu.py
 
-soak: install  ## six minutes of kills, stops and resumes on 2 and 4 processes
+soak: install  ## six to seven minutes of kills, stops and resumes on 2 and 4 processes
 	.venv/bin/pip install --quiet --disable-pip-version-check pytest
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q -s -m soak test_mdu.py
 

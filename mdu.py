@@ -319,7 +319,8 @@ def resolve(given):
         preset.pop("revision", None)
     o = Options(**{**of_method, **{k: v for k, v in preset.items() if k != "sft"}, **given})
     check_ranges(vars(o))
-    own_rows, retains = o.forget or o.subject, o.method == "sft" or o.retain_weight
+    own_rows = o.forget or o.subject
+    retains = o.method == "sft" or o.retain_weight
     for refused, message in (
             (o.method == "gd" and o.retain_weight == 0,
              "--retain-weight 0: gd without its retain loss is ga; use --method ga"),
@@ -379,6 +380,7 @@ class Scores(NamedTuple):
 
 
 def sequence_nll(p):
+    """L_sft of each sequence: (B,), a sum over its masked positions times 1/t."""
     return sft_loss(p.logits, p.targets, p.masked, p.t)
 
 
@@ -1439,8 +1441,9 @@ class KahanAdamW(torch.optim.Optimizer):
         m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,  s = w + c - lr m/(1 - b1^k) / (sqrt(v/(1 - b2^k)) + eps)
         w <- bfloat16(s),  c <- bfloat16(s - w)
 
-    computed in float32; w, c, m are bfloat16, v is float32, whose small steps bfloat16 would lose.  Differs from AdamW
-    by rounding alone: w + c holds 16 bits of a weight, where most updates at a learning rate of 1e-5 need 12.
+    computed in float32 with AdamW's usual b1, b2 and eps; w, c, m are bfloat16, v is float32, whose small steps
+    bfloat16 would lose.  Differs from AdamW by rounding alone: w + c holds 16 bits of a weight, where most updates at a
+    learning rate of 1e-5 need 12.
     """
 
     def __init__(self, params, lr):
@@ -1811,12 +1814,14 @@ def train(o, splits):
         pools = encode_pools(o, splits, predictor, tokenizer)
     start = digests(source) if source else {}  # what --resume must find again
     shard(predictor, compute_dtype(o.dtype))
-    params, referenced = list(predictor.parameters()), needs_reference(o) or o.diagnose
+    params = list(predictor.parameters())
+    referenced = needs_reference(o) or o.diagnose
     rows = o.batch_size * o.grad_accum
     steps = math.ceil(o.epochs * len(pools["forget"]) / rows)
     held, once = memory_plan(o, sum(p.numel() for p in params), referenced)
     say(*plan_lines(o, splits, pools, params, held, steps))
-    optimizer, reference = new_optimizer(o, params), None
+    optimizer = new_optimizer(o, params)
+    reference = None
     if referenced:  # read only now: before the first model is shared out, two may not fit
         with together():
             reference = load_backbone(str(source), None, compute_dtype(o.dtype))[0].eval().requires_grad_(False)

@@ -3191,6 +3191,19 @@ def test_evaluation_writes_records_that_add_up(base, tmp_path, capsys):
     assert brief["model_utility"] is None and brief["forget_quality"] is None
 
 
+def interrupted(monkeypatch, at):
+    """Ctrl-C when the `at`-th chunk's likelihoods are asked for -> the list that these calls go into."""
+    calls, masked_nll = [], ev.masked_nll
+
+    def stop(*args):
+        calls.append(args)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return masked_nll(*args)
+    monkeypatch.setattr(ev, "masked_nll", stop)
+    return calls
+
+
 def test_processes_and_interruptions_change_no_evaluation(base, tmp_path, monkeypatch):
     """4 torchrun processes, and one process that is stopped after two chunks and started again, write the bytes of one
     that is not; until then the older summary and records stand, finished chunks are not scored twice,
@@ -3207,14 +3220,8 @@ def test_processes_and_interruptions_change_no_evaluation(base, tmp_path, monkey
     assert {f.name: f.read_bytes() for f in (four / "eval").iterdir()} == expected
 
     ev.main([str(stopped), *flags, "--seed", "1"])
-    older, calls, masked_nll = snapshot(stopped), [], ev.masked_nll
-
-    def stop_at_third(*args):
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return masked_nll(*args)
-    monkeypatch.setattr(ev, "masked_nll", stop_at_third)
+    older, masked_nll = snapshot(stopped), ev.masked_nll
+    calls = interrupted(monkeypatch, at=3)
     with pytest.raises(KeyboardInterrupt):
         ev.main([str(stopped), *flags])
     assert older.items() <= snapshot(stopped).items()
@@ -3260,18 +3267,11 @@ def test_the_longest_text_must_fit_the_models_positions(brief, split, row, longe
 def test_what_was_scored_in_part_belongs_to_one_model(base, tmp_path, monkeypatch):
     """Stopped after a chunk and continued with other weights in --model FOLDER, or with another folder whose weights
     look alike: scored from the beginning; with a chunk that was cut: one line that names it."""
-    model, calls = tmp_path / "model", []
+    model = tmp_path / "model"
     shutil.copytree(base, model)
     flags = ["--samples", "1", "--steps", "1", "--brief", "--limit", "20", "--preset", "toy", str(tmp_path / "asis")]
     argv = [*flags, "--model", str(model)]
-    masked_nll = ev.masked_nll
-
-    def stop_at_second(*args):
-        calls.append(args)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return masked_nll(*args)
-    monkeypatch.setattr(ev, "masked_nll", stop_at_second)
+    calls = interrupted(monkeypatch, at=2)
     with pytest.raises(KeyboardInterrupt):
         ev.main(argv)
     chunk, = (tmp_path / "asis/eval/partial").glob("*.jsonl")
