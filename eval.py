@@ -30,6 +30,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import statistics
 import string
@@ -487,6 +488,7 @@ def rows_of(options, a):
     files, data, limit = {"forget": a.forget, "retain": a.retain}, a.data or options.data, a.limit or options.limit
     if not any(files.values()) and not a.data and not options.subject:
         files = {"forget": options.forget, "retain": options.retain}
+    mdu.require(data or any(files.values()), "no rows to score; give --forget, --retain or --data")
     if any(files.values()):
         splits = {split: mdu.read_jsonl(split, path) for split, path in files.items() if path}
     elif data == "toy":
@@ -507,7 +509,6 @@ def evaluate(run, a):
     """Score one run, into RUN/eval/SPLIT.jsonl and, last, RUN/eval/summary.json; every process scores its share."""
     options, source = options_of(run, a)
     splits = rows_of(options, a)
-    mdu.require(splits, f"{run}: no rows to score")
     rwku = not set(splits) & set(TOFU)
     length = a.length or (30 if rwku else options.response_length)
     rows = (a.data or options.data) if rwku else hashlib.sha256(json.dumps(splits).encode()).hexdigest()[:16]
@@ -533,7 +534,7 @@ def evaluate(run, a):
     if options.retain_weight and "retain" in splits:  # TOFU's 400 rows are among the 3,600 that it trains on
         trained = {row["answer"] for row in mdu.load_data(options)["retain"]}
         summary["retain_rows_trained_on"] = sum(row["answer"] in trained for row in splits["retain"])
-        mdu.say(f"{run} | its retain loss saw {summary['retain_rows_trained_on']} of these {len(splits['retain'])} retain rows")
+        mdu.say(f"{run} | its retain loss saw {summary['retain_rows_trained_on']} of the {len(splits['retain'])} retain rows")
     summary["model_utility"] = model_utility(summary["splits"])
     if a.retain_run:
         summary["forget_quality"] = forget_quality(records["forget"], read_records(a.retain_run, "forget"))
@@ -590,14 +591,11 @@ def generate_corpus(run, a):
 
 # ---- Report: runs with the same recipe are one method; only seeds and, on RWKU, people are averaged ----
 TITLES = {"ga": "GA", "gd": "GD", "npo": "NPO", "simnpo": "SimNPO", "wga": "WGA", "dpo": "DPO", "sft": "Base"}
-METRICS = {  # metric: (heading, better or None if the split decides, format)
-    "rougeL_f1": ("rL", None, ".3f"), "rougeL_recall": ("", None, ".3f"), "prob": ("p", None, ".3f"),
-    "fact": ("fact", None, ".3f"), "prob_options": ("p of options", None, ".3f"), "accuracy": ("", None, ".3f"),
-    "mc1": ("MC1", None, ".3f"), "em": ("EM", None, ".3f"), "f1": ("F1", None, ".3f"),
-    "truth_ratio": ("truth ratio", "↑", ".3f"), "model_utility": ("Model utility", "↑", ".3f"),
-    "forget_quality": ("Forget quality", "↑", ".2g"), "perplexity_median": ("median", "", ".4g"),
-    "perplexity_mean": ("mean", "", ".4g"),
-}
+METRICS = {  # metric: (heading, better; None: the split decides)
+    "rougeL_f1": ("rL", None), "rougeL_recall": ("", None), "prob": ("p", None), "fact": ("fact", None),
+    "prob_options": ("p of options", None), "accuracy": ("", None), "mc1": ("MC1", None), "em": ("EM", None),
+    "f1": ("F1", None), "truth_ratio": ("truth ratio", "↑"), "model_utility": ("Model utility", "↑"),
+    "forget_quality": ("Forget quality", "↑"), "perplexity_median": ("median", ""), "perplexity_mean": ("mean", "")}
 TABLES = {  # title: columns (split, metric); split None: a figure of the whole run
     "TOFU (Table 2)": [*((s, m) for s in TOFU for m in ("rougeL_f1", "prob")), ("forget", "fact")],
     "RWKU (Table 3)": [(s, m) for s in RWKU for m in ("rougeL_recall", "accuracy", "mc1", "em", "f1")],
@@ -632,10 +630,18 @@ def measured(group, split, metric):
     return [] if None in found else found
 
 
-def markdown(rows):
-    """The lines of a table, the first row its head."""
-    head, *body = [[" ".join(cell.split()).replace("|", r"\|") for cell in row] for row in rows]
+def markdown(columns):
+    """The lines of a Markdown table of columns, each a list with its heading first."""
+    head, *body = [[" ".join(cell.split()).replace("|", r"\|") for cell in row] for row in zip(*columns)]
     return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body)]
+
+
+def aligned(columns):
+    """The lines of the same table for the screen, with headings on two lines and * for bold."""
+    columns = [[*f"{head}<br>".split("<br>")[:2], *cells] for head, *cells in columns]
+    widths = [max(map(len, column)) for column in columns]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in zip(*columns)]
+    return [re.sub(r"\*\*(.*?)\*\*", r"\1*   ", line).rstrip() for line in lines]
 
 
 def column(groups, split, metric):
@@ -643,7 +649,8 @@ def column(groups, split, metric):
 
     Bold: the best mean of several unlearning methods, if it beats that of every base model.  In brackets: the recall.
     """
-    name, better, digits = METRICS[metric]
+    name, better = METRICS[metric]
+    digits = ".2g" if metric == "forget_quality" else ".4g" if "perplexity" in metric else ".3f"
     better = SPLITS[split].better if better is None else better
     sign = {"↑": 1, "↓": -1, "": 0}[better]
     found = [measured(group, split, metric) for group in groups.values()]
@@ -652,7 +659,7 @@ def column(groups, split, metric):
     bases = [sign * float(mean) for mean, method in zip(means, methods) if method == "sft" and mean != "-"]
     rivals = [sign * float(mean) for mean, method in zip(means, methods) if method != "sft" and mean != "-"]
     marked = sign and len(rivals) > 1 and max(rivals) > max(bases, default=-math.inf)
-    cells = [" ".join(filter(None, [split and SPLITS[split].title, name, better]))]
+    cells = ["<br>".join(filter(None, [split and SPLITS[split].title, f"{name} {better}".strip()]))]
     for group, method, values, mean in zip(groups.values(), methods, found, means):
         best = marked and method != "sft" and mean != "-" and sign * float(mean) == max(rivals)
         cell = f"**{mean}**" if best else mean
@@ -665,37 +672,35 @@ def column(groups, split, metric):
 
 
 def table(groups, columns):
-    """The lines of a table with a row per method, of the columns that any method has."""
+    """The columns that any method has, after one with the methods' titles; empty if there is none."""
     found = [column(groups, split, metric) for split, metric in columns
              if any(measured(group, split, metric) for group in groups.values())]
-    return markdown(zip(["Method", *groups], *found)) if found else []
+    return [["Method", *groups], *found] if found else []
 
 
 def warnings(groups):
-    """Sentences for the report where its figures say little: an ignorant base, an unchanged model."""
-    lines, split = [], next(iter(next(iter(groups.values()))[0]["splits"]))
-    recalls = {title: statistics.fmean(measured(group, split, "rougeL_recall")) for title, group in groups.items()}
-    bases = [title for title, group in groups.items() if group[0]["options"]["method"] == "sft"]
-    known = {title: [[r["generation"] for r in read_records(s["run"], split)] for s in group]
-             for title, group in groups.items()}
-    for title in groups:
-        if title in bases[:1] and recalls[title] < 0.25:
-            lines.append(f"{title} recalls only {recalls[title]:.3f} of the {split} answers: there is little to forget.")
-        if bases and title != bases[0] and known[title] == known[bases[0]]:
-            lines.append(f"{title} gives the same {split} answers as {bases[0]}: it changed nothing there.")
+    """Sentences for the report where its figures say little: a base that knows little, a model that did not change."""
+    first = {title: group[0] for title, group in groups.items()}
+    base = next((title for title, summary in first.items() if summary["options"]["method"] == "sft"), None)
+    split, lines = next(iter(first[base]["splits"])) if base else "", []
+    if base and SPLITS[split].better == "↓":
+        known = first[base]["splits"][split]["rougeL_recall"]
+        lines += [f"{base} recalls {known:.3f} of the answers to forget: there is little to forget."] * (known < 0.25)
+        answers = {title: [r["generation"] for r in read_records(s["run"], split)] for title, s in first.items()}
+        lines += [f"{title} answers as {base} does: it has forgotten nothing." for title in groups
+                  if title != base and answers[title] == answers[base]]
     return lines
 
 
 def answer_table(groups, questions):
-    """Answers to forget questions, of the first run of each method (Tables 4, 6, 8 and 9)."""
+    """Columns of answers to forget questions, of the first run of each method (Tables 4, 6, 8 and 9)."""
     first = [group[0] for group in groups.values()]
     split = next(iter(first[0]["splits"]))  # forget, if it was scored
     answers = [{r["question"]: r for r in read_records(summary["run"], split)} for summary in first]
     asked = [r for r in answers[0].values() if all(r["question"] in other for other in answers)]
-    asked = [asked[i] for i in questions if i < len(asked)]
-    return markdown([["Question", *(r["question"] for r in asked)], ["Reference", *(r["answer"] for r in asked)],
-                     *([title, *(other[r["question"]]["generation"] or "(empty)" for r in asked)]
-                       for title, other in zip(groups, answers))])
+    return [["", "Reference", *groups], *(
+        [r["question"], r["answer"], *(other[r["question"]]["generation"] or "(empty)" for other in answers)]
+        for r in (asked[i] for i in questions if i < len(asked)))]
 
 
 def draw_trade_off(figure, groups, panels):
@@ -726,25 +731,26 @@ def save_picture(path, draw, *what):
 
 
 def report(runs, questions):
-    """Print and write report.md, and draw report.png, in the folder of the first run."""
-    groups, folder, lines = group_runs(runs), Path(runs[0]).parent, []
-    for title, columns in TABLES.items():
-        if found := table(groups, columns):
-            lines += [f"{title}:", "", *found, ""]
+    """Print tables, and write them with answers and a picture as report.md in the folder of the first run."""
+    groups, folder = group_runs(runs), Path(runs[0]).parent
+    tables = {title: table(groups, columns) for title, columns in TABLES.items()}
+    tables["Answers"] = answer_table(groups, questions)
     first = next(iter(groups.values()))[0]
     sizes = ", ".join(f"{SPLITS[split].title} {scores['n']}" for split, scores in first["splits"].items())
-    lines += ["rL: ROUGE-L F1 (recall). p: Eq. 7, {samples} masks. {steps} steps for {length} tokens, {dtype}. "
-              "± standard deviation over runs. Bold: the best method, if it beats the base. Questions: ".format(
-                  **first["protocol"]) + sizes, ""]
-    lines += [*warnings(groups), ""]
+    notes = ["rL: ROUGE-L F1 (recall).  p: Eq. 7, {samples} masks.  {steps} steps for {length} tokens, {dtype}.\n"
+             "±: standard deviation over runs.  Bold, *: the best method, if it beats the base.".format(**first["protocol"]),
+             f"Questions: {sizes}", *warnings(groups)]
     panels = [metric for metric in ("rougeL_f1", "prob", "fact")
               if all(measured(group, split, metric) for group in groups.values() for split in ("forget", "retain"))]
     if panels:
         save_picture(folder / "report.png", draw_trade_off, groups, panels)
-        lines += ["![forget against retain](report.png)", ""]
-    lines += answer_table(groups, questions)
-    (folder / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print("\n".join(lines), f"\n({folder / 'report.md'})", flush=True)
+    picture = ["![forget against retain](report.png)"] if panels else []
+    found = [f"## {title}\n\n" + "\n".join(markdown(columns)) for title, columns in tables.items() if columns]
+    (folder / "report.md").write_text("\n\n".join([*found, *notes, *picture]) + "\n", encoding="utf-8")
+    for title, columns in tables.items():
+        if columns:
+            print(f"\n{title}:\n\n" + "\n".join(aligned(columns[:2] if title == "Answers" else columns)))
+    print("", *notes, f"All answers and the picture: {folder / 'report.md'}", sep="\n", flush=True)
 
 
 # ---- Analyses: analysis_NAME(runs, rows, a) -> the content of NAME.json, from which its picture is drawn ----
@@ -956,27 +962,28 @@ def analyse(a):
     if draw:
         save_picture(file.with_suffix(".png"), draw, result)
     else:
-        file.with_suffix(".md").write_text("\n".join(markdown(result["table"])), encoding="utf-8")
+        file.with_suffix(".md").write_text("\n".join(markdown(zip(*result["table"]))), encoding="utf-8")
     print(file)
 
 
 # ---- Command line ----
-DEFAULTS = dict(questions=[0, 1, 2], samples=128, batch_size=64, seed=0)
 USED = {  # mode: the options it uses
     "report": "questions",
     "analysis": "questions limit length steps samples batch_size seed",
     "generate_corpus": "preset model data subject length steps batch_size seed",
     "score": "preset model forget retain data subject retain_run limit length steps samples batch_size seed "
              "perplexity brief"}
+DEFAULTS = {**dict.fromkeys(" ".join(USED.values()).split()), "questions": [0, 1, 2], "samples": 128, "batch_size": 64,
+            "seed": 0}
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: mdu.require(False, message)
     add, count = parser.add_argument, mdu.number(int, 1)
     add("runs", nargs="+", metavar="RUN", help="folder of a run of mdu.py")
-    add("--report", action="store_true", default=None, help="tables and a picture of scored runs")
+    add("--report", action="store_true", help="tables and a picture of scored runs")
     add("--analysis", choices=ANALYSES, help="numbers and a picture, in analysis/ in the folder of the first RUN")
     add("--questions", type=lambda text: [int(n) for n in text.split(",")],
         help="the forget questions that a report or analysis shows [0,1,2]")
@@ -993,19 +1000,17 @@ def parse(argv):
     add("--steps", type=count, help="denoising steps [one per token]")
     add("--samples", type=count, help="masks per answer, N of Eq. 7 [128]")
     add("--perplexity", type=count, metavar="N", help="masks per answer for perplexity (Table 7: 256)")
-    add("--brief", action="store_true", default=None, help="only ROUGE-L and probability, as Table 2: far less work")
+    add("--brief", action="store_true", help="only ROUGE-L and probability, as Table 2: far less work")
     add("--batch-size", type=count, help="sequences in one forward pass [64]")
     add("--seed", type=mdu.number(int, 0), help="seed of the masks [0]")
-    a = parser.parse_args(argv)
-    a.mode = next((mode for mode in ("report", "analysis", "generate_corpus") if getattr(a, mode)), "score")
-    for name, value in vars(a).items():
-        mdu.require(value is None or name in ("runs", "mode", a.mode, *USED[a.mode].split()),
-                    f"--{name.replace('_', '-')} has no effect here; this run of eval.py is to {a.mode}")
-        if value is None and name in DEFAULTS:
-            setattr(a, name, DEFAULTS[name])
+    given = vars(parser.parse_args(argv))  # what was typed, and nothing else
+    mode = next((mode for mode in ("report", "analysis", "generate_corpus") if mode in given), "score")
+    for name in given.keys() - {"runs", mode, *USED[mode].split()}:
+        parser.error(f"--{name.replace('_', '-')} has no effect here; this run of eval.py is to {mode}")
+    a = SimpleNamespace(**{**DEFAULTS, **given, "mode": mode})
     mdu.require(len(a.runs) == 1 or not (a.preset or a.model), "--preset and --model need one folder RUN")
     if a.data and a.data != "toy" and Path(a.data).exists():
-        a.data = str(Path(a.data).absolute())
+        a.data = os.path.abspath(a.data)
     return a
 
 

@@ -21,7 +21,6 @@ import signal
 import sys
 import time
 from collections import namedtuple
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -175,7 +174,7 @@ class MaskPredictor(nn.Module):
 def collate(pairs, pad_id):
     """Right-pad (prompt ids, response ids) pairs -> ids (B, T); response (B, T) bool; attention_mask (B, T) bool."""
     B, T = len(pairs), max(len(prompt) + len(response) for prompt, response in pairs)
-    ids = torch.full((B, T), pad_id)  # attention leaves these out, but not pad_id tokens that are part of a response
+    ids = torch.full((B, T), pad_id)  # never attended to, unlike the pad_id tokens of a response
     response, attention_mask = torch.zeros(2, B, T, dtype=torch.bool)
     for b, (prompt, answer) in enumerate(pairs):
         n, end = len(prompt), len(prompt) + len(answer)
@@ -308,8 +307,8 @@ def learning_rate(args, step, steps):
 # ---- Options: default < method < preset < command line ----
 DEFAULTS = dict(
     dict.fromkeys("tau beta gamma delta model data subject forget retain limit out".split()), method="mdu", lora=0,
-    retain_weight=0.0, retain_only=False, overwrite=False, resume=False, checkpoint_every=500, epochs=5, lr=1e-5, seed=1,
-    batch_size=4, grad_accum=1, response_length=128, dtype="bfloat16" if GPU else "float32",
+    retain_weight=0.0, retain_only=False, overwrite=False, resume=False, checkpoint_every=500, epochs=5, lr=1e-5,
+    batch_size=4, grad_accum=1, seed=1, response_length=128, dtype="bfloat16" if GPU else "float32",
     checkpoint_activations=False, diagnose=False)
 METHOD_OPTIONS = {  # the options that only some methods use, with their defaults
     "mdu": dict(tau=1.0, retain_weight=1.0),
@@ -331,11 +330,11 @@ PRESETS = {  # options of the unlearning methods; "sft": those that differ for s
                 sft=dict(epochs=170, lr=3e-3, batch_size=32)),
     "tofu-llada": dict(TOFU, epochs=9, sft=dict(LLADA, epochs=1000, lr=2e-5)),
     "tofu-dream": dict(TOFU, epochs=5, sft=dict(DREAM, epochs=300, lr=2e-5)),
-    "tofu-qwen": dict(TOFU, epochs=5, lr=5e-5, sft=dict(QWEN, epochs=200, lr=1e-4)),  # ours, not the paper's; untuned
+    "tofu-qwen": dict(TOFU, epochs=5, lr=5e-5, sft=dict(QWEN, epochs=200, lr=1e-4)),  # ours; untuned
     "rwku-llada": dict(RWKU, **LLADA, sft={}),
     "rwku-dream": dict(RWKU, **DREAM, sft={}),
-    "rwku-qwen": dict(RWKU, **QWEN, lr=5e-5, sft={}),  # ours, untuned
-    "own": dict(sft=dict(lr=2e-5)),  # one's own model and rows: learning rates for 7 to 8 billion parameters
+    "rwku-qwen": dict(RWKU, **QWEN, lr=5e-5, sft={}),  # ours; untuned
+    "own": dict(sft=dict(lr=2e-5)),  # one's own model of some 7 billion parameters
 }
 
 
@@ -350,7 +349,7 @@ def number(kind, low, high=math.inf):
     def convert(text):
         require(low <= kind(text) <= high, text)
         return kind(text)
-    convert.__name__ = f"{kind.__name__} in [{low:g}, {high:g}]"  # argparse says: invalid int in [1, inf] value: '0'
+    convert.__name__ = f"{kind.__name__} in [{low:g}, {high:g}]"  # for argparse's message
     return convert
 
 
@@ -368,19 +367,19 @@ def parse(argv=None):
     add("--delta", type=weight, help="simnpo: margin, in nats per token")
     add("--retain-weight", type=weight, help="lambda, the weight of the retain loss")
     add("--retain-only", action="store_true", help="sft: without the forget rows (retain model)")
-    add("--lora", type=number(int, 0), metavar="RANK", help="train low-rank branches and no weights; lr times 10")
-    add("--model", help="start model: folder, OWNER/NAME or OWNER/NAME@REVISION [base, next to --out]")
-    add("--data", help="'toy', or a folder or hub name with the layout of TOFU or RWKU")
+    add("--lora", type=number(int, 0), metavar="RANK", help="train branches of this rank, with 10 times the lr")
+    add("--model", help="start model: folder or OWNER/NAME[@REVISION] [base, next to --out]")
+    add("--data", help="'toy', or TOFU or RWKU as a folder or hub name")
     add("--subject", help="RWKU: the person to forget, by name or number")
-    add("--forget", help="JSONL file of rows to forget, with question and answer, or prompt and response")
-    add("--retain", help="JSONL file of rows to retain, with --forget or --subject")
+    add("--forget", help="JSONL to forget, of question and answer, or prompt and response")
+    add("--retain", help="JSONL to retain, with --forget or --subject")
     add("--limit", type=count, help="rows read of every split at most")
     add("--out", help="folder of the run [out/PRESET/METHOD]")
     add("--overwrite", action="store_true", help="replace the run in --out")
     add("--resume", metavar="RUN", help="continue this run from its newest checkpoint")
-    add("--checkpoint-every", type=count, help="steps; SIGTERM and Ctrl-C save one, too [500]")
+    add("--checkpoint-every", type=count, help="steps [500]; SIGTERM and Ctrl-C save one, too")
     add("--epochs", type=number(float, 1e-6, 1e6), help="passes over the forget set (sft: over all rows)")
-    add("--lr", type=number(float, 0, 1), help="peak learning rate; 5%% linear warm-up, then cosine to 0")
+    add("--lr", type=number(float, 0, 1), help="peak learning rate")
     add("--batch-size", type=count, help="rows to forget in one forward pass of one process")
     add("--grad-accum", type=count, help="batch-size x grad-accum rows make a step, on any number of processes")
     add("--seed", type=number(int, 0), help="seed of every random draw [1]")
@@ -398,7 +397,6 @@ def parse(argv=None):
     options.update(for_sft if method == "sft" else {})
     options["lr"] *= 10 if given.get("lora") else 1
     args = argparse.Namespace(**{**options, **given})
-
     unused = {"tau", "beta", "gamma", "delta", "retain_weight", "retain_only"} - {*METHOD_OPTIONS[method]}
     if method == "sft":
         unused |= {"diagnose"} if args.model else {"diagnose", "lora"}
@@ -407,16 +405,17 @@ def parse(argv=None):
     for name in unused & {*given}:
         parser.error(f"--{name.replace('_', '-')} has no effect with these options (method {method})")
     require(method != "gd" or args.retain_weight, "--retain-weight 0: gd without retain loss is ga")
-    for name in ("forget", "retain", "model", "data"):
-        value = getattr(args, name)
-        if value and value != "toy" and Path(value).exists():
-            setattr(args, name, os.path.abspath(value))
     if args.out is None:
         name = "retain" if args.retain_only else {"mdu": f"mdu-tau{args.tau:g}", "sft": "base"}.get(method, method)
         name += f"-{args.subject}" if args.subject else ""
         args.out = f"out/{preset}/{name}".replace(" ", "-").lower()
     if args.model is None and method != "sft":
         args.model = os.path.abspath(Path(args.out).parent / "base")
+    for name, value in [(name, getattr(args, name)) for name in ("model", "data", "forget", "retain")]:
+        if value and value != "toy":
+            require(not Path(value).resolve().is_relative_to(Path(args.out).resolve()),
+                    f"--out {args.out} would replace --{name} {value}; name another folder")
+            setattr(args, name, os.path.abspath(value) if Path(value).exists() else value)
     return args
 
 
@@ -425,22 +424,18 @@ def check(args, splits):
     out, step_size = Path(args.out), args.batch_size * args.grad_accum
     n, n_retain = (len(splits[split]) for split in ("forget", "retain"))
     pools = [n + n_retain] if args.method == "sft" else [n, n_retain] if args.retain_weight else [n]
-    require(min(pools) >= step_size, f"{n} rows to forget and {n_retain} to retain, but a step takes {step_size}; give "
-            "more, lower --batch-size or --grad-accum, or train without retain rows by --retain-weight 0")
-    require(step_size % WORLD == 0, f"{step_size} rows per step (--batch-size x --grad-accum) for {WORLD} processes; "
-            "each needs the same number")
-    require(args.method != "dpo" or all(row["perturbed_answer"] for row in splits["forget"]),
-            "dpo needs a perturbed_answer in every forget row")
+    require(min(pools) >= step_size, f"{n} rows to forget and {n_retain} to retain, but a step takes {step_size}; "
+            "lower --batch-size or --grad-accum, or set --retain-weight 0")
+    require(step_size % WORLD == 0, f"--batch-size x --grad-accum is {step_size}; {WORLD} processes need a multiple")
+    perturbed = all(row["perturbed_answer"] for row in splits["forget"])
+    require(args.method != "dpo" or perturbed, "dpo needs a perturbed_answer in every forget row")
     require(args.resume or not out.exists() or args.overwrite and (out / "run.json").is_file(),
             f"--out {out} exists; --resume {out} continues a run, --overwrite replaces one")
-    for name in ("model", "data", "forget", "retain"):
-        value = getattr(args, name)
-        require(not value or not Path(value).resolve().is_relative_to(out.resolve()),
-                f"--out {out} would replace --{name} {value}; name another folder")
 
 
 # ---- Data: a split is a list of rows, {field of FIELDS: text, "perturbed_answer": list of texts} ----
 FIELDS = ("question", "answer", "paraphrased_answer", "fact")
+JSONL = "the file needs one JSON object per line"
 
 
 def load_data(args):
@@ -451,8 +446,7 @@ def load_data(args):
     elif args.data == "toy":
         splits = toy_world()
     else:  # forget10_perturbed is forget10 with more fields
-        require(args.data and "rwku" not in args.preset, "no rows to forget; give --forget FILE, --data NAME or (RWKU) "
-                "--subject NAME")
+        require(args.data and "rwku" not in args.preset, "no rows to forget; give --forget, --data or (RWKU) --subject")
         configs = {"forget": "forget10_perturbed", "retain": "retain90"}
         splits = {split: list(map(check_row, read_config(args.data, configs[split]))) for split in configs}
     return {split: rows[:args.limit] for split, rows in splits.items()}
@@ -460,7 +454,7 @@ def load_data(args):
 
 def check_row(row):
     """A row as read -> its FIELDS, and perturbed_answer as a list.  ValueError if one is missing or empty."""
-    require(isinstance(row, dict), "the file needs one JSON object per line")
+    require(isinstance(row, dict), JSONL)
     found, row = ", ".join(row), {"question": row.get("prompt"), "answer": row.get("response"), **row}
     require(row["question"] is not None and row["answer"] is not None,
             f"found {found or 'no columns'}; needs question and answer, or prompt and response")
@@ -481,9 +475,9 @@ def read_jsonl(option, path):
                 if line.strip():
                     rows.append(check_row(json.loads(line)))
         except ValueError as error:
-            why = "the file needs one JSON object per line" if isinstance(error, json.JSONDecodeError) else error
+            why = JSONL if isinstance(error, json.JSONDecodeError) else error
             raise ValueError(f"--{option} {path}, line {number}: {why}") from None
-    require(rows, f"--{option} {path}: no rows; the file needs one JSON object per line")
+    require(rows, f"--{option} {path}: no rows; {JSONL}")
     return rows
 
 
@@ -491,10 +485,7 @@ def read_config(name, config, split="train"):
     """Rows of one config of a dataset on the hub, or in a folder with the same layout."""
     import datasets
     datasets.disable_progress_bars()
-    try:
-        return list(datasets.load_dataset(name, config, split=split))
-    except Exception as error:  # of many kinds: a damaged folder, an unreachable hub
-        raise ValueError(f"--data {name}: cannot read {config} ({error.__cause__ or error!s:.200})") from None
+    return list(datasets.load_dataset(name, config, split=split))
 
 
 def find_person(name, wanted):
@@ -517,9 +508,9 @@ def read_person(args):
 
 
 def encode_text(tokenizer, text):
-    """Token ids of a text, in which "<|mask|>" and the like stay text.  ValueError if most tokens are unknown."""
+    """Token ids of a text, in which "<|mask|>" and the like stay text.  ValueError if most are unknown."""
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-    require(ids.count(tokenizer.unk_token_id) <= len(ids) / 2, f"{text!r:.60}: mostly words that the model does not know")
+    require(ids.count(tokenizer.unk_token_id) <= len(ids) / 2, f"{text!r:.60}: most words are unknown to the model")
     return ids
 
 
@@ -537,9 +528,8 @@ def encode_pools(args, splits, predictor, tokenizer):
     for split, row in [(split, row) for split, rows in splits.items() for row in rows]:
         answers = (row["answer"], *row["perturbed_answer"]) if args.method == "dpo" else (row["answer"],)
         prompt = encode_prompt(tokenizer, row["question"])
-        responses = [encode_text(tokenizer, text.strip()) + [predictor.end_id] for text in answers]
-        pools[split].append([(prompt, response) for response in responses])
-        size = len(prompt) + max(map(len, responses))
+        pools[split].append([(prompt, encode_text(tokenizer, text.strip()) + [predictor.end_id]) for text in answers])
+        size = max(len(prompt) + len(response) for _, response in pools[split][-1])
         require(size <= longest, f"row {row['question']!r:.60}: {size} tokens; the model takes {longest}")
     if args.method != "sft":
         return pools
@@ -562,34 +552,29 @@ BACKBONES = {  # model_type of config.json -> native classes; end: the end-of-tu
                     max_position_embeddings="max_sequence_length", tie_word_embeddings="weight_tying"),
         keys={r"^model\.transformer\.wte\.": "model.embed_tokens.", r"^model\.transformer\.ln_f\.": "model.norm.",
               r"^model\.transformer\.ff_out\.": "lm_head.",
-              **{rf"^model\.transformer\.blocks\.(\d+)\.{name}\.": rf"model.layers.\1.{native}." for name, native in (
-                  ("q_proj", "self_attn.q_proj"), ("k_proj", "self_attn.k_proj"), ("v_proj", "self_attn.v_proj"),
-                  ("attn_out", "self_attn.o_proj"), ("ff_proj", "mlp.gate_proj"), ("up_proj", "mlp.up_proj"),
-                  ("ff_out", "mlp.down_proj"), ("attn_norm", "input_layernorm"),
-                  ("ff_norm", "post_attention_layernorm"))}}),
-    "Dream": dict(model="Qwen2ForCausalLM", tokenizer="Qwen2Tokenizer", end="<|im_end|>", shift=True, by_entropy=True,
-                  only=dict(hidden_act="silu", use_sliding_window=False, use_mrope=False, rope_scaling=None)),
-    # dLLM's conversions of autoregressive models; its sampler, too, fixes the tokens of highest probability first
+              **{rf"^model\.transformer\.blocks\.(\d+)\.{name}\.": rf"model.layers.\1.{own}." for name, own in dict(
+                  q_proj="self_attn.q_proj", k_proj="self_attn.k_proj", v_proj="self_attn.v_proj",
+                  attn_out="self_attn.o_proj", ff_proj="mlp.gate_proj", up_proj="mlp.up_proj", ff_out="mlp.down_proj",
+                  attn_norm="input_layernorm", ff_norm="post_attention_layernorm").items()}}),
+    "Dream": dict(model="Qwen2ForCausalLM", tokenizer="Qwen2Tokenizer", end="<|im_end|>", shift=True, by_entropy=True),
+    # dLLM's conversions of autoregressive models.  Its sampler, too, fixes the tokens of highest probability first.
     "a2d-qwen3": dict(model="Qwen3ForCausalLM", tokenizer="Qwen2Tokenizer", end="<|im_end|>"),
     "a2d-qwen2": dict(model="Qwen2ForCausalLM", tokenizer="Qwen2Tokenizer", end="<|im_end|>"),
     "a2d-llama": dict(model="LlamaForCausalLM", tokenizer="PreTrainedTokenizerFast", end="<|eot_id|>"),
     # native checkpoints, such as the toy, with "is_causal": false in config.json
-    "qwen3": dict(model="Qwen3ForCausalLM", tokenizer="AutoTokenizer"),
-    "qwen2": dict(model="Qwen2ForCausalLM", tokenizer="AutoTokenizer"),
-    "llama": dict(model="LlamaForCausalLM", tokenizer="AutoTokenizer"),
+    **{k.lower(): dict(model=f"{k}ForCausalLM", tokenizer="AutoTokenizer") for k in ("Llama", "Qwen2", "Qwen3")},
 }
-SETTINGS = ("*.json", "*.jinja", "*.txt", "*.py")  # .py files are copied, never run
+FILES = ("*.json", "*.jinja", "*.txt", "*.py", "*.safetensors")  # .py files are copied, never run
 
 
 def find_model(name):
-    """A folder, OWNER/NAME or OWNER/NAME@REVISION -> the folder of the model, downloaded if need be."""
+    """Folder, OWNER/NAME or OWNER/NAME@REVISION -> the model's folder, downloaded if need be."""
     from huggingface_hub import snapshot_download
     if Path(name).is_dir():
         return Path(name)
-    hub_name, _, revision = name.partition("@")
+    repository, _, revision = name.partition("@")
     try:
-        patterns = ["*.safetensors", *SETTINGS]
-        return Path(snapshot_download(hub_name, revision=revision or None, allow_patterns=patterns))
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=FILES))
     except (ValueError, OSError) as error:
         raise ValueError(f"{name}: no such folder, and not available from the hub ({error!s:.200})") from None
 
@@ -603,8 +588,8 @@ def load_backbone(name, dtype=torch.float32):
     folder = find_model(name)
     require((folder / "config.json").is_file(), f"{name}: no config.json; give the folder of a model or finished run")
     config = json.loads((folder / "config.json").read_text())
-    kind, spec = config.get("model_type"), BACKBONES.get(config.get("model_type"))
-    require(spec, f"{name}: model_type {kind!r} in config.json is none of {', '.join(BACKBONES)}")
+    spec = BACKBONES.get(config.get("model_type"))
+    require(spec, f"{name}: model_type {config.get('model_type')!r} in config.json is none of {', '.join(BACKBONES)}")
     for field, value in spec.get("only", {}).items():
         require(config.get(field) == value, f"{name}: {field} {config.get(field)!r} in config.json must be {value!r}")
     require((folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file(), f"{name}: no tokenizer files")
@@ -636,21 +621,19 @@ def load_backbone(name, dtype=torch.float32):
 
 
 # ---- LoRA (Hu et al. 2021): train low-rank branches of frozen weights ----
-LORA_SCALE = 8  # divided by the rank: the best learning rate is then about the same for every rank
+LORA_SCALE = 8  # divided by the rank, so that the best learning rate hardly depends on it
 
 
 def add_branches(predictor, rank, seed):
-    """Freeze the weights, and add a branch to every linear map W of the blocks:
+    """Freeze the weights W; every linear map of the blocks becomes W x + 8/rank B A x.
 
-        W x + 8/rank B A x,   A (rank, in) ~ N(0, 1/in), B (out, rank) = 0, in float32
-
-    The model starts as theta0, and with its branches off it remains theta0: no second copy is needed.
+    A (rank, in) ~ N(0, 1/in) and B (out, rank) = 0 are float32.  With its branches off the model remains theta0.
     """
     def branch(linear, inputs, output):
         if not predictor.branches:
             return output
-        x, = inputs
-        return output + LORA_SCALE / rank * F.linear(F.linear(x, linear.A.to(x.dtype)), linear.B.to(x.dtype))
+        A, B = linear.A.to(output.dtype), linear.B.to(output.dtype)
+        return output + LORA_SCALE / rank * F.linear(F.linear(inputs[0], A), B)
 
     predictor.requires_grad_(False)
     random = torch.Generator().manual_seed(seed)  # on the CPU: the same on every process
@@ -684,7 +667,7 @@ def shard(predictor, weights, dtype):
 
 
 def new_optimizer(args, predictor):
-    """-> AdamW, and {name: tensor} of what it trains and its state, allocated up front for a checkpoint to load into."""
+    """-> AdamW, and {name: tensor} of what it trains and its state, allocated here for a checkpoint to load into."""
     params = {name: p for name, p in predictor.named_parameters() if p.requires_grad}
     optimizer, state = torch.optim.AdamW(params.values(), args.lr, weight_decay=0.0, fused=True), {}
     for name, p in params.items():
@@ -732,7 +715,7 @@ def save_model(out, predictor, tokenizer):
             tokenizer.save_pretrained(unfinished)
         else:
             (unfinished / "generation_config.json").unlink(missing_ok=True)  # unless the source has one
-            for file in [file for pattern in SETTINGS for file in source.glob(pattern)]:
+            for file in [file for pattern in FILES[:-1] for file in source.glob(pattern)]:
                 if file.name not in ("run.json", "model.safetensors.index.json"):
                     shutil.copy(file, unfinished)
         # config.json moves last: a folder that has one has a complete model.
@@ -751,7 +734,7 @@ def say(text):
 
 
 def read_run(folder):
-    """RUN/run.json: options, hashes of the rows and of the start model's weights, and the run.json of that model."""
+    """RUN/run.json: options, hashes of the rows and of the start model's weights, that model's run.json."""
     file = Path(folder) / "run.json"
     require(file.is_file(), f"{folder}: no run.json; give the folder of a run of mdu.py")
     return json.loads(file.read_text(encoding="utf-8"))
@@ -771,7 +754,7 @@ def open_run(args, splits, source, state):
             dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
             done = int(folder.name.removeprefix("checkpoint-"))
     dist.barrier()  # replace nothing before all processes have passed their checks
-    if RANK == 0 and args.resume:  # a line per step, and with --diagnose one before the first
+    if RANK == 0 and args.resume:  # keep a line per step, and with --diagnose one before the first
         kept = metrics.read_text().splitlines(keepends=True)[:done + args.diagnose] if done else []
         metrics.write_text("".join(kept))
     elif RANK == 0:
@@ -801,12 +784,13 @@ def train(args, splits):
     optimizer, state = new_optimizer(args, predictor)
     reference = None  # loaded after the first model is sharded: unsharded, the two may not fit
     if args.diagnose or args.method in ("npo", "dpo") or args.method == "mdu" and args.tau > 0:
-        reference = (partial(predictor, branches=False) if args.lora else
+        reference = ((lambda *inputs: predictor(*inputs, branches=False)) if args.lora else
                      load_backbone(args.model, dtype)[0].requires_grad_(False))
     first, log = open_run(args, splits, predictor.folder, state)
-    say(f"{args.method}: {args.model or 'random weights'} -> {out}\n{sum(p.numel() for p in optimizer.state):,} trained "
-        f"parameters, computed in {args.dtype} on {WORLD} x {DEVICE.type}\n{steps} steps of {step_size} rows, {first} "
-        f"done; {n} rows to {'learn' if args.method == 'sft' else f'forget, {n_retain} to retain'}")
+    retained = f" and {n_retain} to retain" if n_retain else ""
+    say(f"{args.method}: {args.model or 'random weights'} -> {out}\n{n} rows{retained}; {steps} steps of {step_size} rows, "
+        f"{first} done\n{sum(p.numel() for p in optimizer.state):,} parameters trained, {args.dtype} on {WORLD} x "
+        f"{DEVICE.type}")
     if args.diagnose and not first:
         print(json.dumps({"step": 0, "epoch": 0, "kl": diagnose(args, predictor, reference, pools)}), file=log)
     # SIGTERM and Ctrl-C take effect at the end of a step, when all processes know of them.
@@ -827,7 +811,7 @@ def train(args, splits):
         lr = optimizer.param_groups[0]["lr"] = learning_rate(args, step, steps)
         optimizer.step()
         optimizer.zero_grad()
-        # 3. Check, log, and now and then save.
+        # 3. Check, log, save.
         totals[2] = len(signals)
         dist.all_reduce(totals)
         norm = norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
@@ -835,7 +819,8 @@ def train(args, splits):
             raise ValueError(f"step {step + 1}: loss {totals[0]}, gradient norm {norm}; lower --lr")
         done, now = step + 1, time.time()
         epoch, speed = done * step_size / n, (done - first) * step_size / (now - began)
-        losses = dict(zip(["loss"] if args.method == "sft" else ["forget", "retain"][:1 + (n_retain > 0)], totals.tolist()))
+        names = ["loss"] if args.method == "sft" else ["forget", "retain"] if n_retain else ["forget"]
+        losses = dict(zip(names, totals.tolist()))
         values = {"step": done, "epoch": epoch, **losses, "lr": lr, "grad_norm": norm, "rows/s": speed}
         if args.diagnose and (done == steps or int(epoch) > step * step_size // n):
             values["kl"] = diagnose(args, predictor, reference, pools)
@@ -866,8 +851,7 @@ def main(argv=None):
         require(args.data == "toy" and not args.forget,
                 f"no base model in {base}: train it with --method sft, or give one with --model")
         say(f"no base model in {base}: training it first")
-        start = ["--method", "sft", "--seed", str(args.seed), "--out", str(base)]
-        start = parse(["--resume", str(base)] if (base / "run.json").is_file() else start)
+        start = parse(["--method", "sft", "--seed", str(args.seed), "--overwrite", "--out", str(base)])
         train(start, load_data(start))
     train(args, splits)
 
@@ -884,7 +868,7 @@ def run_program(name, main):
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         code, message = 2, " ".join(str(error).split())
         if isinstance(error, torch.OutOfMemoryError):
-            message = "out of GPU memory; lower --batch-size, or add --lora 16, --checkpoint-activations or processes"
+            message = "out of GPU memory; lower --batch-size or add --lora 16, --checkpoint-activations, processes"
         if RANK:  # if process 0 has failed, too, torchrun ends this one before it repeats the message
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
@@ -895,8 +879,8 @@ def run_program(name, main):
 
 
 # ---- Toy: a small world, and a tiny LLaDA that learns it on a CPU ----
-# 20 invented authors, 8 questions each; the last 3 are forgotten.  No two share a value, so no retain row has a forget
-# fact.  One of two questions and one of two answers is drawn per row, so that the wording does not reveal the author.
+# 20 invented authors, 8 questions each; the last 3 are forgotten.  No two share a value.  Each question and answer has
+# one of two wordings, drawn so that it does not reveal the author.
 TOY_KINDS = """
 name: Who was born in {city} in {year}? | Which author comes from {city}? | \
 That author is called {}. | The author is named {}.
