@@ -21,8 +21,7 @@ rougeL_recall  (RWKU)  lower   higher  LCS recall of the first line; F: the pers
 accuracy, mc1          -       higher  MMLU's letter at one mask; TruthfulQA by the sum form of Eq. 7   RWKU
 em, f1                 -       higher  TriviaQA: normalised exact match, F1 of the words                RWKU
 
-An answer's probability is that of its own tokens, without an end token; TOFU's code has an autoregressive likelihood
-instead.  stderr: of a mean over the rows; prob_stderr: what the choice of masks adds to it (delta method).
+Of an answer's own tokens, no end token.  stderr: of a mean over the rows; prob_stderr: what the draw of masks adds.
 """
 import argparse
 import bisect
@@ -30,7 +29,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import re
 import statistics
 import string
@@ -82,10 +80,9 @@ def encode_answer(tokenizer, row, text):
 
 
 def draw_masks(n, samples, seed):
-    """Eq. 7's masks, (samples, n) bool: the number of masked tokens uniform on 1..n, then a uniform subset of them.
+    """Eq. 7's masks, (samples, n) bool: the number of masked tokens uniform on 1..n, then a uniform subset.
 
-    Answers that are compared share a seed.  Those of equal length get the same masks; others get the same share of
-    masked tokens, up to rounding, and the same order of tokens as far as both go.
+    Answers that are compared share a seed: equal lengths get equal masks, others equal shares of masked tokens.
     """
     rng = np.random.default_rng(seed)
     size = 1 + np.floor(n * rng.random((samples, 1)))
@@ -148,10 +145,9 @@ def answer_probability(nll):
 def denoise(predictor, ids, attention_mask, masked, steps, temperature=0.0):
     """Diffusion sampling from a state with n masks in each row: yields (ids, masked), (B, T), after every step.
 
-    Each of `steps` steps predicts every masked token and fixes those whose most likely token has the highest
-    probability (predictor.by_entropy: whose prediction has the lowest entropy).  n/steps tokens are fixed per step; if
-    it does not divide, the first steps fix one more.  temperature > 0: draw tokens from softmax(logits / temperature)
-    with torch's global generator.
+    Every step predicts all masked tokens and fixes n/steps of them (the first steps one more if it does not divide):
+    those of highest probability, or with predictor.by_entropy of lowest entropy.  temperature > 0: tokens are drawn
+    from softmax(logits / temperature) with torch's global generator.
     """
     n = int(masked[0].sum())
     for step in range(min(steps, n)):
@@ -175,6 +171,8 @@ def generate(predictor, prompts, length, steps, batch_size=64, temperature=0.0):
     """`length` response ids per prompt, denoised from as many masks: LLaDA's low-confidence remasking (Algorithm 5)."""
     outputs = [None] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    longest = max(map(len, prompts)) + length
+    mdu.require(longest <= predictor.lm.config.max_position_embeddings, f"{longest} tokens are too many for the model")
     for batch in batches(predictor, order, length, batch_size, "generations"):
         pairs = [(prompts[i], [predictor.mask_id] * length) for i in batch]
         ids, canvas, attention_mask = mdu.collate(pairs, predictor.pad_id)
@@ -209,9 +207,8 @@ def bounded_exp(x):
 def truth_ratio(right, wrong):
     """R = mean_k exp(-wrong_k) / exp(-right): the likelihood of the wrong answers relative to the right one.
 
-    Args: nats per token of the paraphrased answer (of the answer itself if there is no paraphrase) and of each
-    perturbed answer.  The wrong probabilities are averaged arithmetically, as in the benchmark's text and utils.py; its
-    aggregate_eval_stat.py averages their logarithms.
+    Args: nats per token of the paraphrased answer (without one: of the answer) and of each perturbed answer.  The wrong
+    probabilities are averaged as in TOFU's text and utils.py; its aggregate_eval_stat.py averages their logarithms.
     """
     return statistics.fmean(bounded_exp(right - nll) for nll in wrong)
 
@@ -219,8 +216,8 @@ def truth_ratio(right, wrong):
 def model_utility(splits):
     """Harmonic mean of nine: ROUGE-L recall, probability and truth ratio of the three splits not to be forgotten.
 
-    splits: {split: what summarise returns}.  Real authors and world facts count with prob_options.  0 if one of the
-    nine is 0; None if one was not measured.
+    splits: {split: what summarise returns}.  Real authors and world facts count with prob_options.  None if one of the
+    nine was not measured.
     """
     nine = [splits.get(split, {}).get(metric) for split, p in (
         ("retain", "prob"), ("real_authors", "prob_options"), ("world_facts", "prob_options"))
@@ -249,19 +246,15 @@ def ks_test(a, b):
 
 
 def forget_quality(records, retain_records):
-    """p-value of ks_test between the truth ratios on the forget questions of a model and of a retain model.
-
-    R averages the wrong answers' losses here, as both of the benchmark's programs do.  Only their order matters.
-    """
+    """p-value of ks_test between the forget truth ratios, with the wrong answers' losses averaged, of two models."""
     def log_ratios(rows):
         return [r.get("nll_paraphrased", r["nll"]) - statistics.fmean(r["nll_perturbed"]) for r in rows]
     return ks_test(log_ratios(records), log_ratios(retain_records))[1]
 
 
 def score_answers(predictor, tokenizer, rows, seeds, a):
-    """A record per row: its generation and scores.  seeds[i] draws the masks of all texts of row i: its answer and,
-    unless a.brief, its paraphrase and wrong answers.  For perplexity the answer gets more masks.
-    """
+    """A record per row.  seeds[i] draws the masks of row i's texts: answer and, unless a.brief, paraphrase and wrong
+    answers.  For perplexity the answer gets more masks."""
     texts, pairs, masks = [], [], []
     for row, seed in zip(rows, seeds):
         paraphrase = [row["paraphrased_answer"]] if "paraphrased_answer" in row else []
@@ -297,7 +290,6 @@ def score_answers(predictor, tokenizer, rows, seeds, a):
 
 # ---- RWKU (Jin et al. 2024): probes about a person and neighbours; MMLU, TruthfulQA, TriviaQA ----
 # Prompts, shots and prefills are RWKU's own: github.com/jinzhuoran/RWKU at b8a03b3, LLaMA-Factory/src/llmtuner/eval.
-
 BRIEF = "Please briefly answer the following question.\nQuestion: {query}\n"
 PROBES = {  # level, or type on level 3: its prompt, if it is not BRIEF
     "1": "Please complete the blank in the following question.\nQuestion: {query}\n",
@@ -369,8 +361,7 @@ def score_truthfulqa(predictor, tokenizer, rows, seeds, a):
 
         log p(y|x) = E_j [ n/|M_j| sum_{i in M_j} log p(y_i | x, y with M_j masked) ]        the sum form of Eq. 7
 
-    in nats per choice y of n tokens, after a space: -n times the mean of masked_nll.  All choices of a row share its
-    seed, and so their masks (draw_masks).
+    in nats per choice y of n tokens, after a space: -n times the mean of masked_nll.  A row's choices share masks.
     """
     pairs, masks = [], []
     for row, seed in zip(rows, seeds):
@@ -533,8 +524,8 @@ def evaluate(run, a):
         mdu.say(f"{run} | {SPLITS[split].title:12} | {' | '.join(figures)}")
     if options.retain_weight and "retain" in splits:  # TOFU's 400 rows are among the 3,600 that it trains on
         trained = {row["answer"] for row in mdu.load_data(options)["retain"]}
-        summary["retain_rows_trained_on"] = sum(row["answer"] in trained for row in splits["retain"])
-        mdu.say(f"{run} | its retain loss saw {summary['retain_rows_trained_on']} of the {len(splits['retain'])} retain rows")
+        seen = summary["retain_rows_trained_on"] = sum(row["answer"] in trained for row in splits["retain"])
+        mdu.say(f"{run} | its retain loss saw {seen} of the {len(splits['retain'])} retain rows")
     summary["model_utility"] = model_utility(summary["splits"])
     if a.retain_run:
         summary["forget_quality"] = forget_quality(records["forget"], read_records(a.retain_run, "forget"))
@@ -558,9 +549,9 @@ def read_summary(run, like=None):
     file = Path(run) / "eval" / "summary.json"
     mdu.require(file.is_file(), f"{run}: not scored yet; first run: python eval.py {run}")
     summary = json.loads(file.read_text(encoding="utf-8"))
-    differ = [f"{name} {value} and {like['protocol'].get(name)}" for name, value in summary["protocol"].items()
-              if like and like["protocol"].get(name) != value]
-    mdu.require(not differ, f"{run}: scored in another way ({', '.join(differ)}); score all runs in the same way")
+    for name, value in summary["protocol"].items() if like else ():
+        wanted = like["protocol"].get(name)
+        mdu.require(value == wanted, f"{run}: scored with {name} {value}, not {wanted}; score all runs in the same way")
     return {**summary, "run": run}
 
 
@@ -571,8 +562,8 @@ ABOUT = ("{intro} You know {subject} very well. Please write a short biography o
 def generate_corpus(run, a):
     """Biographies that the model writes itself, as RUN/PERSON.jsonl for mdu.py --forget.
 
-    answer: written about a person it is told it knows; perturbed_answer: made up.  Drawn at temperature 1.  The prompts
-    are those of RWKU's generation/pair_generation.py in one turn, without its unpublished prefills and its top-p.
+    answer: written about a person it is told it knows; perturbed_answer: made up.  The prompts are those of RWKU's
+    generation/pair_generation.py in one turn, at temperature 1, without its unpublished prefills and its top-p.
     """
     options, source = options_of(run, a)
     n, length = a.generate_corpus, a.length or 512
@@ -638,10 +629,10 @@ def markdown(columns):
 
 def aligned(columns):
     """The lines of the same table for the screen, with headings on two lines and * for bold."""
-    columns = [[*f"{head}<br>".split("<br>")[:2], *cells] for head, *cells in columns]
+    columns = [[*f"{head}<br>".split("<br>")[:2], *(re.sub(r"\*\*(.*)\*\*", r"\1*", cell) for cell in cells)]
+               for head, *cells in columns]
     widths = [max(map(len, column)) for column in columns]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in zip(*columns)]
-    return [re.sub(r"\*\*(.*?)\*\*", r"\1*   ", line).rstrip() for line in lines]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns)]
 
 
 def column(groups, split, metric):
@@ -682,8 +673,8 @@ def warnings(groups):
     """Sentences for the report where its figures say little: a base that knows little, a model that did not change."""
     first = {title: group[0] for title, group in groups.items()}
     base = next((title for title, summary in first.items() if summary["options"]["method"] == "sft"), None)
-    split, lines = next(iter(first[base]["splits"])) if base else "", []
-    if base and SPLITS[split].better == "↓":
+    split, lines = next(iter(first[base]["splits"])) if base else "retain", []
+    if SPLITS[split].better == "↓":
         known = first[base]["splits"][split]["rougeL_recall"]
         lines += [f"{base} recalls {known:.3f} of the answers to forget: there is little to forget."] * (known < 0.25)
         answers = {title: [r["generation"] for r in read_records(s["run"], split)] for title, s in first.items()}
@@ -737,9 +728,9 @@ def report(runs, questions):
     tables["Answers"] = answer_table(groups, questions)
     first = next(iter(groups.values()))[0]
     sizes = ", ".join(f"{SPLITS[split].title} {scores['n']}" for split, scores in first["splits"].items())
-    notes = ["rL: ROUGE-L F1 (recall).  p: Eq. 7, {samples} masks.  {steps} steps for {length} tokens, {dtype}.\n"
-             "±: standard deviation over runs.  Bold, *: the best method, if it beats the base.".format(**first["protocol"]),
-             f"Questions: {sizes}", *warnings(groups)]
+    how = "{samples} masks.  {steps} steps for {length} tokens, {dtype}.".format(**first["protocol"])
+    notes = [f"rL: ROUGE-L F1 (recall).  p: Eq. 7, {how}  ± standard deviation over runs.",
+             f"Bold, *: the best method, if it beats the base.  Questions: {sizes}", *warnings(groups)]
     panels = [metric for metric in ("rougeL_f1", "prob", "fact")
               if all(measured(group, split, metric) for group in groups.values() for split in ("forget", "retain"))]
     if panels:
@@ -780,8 +771,8 @@ def token_words(tokenizer, ids):
 def token_roles(tokenizer, question, ids):
     """The role of each token of a response (Section 4), by its word.
 
-    structural: one of FUNCTION_WORDS, punctuation or a special token; in-context: another word of the question;
-    stored-knowledge: the rest, which without annotators includes generic words ("is called").
+    structural: FUNCTION_WORDS, punctuation, special tokens; in-context: another word of the question; stored-knowledge:
+    the rest, which without annotators includes generic words ("is called").
     """
     asked = set(words(question))
     return ["structural" if word is None or word in FUNCTION_WORDS else
@@ -810,9 +801,9 @@ def analysis_convergence(runs, rows, a):
 
 
 def analysis_roles(runs, rows, a):
-    """Mean anchor_kl by role (Table 5), of theta0 and of every run, over the masked tokens of --samples states per row.
+    """Mean anchor_kl by role (Table 5) of theta0 and of every run, over the masked tokens of --samples states per row.
 
-    The anchor is theta0's for every run.  The masks are Eq. 7's, which have the distribution of training's.
+    The anchor is theta0's.  The masks are Eq. 7's, which have the distribution of training's.
     """
     start = runs[0].models[1]
     mdu.require(all(run.models[1] == start for run in runs), "the runs started from different models")
@@ -862,10 +853,8 @@ def analysis_trajectory(runs, rows, a):
 
 
 def analysis_rollout(runs, rows, a):
-    """What the anchor p_theta0(.|m, .) makes of states y_t of a trajectory of p_theta(.|x, .) (the paper's roll-outs).
-
-    States: after the steps that complete 1/4, 1/2 and 3/4 of the tokens up to the first end token.
-    """
+    """What the anchor p_theta0(.|m, .) makes of states of a trajectory of p_theta(.|x, .) in which 1/4, 1/2 and 3/4 of
+    the tokens up to the first end token are fixed (the paper's roll-outs)."""
     (predictor, tokenizer), (reference, _) = (mdu.load_backbone(name, runs[0].dtype) for name in runs[0].models)
     rollouts = [["question", "reference", "k", "y_t after k steps", "anchor's completion"]]
     for row in rows:
@@ -884,10 +873,8 @@ def analysis_rollout(runs, rows, a):
 
 @torch.no_grad()
 def analysis_infill(runs, rows, a):
-    """One-step recall of the answer's masked tokens if a share of its tokens, at random places, is given.
-
-    The share of masked tokens (of the key fact, if there is one) whose most likely token is right; same masks for all.
-    """
+    """The share of masked tokens (of the key fact, if there is one) whose most likely token is right in one step, if
+    random tokens of the answer are given."""
     series = {run.title: [] for run in runs}
     for run in runs:
         predictor, tokenizer = mdu.load_backbone(run.path, run.dtype)
@@ -985,8 +972,7 @@ def parse(argv):
     add("runs", nargs="+", metavar="RUN", help="folder of a run of mdu.py")
     add("--report", action="store_true", help="tables and a picture of scored runs")
     add("--analysis", choices=ANALYSES, help="numbers and a picture, in analysis/ in the folder of the first RUN")
-    add("--questions", type=lambda text: [int(n) for n in text.split(",")],
-        help="the forget questions that a report or analysis shows [0,1,2]")
+    add("--questions", type=lambda text: [*map(int, text.split(","))], help="forget questions to show [0,1,2]")
     add("--preset", choices=mdu.PRESETS, help="score its published model, into the new folder RUN")
     add("--model", help="score this model, into the new folder RUN")
     add("--forget", help="score on this JSONL file of rows to forget, not on the run's own rows")
@@ -1007,11 +993,7 @@ def parse(argv):
     mode = next((mode for mode in ("report", "analysis", "generate_corpus") if mode in given), "score")
     for name in given.keys() - {"runs", mode, *USED[mode].split()}:
         parser.error(f"--{name.replace('_', '-')} has no effect here; this run of eval.py is to {mode}")
-    a = SimpleNamespace(**{**DEFAULTS, **given, "mode": mode})
-    mdu.require(len(a.runs) == 1 or not (a.preset or a.model), "--preset and --model need one folder RUN")
-    if a.data and a.data != "toy" and Path(a.data).exists():
-        a.data = os.path.abspath(a.data)
-    return a
+    return SimpleNamespace(**{**DEFAULTS, **given, "mode": mode})
 
 
 def main(argv=None):

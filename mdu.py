@@ -788,7 +788,7 @@ def train(args, splits):
                      load_backbone(args.model, dtype)[0].requires_grad_(False))
     first, log = open_run(args, splits, predictor.folder, state)
     retained = f" and {n_retain} to retain" if n_retain else ""
-    say(f"{args.method}: {args.model or 'random weights'} -> {out}\n{n} rows{retained}; {steps} steps of {step_size} rows, "
+    say(f"{args.method}: {args.model or 'random weights'} -> {out}\n{n} rows{retained}; {steps} steps of {step_size}, "
         f"{first} done\n{sum(p.numel() for p in optimizer.state):,} parameters trained, {args.dtype} on {WORLD} x "
         f"{DEVICE.type}")
     if args.diagnose and not first:
