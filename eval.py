@@ -54,8 +54,7 @@ def rouge_l(reference, prediction):
     """ROUGE-L of two texts (Lin 2004), without stemming: (precision, recall, F1), each in [0, 1].
 
     With LCS the longest common subsequence of words: precision = LCS / words of prediction, recall = LCS / words of
-    reference, F1 their harmonic mean; all 0 if either text has no words.
-    """
+    reference, F1 their harmonic mean; all 0 if either text has no words."""
     ref, pred = words(reference), words(prediction)
     if not ref or not pred:
         return 0.0, 0.0, 0.0
@@ -106,8 +105,7 @@ def masked_states(predictor, pairs, masks, batch_size):
     """Every mask of every pair as a state y_t, in batches of similar length.
 
     Args: pairs of (prompt ids, response ids); masks[i] (N_i, len(response i)) bool.
-    Yields: batch [(i, j), ...], mask j of pair i; ids, noised, response, attention_mask, masked (B, T) of these states.
-    """
+    Yields: batch [(i, j), ...], mask j of pair i; its ids, noised, response, attention_mask, masked, each (B, T)."""
     order = sorted(range(len(pairs)), key=lambda i: len(pairs[i][0]) + len(pairs[i][1]))
     jobs = [(i, j) for i in order for j in range(len(masks[i]))]
     positions = sum(int(m.sum()) for m in masks) / max(1, len(jobs))
@@ -208,8 +206,7 @@ def truth_ratio(right, wrong):
     """R = mean_k exp(-wrong_k) / exp(-right): the likelihood of the wrong answers relative to the right one.
 
     Args: nats per token of the paraphrased answer (without one: of the answer) and of each perturbed answer.  The wrong
-    probabilities are averaged as in TOFU's text and utils.py; its aggregate_eval_stat.py averages their logarithms.
-    """
+    probabilities are averaged as in TOFU's text and utils.py; its aggregate_eval_stat.py averages their logarithms."""
     return statistics.fmean(bounded_exp(right - nll) for nll in wrong)
 
 
@@ -217,8 +214,7 @@ def model_utility(splits):
     """Harmonic mean of nine: ROUGE-L recall, probability and truth ratio of the three splits not to be forgotten.
 
     splits: {split: what summarise returns}.  Real authors and world facts count with prob_options.  None if one of the
-    nine was not measured.
-    """
+    nine was not measured."""
     nine = [splits.get(split, {}).get(metric) for split, p in (
         ("retain", "prob"), ("real_authors", "prob_options"), ("world_facts", "prob_options"))
         for metric in ("rougeL_recall", p, "truth_ratio")]
@@ -226,11 +222,10 @@ def model_utility(splits):
 
 
 def ks_test(a, b):
-    """Two-sample Kolmogorov-Smirnov test, two-sided and exact: (D, p-value).
+    """Two-sample Kolmogorov-Smirnov test, two-sided and exact: (D, p-value).  With ties, p is too large.
 
-    D = max_v |F_a(v) - F_b(v)|; p is the share of the interleavings of len(a) + len(b) distinct values whose D is at
-    least as large: lattice paths from (0, 0) to (n, m), counted exactly.  Ties lower D, so p is then too large.
-    """
+    D = max_v |F_a(v) - F_b(v)|; p: the share of the interleavings of len(a) + len(b) distinct values whose D is at
+    least as large, counted as lattice paths from (0, 0) to (n, m)."""
     a, b = sorted(a), sorted(b)
     n, m = len(a), len(b)
     gap = max(abs(bisect.bisect_right(a, v) * m - bisect.bisect_right(b, v) * n) for v in a + b)  # D n m
@@ -357,12 +352,11 @@ def score_mmlu(predictor, tokenizer, rows, seeds, a):
 
 
 def score_truthfulqa(predictor, tokenizer, rows, seeds, a):
-    """MC1: 1 if the (first) true choice is likelier than every false one, by
+    """MC1: 1 if the (first) true choice is likelier than every false one, by Eq. 7's masks in sum form, in nats:
 
-        log p(y|x) = E_j [ n/|M_j| sum_{i in M_j} log p(y_i | x, y with M_j masked) ]        the sum form of Eq. 7
+        log p(y|x) = E_j [ n/|M_j| sum_{i in M_j} log p(y_i | x, y with M_j masked) ] = -n E_j [ masked_nll_j ]
 
-    in nats per choice y of n tokens, after a space: -n times the mean of masked_nll.  A row's choices share masks.
-    """
+    for a choice y of n tokens, after a space.  The choices of a row share their masks."""
     pairs, masks = [], []
     for row, seed in zip(rows, seeds):
         for choice in row["choices"]:
@@ -421,8 +415,7 @@ RWKU = [split for split in SPLITS if split not in TOFU]
 def summarise(records, to_forget):
     """Means over the rows with their standard errors; on RWKU means per person, and the mean of these.
 
-    Metrics that some row lacks are left out.  to_forget: in a split to forget, the truth ratio is min(R, 1/R).
-    """
+    Metrics that some row lacks are left out.  to_forget: in a split to forget, the truth ratio is min(R, 1/R)."""
     summary = {"n": len(records), "stderr": {}, "people": defaultdict(dict)}
     for metric in ("rougeL_f1", "rougeL_recall", "prob", "fact", "prob_options", "truth_ratio", "perplexity",
                    "accuracy", "mc1", "em", "f1"):
@@ -563,8 +556,7 @@ def generate_corpus(run, a):
     """Biographies that the model writes itself, as RUN/PERSON.jsonl for mdu.py --forget.
 
     answer: written about a person it is told it knows; perturbed_answer: made up.  The prompts are those of RWKU's
-    generation/pair_generation.py in one turn, at temperature 1, without its unpublished prefills and its top-p.
-    """
+    generation/pair_generation.py in one turn, at temperature 1, without its unpublished prefills and its top-p."""
     options, source = options_of(run, a)
     n, length = a.generate_corpus, a.length or 512
     predictor, tokenizer = mdu.load_backbone(source, getattr(torch, options.dtype))
@@ -638,8 +630,7 @@ def aligned(columns):
 def column(groups, split, metric):
     """A column of a table: its heading and a cell per method, mean ± standard deviation over its runs.
 
-    Bold: the best mean of several unlearning methods, if it beats that of every base model.  In brackets: the recall.
-    """
+    Bold: the best mean of several unlearning methods, if it beats every base model's.  In brackets: the recall."""
     name, better = METRICS[metric]
     digits = ".2g" if metric == "forget_quality" else ".4g" if "perplexity" in metric else ".3f"
     better = SPLITS[split].better if better is None else better
@@ -771,9 +762,8 @@ def token_words(tokenizer, ids):
 def token_roles(tokenizer, question, ids):
     """The role of each token of a response (Section 4), by its word.
 
-    structural: FUNCTION_WORDS, punctuation, special tokens; in-context: another word of the question; stored-knowledge:
-    the rest, which without annotators includes generic words ("is called").
-    """
+    structural: function word, punctuation, special token; in-context: word of the question; stored-knowledge: the rest,
+    generic words ("is called") among them."""
     asked = set(words(question))
     return ["structural" if word is None or word in FUNCTION_WORDS else
             "in-context" if word in asked else "stored-knowledge" for word in token_words(tokenizer, ids)]
@@ -803,8 +793,7 @@ def analysis_convergence(runs, rows, a):
 def analysis_roles(runs, rows, a):
     """Mean anchor_kl by role (Table 5) of theta0 and of every run, over the masked tokens of --samples states per row.
 
-    The anchor is theta0's.  The masks are Eq. 7's, which have the distribution of training's.
-    """
+    The anchor is theta0's.  The masks are Eq. 7's, which have the distribution of training's."""
     start = runs[0].models[1]
     mdu.require(all(run.models[1] == start for run in runs), "the runs started from different models")
     reference, tokenizer = mdu.load_backbone(start, runs[0].dtype)

@@ -150,7 +150,7 @@ class MaskPredictor(nn.Module):
 
     lm: a transformers model without a causal mask; end_id: the end-of-turn token; shift: the logits of position i are
     the output at i - 1 (position 0 uses its own); by_entropy: sampling fixes the tokens of lowest entropy first, not
-    those of highest probability; folder: the model's files.
+    those of highest probability.
     """
 
     def __init__(self, lm, mask_id, pad_id, end_id, shift=False, by_entropy=False, folder=None):
@@ -212,7 +212,7 @@ def draw_example(args, stream, index, pair, pad_id=None):
 def draw_step(args, pools, step, pad_id):
     """This process's rows of a step -> (forget, retain), sorted by length to save padding.
 
-    forget: a list of [Example], for dpo [Example, Example of a perturbed answer at the same t]; retain: of Examples.
+    forget: list of [Example], for dpo [Example, Example of a perturbed answer at the same t]; retain: of Examples.
     """
     step_size, forget, retain = args.batch_size * args.grad_accum, [], []
     for k in range(step * step_size, (step + 1) * step_size):
@@ -283,8 +283,8 @@ def step_losses(args, predictor, reference, forget, retain):
 def diagnose(args, predictor, reference, pools):
     """The convergence diagnostic: mean KL, in nats per masked token, from p_theta(.|x, y_t) to three distributions.
 
-    "base": p_theta0(.|x, y_t); "anchor": p_theta0(.|m, y_t); "uniform".  A row's y_t is the same at every call.
-    Normaliser: the mean over a row's masked tokens, then over all forget rows.
+    "base": p_theta0(.|x, y_t); "anchor": p_theta0(.|m, y_t); "uniform".  Mean over a row's masked tokens, then over the
+    forget rows.  A row's y_t is the same at every call.
     """
     totals = torch.zeros(3, dtype=torch.float64)
     examples = [draw_example(args, "diagnose", i, pair) for i, (pair, *_) in enumerate(pools["forget"])]
@@ -349,7 +349,7 @@ def number(kind, low, high=math.inf):
     def convert(text):
         require(low <= kind(text) <= high, text)
         return kind(text)
-    convert.__name__ = f"{kind.__name__} in [{low:g}, {high:g}]"  # for argparse's message
+    convert.__name__ = f"{kind.__name__} in [{low:g}, {high:g}]"  # argparse shows it
     return convert
 
 
@@ -370,7 +370,7 @@ def parse(argv=None):
     add("--lora", type=number(int, 0), metavar="RANK", help="train branches of this rank, with 10 times the lr")
     add("--model", help="start model: folder or OWNER/NAME[@REVISION] [base, next to --out]")
     add("--data", help="'toy', or TOFU or RWKU as a folder or hub name")
-    add("--subject", help="RWKU: the person to forget, by name or number")
+    add("--subject", help="RWKU: person to forget, by name or number")
     add("--forget", help="JSONL to forget, of question and answer, or prompt and response")
     add("--retain", help="JSONL to retain, with --forget or --subject")
     add("--limit", type=count, help="rows read of every split at most")
@@ -381,7 +381,7 @@ def parse(argv=None):
     add("--epochs", type=number(float, 1e-6, 1e6), help="passes over the forget set (sft: over all rows)")
     add("--lr", type=number(float, 0, 1), help="peak learning rate")
     add("--batch-size", type=count, help="rows to forget in one forward pass of one process")
-    add("--grad-accum", type=count, help="batch-size x grad-accum rows make a step, on any number of processes")
+    add("--grad-accum", type=count, help="batch-size x grad-accum rows make a step of all processes")
     add("--seed", type=number(int, 0), help="seed of every random draw [1]")
     add("--dtype", choices=("float32", "bfloat16"), help="of the computation [bfloat16 on a GPU]")
     add("--response-length", type=count, help="longest random padding of sft and retain responses")
@@ -534,8 +534,7 @@ def encode_pools(args, splits, predictor, tokenizer):
     if args.method != "sft":
         return pools
     taught = pools["retain"] + ([] if args.retain_only else pools["forget"])
-    if args.model is None:
-        # Random weights: other facts and, for the anchor, answers with masked prompts replace pre-training.
+    if args.model is None:  # in place of pre-training: other facts and, for the anchor, masked prompts
         taught += pools.get("real_authors", []) + pools.get("world_facts", [])
         taught += [[([predictor.mask_id] * len(prompt), answer)] for [(prompt, answer)] in pools["retain"][:68]]
     return {"forget": taught, "retain": []}
@@ -557,11 +556,11 @@ BACKBONES = {  # model_type of config.json -> native classes; end: the end-of-tu
                   attn_out="self_attn.o_proj", ff_proj="mlp.gate_proj", up_proj="mlp.up_proj", ff_out="mlp.down_proj",
                   attn_norm="input_layernorm", ff_norm="post_attention_layernorm").items()}}),
     "Dream": dict(model="Qwen2ForCausalLM", tokenizer="Qwen2Tokenizer", end="<|im_end|>", shift=True, by_entropy=True),
-    # dLLM's conversions of autoregressive models.  Its sampler, too, fixes the tokens of highest probability first.
+    # dLLM's conversions of autoregressive models
     "a2d-qwen3": dict(model="Qwen3ForCausalLM", tokenizer="Qwen2Tokenizer", end="<|im_end|>"),
     "a2d-qwen2": dict(model="Qwen2ForCausalLM", tokenizer="Qwen2Tokenizer", end="<|im_end|>"),
     "a2d-llama": dict(model="LlamaForCausalLM", tokenizer="PreTrainedTokenizerFast", end="<|eot_id|>"),
-    # native checkpoints, such as the toy, with "is_causal": false in config.json
+    # native ones, such as the toy, with "is_causal": false in config.json
     **{k.lower(): dict(model=f"{k}ForCausalLM", tokenizer="AutoTokenizer") for k in ("Llama", "Qwen2", "Qwen3")},
 }
 FILES = ("*.json", "*.jinja", "*.txt", "*.py", "*.safetensors")  # .py files are copied, never run
@@ -576,7 +575,7 @@ def find_model(name):
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=FILES))
     except (ValueError, OSError) as error:
-        raise ValueError(f"{name}: no such folder, and not available from the hub ({error!s:.200})") from None
+        raise ValueError(f"{name}: no such folder, and not to be had from the hub ({error!s:.200})") from None
 
 
 @torch.no_grad()
@@ -586,7 +585,7 @@ def load_backbone(name, dtype=torch.float32):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     folder = find_model(name)
-    require((folder / "config.json").is_file(), f"{name}: no config.json; give the folder of a model or finished run")
+    require((folder / "config.json").is_file(), f"{name}: no config.json; give the folder of a model or a run")
     config = json.loads((folder / "config.json").read_text())
     spec = BACKBONES.get(config.get("model_type"))
     require(spec, f"{name}: model_type {config.get('model_type')!r} in config.json is none of {', '.join(BACKBONES)}")
@@ -613,15 +612,15 @@ def load_backbone(name, dtype=torch.float32):
         require(ids[-1] in range(lm.config.vocab_size) and ids[-1] != tokenizer.unk_token_id,
                 f"{name}: no {field} in config.json or tokenizer")
     predictor = MaskPredictor(lm.to(DEVICE), *ids, spec.get("shift", False), spec.get("by_entropy", False), folder)
-    # Look ahead: another second token must change the logits of the first position.
+    # Another second token must change the logits of the first position.
     first = torch.tensor([[True, False]], device=DEVICE)
     a, b = (predictor.eval()(torch.tensor([[0, second]], device=DEVICE), first | True, first) for second in (1, 2))
-    require(not torch.equal(a, b), f"{name}: a causal model; masked diffusion needs a bidirectional one")
+    require(not torch.equal(a, b), f"{name}: a causal model; it must be bidirectional")
     return predictor, tokenizer
 
 
 # ---- LoRA (Hu et al. 2021): train low-rank branches of frozen weights ----
-LORA_SCALE = 8  # divided by the rank, so that the best learning rate hardly depends on it
+LORA_SCALE = 8  # divided by the rank: the best learning rate hardly depends on it
 
 
 def add_branches(predictor, rank, seed):
@@ -630,10 +629,8 @@ def add_branches(predictor, rank, seed):
     A (rank, in) ~ N(0, 1/in) and B (out, rank) = 0 are float32.  With its branches off the model remains theta0.
     """
     def branch(linear, inputs, output):
-        if not predictor.branches:
-            return output
         A, B = linear.A.to(output.dtype), linear.B.to(output.dtype)
-        return output + LORA_SCALE / rank * F.linear(F.linear(inputs[0], A), B)
+        return output + LORA_SCALE / rank * F.linear(F.linear(inputs[0], A), B) if predictor.branches else output
 
     predictor.requires_grad_(False)
     random = torch.Generator().manual_seed(seed)  # on the CPU: the same on every process
@@ -648,21 +645,21 @@ def add_branches(predictor, rank, seed):
 # ---- Sharding and optimizer ----
 def join_processes():
     """Join the processes that torchrun started, if it did."""
-    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
     if GPU:
         torch.cuda.set_device(DEVICE)
     if not dist.is_initialized():
+        alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
         dist.init_process_group("nccl" if GPU else "gloo", **alone)
 
 
 def shard(predictor, weights, dtype):
-    """FSDP2: gather the weights block by block, in the dtype of the computation; average gradients in float32."""
+    """FSDP2: gather weights block by block, in the dtype of the computation; average gradients in float32."""
     if WORLD == 1 and dtype == weights:
         return  # nothing to shard or cast
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in predictor.lm.model.layers:
         fully_shard(block, mp_policy=policy)
-    # FSDP's default for the root would lose the root's gradients after a forward pass without gradients.
+    # FSDP's default for the root would lose its gradients after a forward pass without gradients.
     fully_shard(predictor, mp_policy=policy, reshard_after_forward=True)
 
 
@@ -678,9 +675,9 @@ def new_optimizer(args, predictor):
     return optimizer, state
 
 
-# ---- Checkpoints: RUN/checkpoint-STEP/ has the safetensors of every process, RUN the finished model ----
+# ---- Checkpoints: RUN/checkpoint-STEP/ has safetensors of every process, RUN the finished model ----
 def save_checkpoint(out, step, state):
-    """Write to a temporary folder, then rename: a checkpoint is complete or absent."""
+    """Write, then rename: a checkpoint is complete or absent."""
     older, unfinished = list(out.glob("checkpoint-*")), out / "unfinished"
     if RANK == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -693,7 +690,7 @@ def save_checkpoint(out, step, state):
 
 @torch.no_grad()
 def save_model(out, predictor, tokenizer):
-    """Save with the source's tensor names, dtype, config.json, tokenizer and code files; merge LoRA's branches."""
+    """Save with the source's tensor names, dtype, config.json, tokenizer and code files; merge the branches."""
     from safetensors import safe_open
     unfinished, source, state, dtype = out / "unfinished", predictor.folder, {}, None
     if source:
@@ -718,7 +715,7 @@ def save_model(out, predictor, tokenizer):
             for file in [file for pattern in FILES[:-1] for file in source.glob(pattern)]:
                 if file.name not in ("run.json", "model.safetensors.index.json"):
                     shutil.copy(file, unfinished)
-        # config.json moves last: a folder that has one has a complete model.
+        # config.json moves last: a folder with one has a complete model.
         for file in sorted(unfinished.iterdir(), key=lambda file: file.name == "config.json"):
             file.replace(out / file.name)
         for folder in (unfinished, *out.glob("checkpoint-*")):
@@ -749,12 +746,12 @@ def open_run(args, splits, source, state):
             "start": read_run(source) if source and (source / "run.json").is_file() else None}
     if args.resume:
         for part in ("rows", "weights"):
-            require(read_run(out)[part] == info[part], f"--resume {out}: the {part} it started from have changed")
+            require(read_run(out)[part] == info[part], f"--resume {out}: the {part} it started from changed")
         for folder in sorted(out.glob("checkpoint-*"))[-1:]:
             dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
             done = int(folder.name.removeprefix("checkpoint-"))
     dist.barrier()  # replace nothing before all processes have passed their checks
-    if RANK == 0 and args.resume:  # keep a line per step, and with --diagnose one before the first
+    if RANK == 0 and args.resume:  # a line per step, with --diagnose one before the first
         kept = metrics.read_text().splitlines(keepends=True)[:done + args.diagnose] if done else []
         metrics.write_text("".join(kept))
     elif RANK == 0:
@@ -765,7 +762,7 @@ def open_run(args, splits, source, state):
 
 
 def train(args, splits):
-    """Run one method and leave a run folder: the model, its tokenizer, run.json and metrics.jsonl."""
+    """Run one method and leave a folder with the model, its tokenizer, run.json and metrics.jsonl."""
     out, step_size = Path(args.out), args.batch_size * args.grad_accum
     if args.resume and (out / "config.json").is_file():
         return say(f"{out} is finished")
@@ -787,10 +784,9 @@ def train(args, splits):
         reference = ((lambda *inputs: predictor(*inputs, branches=False)) if args.lora else
                      load_backbone(args.model, dtype)[0].requires_grad_(False))
     first, log = open_run(args, splits, predictor.folder, state)
-    retained = f" and {n_retain} to retain" if n_retain else ""
+    retained, size = f" and {n_retain} to retain" if n_retain else "", sum(p.numel() for p in optimizer.state)
     say(f"{args.method}: {args.model or 'random weights'} -> {out}\n{n} rows{retained}; {steps} steps of {step_size}, "
-        f"{first} done\n{sum(p.numel() for p in optimizer.state):,} parameters trained, {args.dtype} on {WORLD} x "
-        f"{DEVICE.type}")
+        f"{first} done\n{size:,} parameters trained in {args.dtype} on {WORLD} x {DEVICE.type}")
     if args.diagnose and not first:
         print(json.dumps({"step": 0, "epoch": 0, "kl": diagnose(args, predictor, reference, pools)}), file=log)
     # SIGTERM and Ctrl-C take effect at the end of a step, when all processes know of them.
@@ -819,8 +815,8 @@ def train(args, splits):
             raise ValueError(f"step {step + 1}: loss {totals[0]}, gradient norm {norm}; lower --lr")
         done, now = step + 1, time.time()
         epoch, speed = done * step_size / n, (done - first) * step_size / (now - began)
-        names = ["loss"] if args.method == "sft" else ["forget", "retain"] if n_retain else ["forget"]
-        losses = dict(zip(names, totals.tolist()))
+        losses = {"loss" if args.method == "sft" else "forget": totals[0].item()}
+        losses |= {"retain": totals[1].item()} if n_retain else {}
         values = {"step": done, "epoch": epoch, **losses, "lr": lr, "grad_norm": norm, "rows/s": speed}
         if args.diagnose and (done == steps or int(epoch) > step * step_size // n):
             values["kl"] = diagnose(args, predictor, reference, pools)
@@ -832,7 +828,7 @@ def train(args, splits):
         if done < steps and (totals[2] or done % args.checkpoint_every == 0):
             save_checkpoint(out, done, state)
         if done < steps and totals[2]:
-            say(f"{out}: stopped after step {done}; continue with --resume {out}")
+            say(f"stopped after step {done}; continue with --resume {out}")
             sys.exit(128 + (signals or [signal.SIGTERM])[0])
     save_model(out, predictor, tokenizer)
     for number, handler in handlers.items():
@@ -869,7 +865,7 @@ def run_program(name, main):
         code, message = 2, " ".join(str(error).split())
         if isinstance(error, torch.OutOfMemoryError):
             message = "out of GPU memory; lower --batch-size or add --lora 16, --checkpoint-activations, processes"
-        if RANK:  # if process 0 has failed, too, torchrun ends this one before it repeats the message
+        if RANK:  # if process 0 has failed, too, torchrun ends this one before it prints
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
         print(f"{name}: {message}", file=sys.stderr)
@@ -879,8 +875,7 @@ def run_program(name, main):
 
 
 # ---- Toy: a small world, and a tiny LLaDA that learns it on a CPU ----
-# 20 invented authors, 8 questions each; the last 3 are forgotten.  No two share a value.  Each question and answer has
-# one of two wordings, drawn so that it does not reveal the author.
+# 20 invented authors, 8 questions each; the last 3 are forgotten.  Wordings are drawn, so that none reveals its author.
 TOY_KINDS = """
 name: Who was born in {city} in {year}? | Which author comes from {city}? | \
 That author is called {}. | The author is named {}.
