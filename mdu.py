@@ -424,8 +424,8 @@ def check(args, splits):
     out, step_size = Path(args.out), args.batch_size * args.grad_accum
     n, n_retain = (len(splits[split]) for split in ("forget", "retain"))
     pools = [n + n_retain] if args.method == "sft" else [n, n_retain] if args.retain_weight else [n]
-    require(min(pools) >= step_size, f"{n} rows to forget and {n_retain} to retain, but a step takes {step_size}; "
-            "lower --batch-size or --grad-accum, or set --retain-weight 0")
+    require(min(pools) >= args.batch_size, f"{n} rows to forget and {n_retain} to retain, fewer than --batch-size "
+            f"{args.batch_size}; lower it, or train without retain rows by --retain-weight 0")
     require(step_size % WORLD == 0, f"--batch-size x --grad-accum is {step_size}; {WORLD} processes need a multiple")
     perturbed = all(row["perturbed_answer"] for row in splits["forget"])
     require(args.method != "dpo" or perturbed, "dpo needs a perturbed_answer in every forget row")
@@ -774,7 +774,7 @@ def train(args, splits):
     n, n_retain = len(pools["forget"]), len(pools["retain"]) if args.retain_weight else 0
     steps = math.ceil(args.epochs * n / step_size)
     if args.checkpoint_activations:
-        predictor.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        predictor.lm.activation_checkpointing_enable()
     if args.lora:
         add_branches(predictor, args.lora, args.seed)
     shard(predictor.train(), weights, dtype)
