@@ -406,8 +406,8 @@ def parse(argv=None):
         parser.error(f"--{name.replace('_', '-')} has no effect with these options (method {method})")
     require(method != "gd" or args.retain_weight, "--retain-weight 0: gd without retain loss is ga")
     if args.out is None:
-        name = "retain" if args.retain_only else {"mdu": f"mdu-tau{args.tau:g}", "sft": "base"}.get(method, method)
-        name += f"-{args.subject}" if args.subject else ""
+        name = "retain" if args.retain_only else "base" if method == "sft" else method
+        name += (f"-tau{args.tau:g}" if method == "mdu" else "") + (f"-{args.subject}" if args.subject else "")
         args.out = f"out/{preset}/{name}".replace(" ", "-").lower()
     if args.model is None and method != "sft":
         args.model = os.path.abspath(Path(args.out).parent / "base")
@@ -605,12 +605,11 @@ def load_backbone(name, dtype=torch.float32):
     wrong = sorted({*loaded["missing_keys"], *loaded["unexpected_keys"]})
     require(not wrong, f"{name}: tensors missing or unexpected for {spec['model']}: {', '.join(wrong[:3])}")
     require(tokenizer.chat_template, f"{name}: its tokenizer has no chat template")
-    ids, end_id = [], tokenizer.convert_tokens_to_ids(spec.get("end") or tokenizer.eos_token)
+    ids, end_id = [], tokenizer.get_vocab().get(spec.get("end") or tokenizer.eos_token)
     for field, default in (("mask_token_id", tokenizer.mask_token_id), ("pad_token_id", tokenizer.pad_token_id),
                            ("end-of-turn token", end_id)):
         ids.append(default if config.get(field) is None else config[field])
-        require(ids[-1] in range(lm.config.vocab_size) and ids[-1] != tokenizer.unk_token_id,
-                f"{name}: no {field} in config.json or tokenizer")
+        require(ids[-1] in range(lm.config.vocab_size), f"{name}: no {field} in config.json or tokenizer")
     predictor = MaskPredictor(lm.to(DEVICE), *ids, spec.get("shift", False), spec.get("by_entropy", False), folder)
     # Another second token must change the logits of the first position.
     first = torch.tensor([[True, False]], device=DEVICE)
