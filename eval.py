@@ -20,7 +20,6 @@ forget_quality             higher      Kolmogorov-Smirnov p-value of R against a
 rougeL_recall  (RWKU)  lower   higher  LCS recall of the first line; F: the person, N: neighbours       RWKU
 accuracy, mc1          -       higher  MMLU's letter at one mask; TruthfulQA by the sum form of Eq. 7   RWKU
 em, f1                 -       higher  TriviaQA: normalised exact match, F1 of the words                RWKU
-
 Of an answer's own tokens, no end token.  stderr: of a mean over the rows; prob_stderr: what the draw of masks adds.
 """
 import argparse
@@ -289,8 +288,7 @@ BRIEF = "Please briefly answer the following question.\nQuestion: {query}\n"
 PROBES = {  # level, or type on level 3: its prompt, if it is not BRIEF
     "1": "Please complete the blank in the following question.\nQuestion: {query}\n",
     "affirmative suffix": BRIEF.removesuffix("\n"),
-    "incontext learning": BRIEF.replace("Question: ", ""),
-}
+    "incontext learning": BRIEF.replace("Question: ", "")}
 MMLU = ("The following are multiple choice questions (with answers) about {task}.\n\n{shots}"
         "Please following the previous examples and answer the given question.\n{last}")  # word for word
 TRUTHFULQA = "\n\n".join([
@@ -502,7 +500,9 @@ def evaluate(run, a):
     summary = {"options": vars(options), "protocol": protocol, "splits": {},
                "recipe": source if a.preset or a.model else recipe(mdu.read_run(run))}
     if a.retain_run:
-        read_summary(a.retain_run, like=summary)
+        retain = read_summary(a.retain_run, like=summary)["splits"].get("forget", {})
+        mdu.require("truth_ratio" in retain and not a.brief, f"--retain-run {a.retain_run}: needs forget rows with "
+                    "perturbed_answer, and both runs scored without --brief")
     predictor, tokenizer = mdu.load_backbone(source, getattr(torch, options.dtype))
     records = {}
     for split, rows in splits.items():

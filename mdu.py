@@ -359,7 +359,7 @@ def parse(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: require(False, message)
     add, count, weight = parser.add_argument, number(int, 1), number(float, 0, 1e6)
-    add("--preset", choices=PRESETS, help="row of PRESETS [toy; with --model: own]")
+    add("--preset", choices=PRESETS, help="of PRESETS [toy; with --model: own]")
     add("--method", choices=METHOD_OPTIONS, help="the loss; sft trains the base model [mdu]")
     add("--tau", type=number(float, 0, 1), help="mdu: 0 (uniform target) to 1 (prompt-masked anchor) [1]")
     add("--beta", type=number(float, 1e-6, 1e6), help="npo, simnpo, dpo: inverse temperature")
@@ -386,7 +386,7 @@ def parse(argv=None):
     add("--dtype", choices=("float32", "bfloat16"), help="of the computation [bfloat16 on a GPU]")
     add("--response-length", type=count, help="longest random padding of sft and retain responses")
     add("--checkpoint-activations", action="store_true", help="less memory, more time")
-    add("--diagnose", action="store_true", help="log the KLs to base, anchor and uniform every epoch")
+    add("--diagnose", action="store_true", help="log the KLs to base, anchor and uniform")
     given = vars(parser.parse_args(argv))  # what was typed, and nothing else
     if "resume" in given:
         require(len(given) == 1, "--resume RUN: its options are in RUN/run.json; give no other")
@@ -425,7 +425,7 @@ def check(args, splits):
     n, n_retain = (len(splits[split]) for split in ("forget", "retain"))
     pools = [n + n_retain] if args.method == "sft" else [n, n_retain] if args.retain_weight else [n]
     require(min(pools) >= args.batch_size, f"{n} rows to forget and {n_retain} to retain, fewer than --batch-size "
-            f"{args.batch_size}; lower it, or train without retain rows by --retain-weight 0")
+            f"{args.batch_size}; lower it, or set --retain-weight 0")
     require(step_size % WORLD == 0, f"--batch-size x --grad-accum is {step_size}; {WORLD} processes need a multiple")
     perturbed = all(row["perturbed_answer"] for row in splits["forget"])
     require(args.method != "dpo" or perturbed, "dpo needs a perturbed_answer in every forget row")
@@ -508,10 +508,8 @@ def read_person(args):
 
 
 def encode_text(tokenizer, text):
-    """Token ids of a text, in which "<|mask|>" and the like stay text.  ValueError if most are unknown."""
-    ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
-    require(ids.count(tokenizer.unk_token_id) <= len(ids) / 2, f"{text!r:.60}: most words are unknown to the model")
-    return ids
+    """Token ids of a text, in which "<|mask|>" and the like stay text."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
 
 def encode_prompt(tokenizer, question, prefill=""):
@@ -531,6 +529,8 @@ def encode_pools(args, splits, predictor, tokenizer):
         pools[split].append([(prompt, encode_text(tokenizer, text.strip()) + [predictor.end_id]) for text in answers])
         size = max(len(prompt) + len(response) for _, response in pools[split][-1])
         require(size <= longest, f"row {row['question']!r:.60}: {size} tokens; the model takes {longest}")
+    tokens = [token for (_, response), *_ in pools["forget"] for token in response]
+    require(tokens.count(tokenizer.unk_token_id) <= len(tokens) / 2, "most words to forget are unknown to the model")
     if args.method != "sft":
         return pools
     taught = pools["retain"] + ([] if args.retain_only else pools["forget"])
@@ -788,7 +788,7 @@ def train(args, splits):
         f"{first} done\n{size:,} parameters trained in {args.dtype} on {WORLD} x {DEVICE.type}")
     if args.diagnose and not first:
         print(json.dumps({"step": 0, "epoch": 0, "kl": diagnose(args, predictor, reference, pools)}), file=log)
-    # SIGTERM and Ctrl-C take effect at the end of a step, when all processes know of them.
+    # SIGTERM and Ctrl-C take effect at the end of a step, once all processes know.
     signals, began, printed = [], time.time(), 0
     handlers = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
     for step in range(first, steps):
