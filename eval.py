@@ -20,7 +20,7 @@ forget_quality             higher      Kolmogorov-Smirnov p-value of R against a
 rougeL_recall  (RWKU)  lower   higher  LCS recall of the first line; F: the person, N: neighbours       RWKU
 accuracy, mc1          -       higher  MMLU's letter at one mask; TruthfulQA by the sum form of Eq. 7   RWKU
 em, f1                 -       higher  TriviaQA: normalised exact match, F1 of the words                RWKU
-Of an answer's own tokens, no end token.  stderr: of a mean over the rows; prob_stderr: what the draw of masks adds.
+prob and perplexity are of the answer's own tokens, no end token.  stderr: over the rows; prob_stderr: over the masks.
 """
 import argparse
 import bisect

@@ -349,7 +349,7 @@ def number(kind, low, high=math.inf):
     def convert(text):
         require(low <= kind(text) <= high, text)
         return kind(text)
-    convert.__name__ = f"{kind.__name__} in [{low:g}, {high:g}]"  # argparse shows it
+    convert.__name__ = f"{kind.__name__} in [{low:g}, {high:g}]"
     return convert
 
 
@@ -698,7 +698,7 @@ def save_model(out, predictor, tokenizer):
     params = dict(predictor.lm.named_parameters())  # a tied head is one parameter and is saved once
     for name in [name for name in params if not name.endswith((".A", ".B"))]:
         branch = name.removesuffix("weight")
-        tensor, *AB = [p.full_tensor() if isinstance(p, DTensor) else p  # gathered by all processes
+        tensor, *AB = [p.full_tensor() if isinstance(p, DTensor) else p
                        for p in (params.get(key) for key in (name, f"{branch}A", f"{branch}B")) if p is not None]
         if AB:
             tensor = tensor.float() + LORA_SCALE / len(AB[0]) * AB[1] @ AB[0]
