@@ -20,7 +20,7 @@ forget_quality             higher      Kolmogorov-Smirnov p-value of R against a
 rougeL_recall  (RWKU)  lower   higher  LCS recall of the first line; F: the person, N: neighbours       RWKU
 accuracy, mc1          -       higher  MMLU's letter at one mask; TruthfulQA by the sum form of Eq. 7   RWKU
 em, f1                 -       higher  TriviaQA: normalised exact match, F1 of the words                RWKU
-prob and perplexity are of the answer's own tokens, no end token.  stderr: over the rows; prob_stderr: over the masks.
+prob and perplexity are of the answer's own tokens, no end token.  stderr: over rows; prob_stderr: over masks.
 """
 import argparse
 import bisect
