@@ -1,4 +1,3 @@
-# Each target installs what it needs into .venv first.
 .PHONY: help install demo table figures baselines sweep test clean
 PYTHON := .venv/bin/python
 SEED := 1
@@ -15,7 +14,6 @@ help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## /make \1\t/p' Makefile
 
 install: .venv/installed  ## a virtual environment with the pinned packages, matplotlib and pytest
-
 .venv/installed: requirements.txt
 	python3 -m venv .venv
 	.venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt matplotlib pytest
@@ -25,11 +23,9 @@ demo: install  ## a toy base model, every method, scores: table and picture in o
 	@$(PYTHON) mdu.py --method sft $(TOY)/base
 	@$(MAKE) --no-print-directory --jobs=2 baselines sweep
 	@$(PYTHON) eval.py --report $(RUNS:%=$(OUT)/%) --questions 3,4,7
-
 baselines:
 	@for m in $(BASELINES); do $(PYTHON) mdu.py --method $$m $(TOY)/$$m || exit 1; done
 	@$(PYTHON) eval.py $(SCORE) $(addprefix $(OUT)/,base $(BASELINES))
-
 sweep:
 	@for tau in $(TAUS); do $(PYTHON) mdu.py --tau $$tau $(TOY)/mdu-tau$$tau || exit 1; done
 	@$(PYTHON) eval.py $(SCORE) $(TAUS:%=$(OUT)/mdu-tau%)
@@ -41,12 +37,11 @@ table: install  ## the demo with three seeds, retain models and all of TOFU's fi
 	  $(MAKE) --no-print-directory demo SEED=$$seed OUT=$$out SCORE="$$score --retain-run $$out/retain" || exit 1; done
 	@$(PYTHON) eval.py --report $(foreach run,retain $(RUNS),$(SEEDS:%=out/table/%/$(run)))
 
-figures: install  ## the paper's analyses in the toy world: numbers and pictures in out/figures/analysis
+figures: install  ## the paper's analyses of the toy: numbers and pictures in out/figures/analysis
 	@$(PYTHON) mdu.py --method sft $(TOY:$(OUT)=out/figures)/base
 	@for m in mdu npo ga; do $(PYTHON) mdu.py --method $$m --diagnose $(TOY:$(OUT)=out/figures)/$$m || exit 1; done
-	@$(PYTHON) mdu.py --tau 0 --diagnose $(TOY:$(OUT)=out/figures)/mdu-tau0
-	@for name in convergence roles trajectory rollout infill; do $(PYTHON) eval.py --analysis $$name --samples 32 \
-	  $(addprefix out/figures/,mdu mdu-tau0 npo ga) || exit 1; done
+	@for name in convergence roles trajectory rollout infill; do \
+	  $(PYTHON) eval.py --analysis $$name --samples 32 $(addprefix out/figures/,mdu npo ga) || exit 1; done
 
 test: install  ## the tests, offline
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q test_mdu.py
