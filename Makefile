@@ -1,7 +1,6 @@
 .PHONY: help install demo table figures baselines sweep test clean
 PYTHON := .venv/bin/python
 SEED := 1
-SEEDS := 1 2 3
 OUT := out/toy
 SCORE := --brief --samples 32
 BASELINES := ga gd npo simnpo wga dpo
@@ -31,17 +30,18 @@ sweep:
 	@$(PYTHON) eval.py $(SCORE) $(TAUS:%=$(OUT)/mdu-tau%)
 
 table: install  ## the demo with three seeds, retain models and all of TOFU's figures: out/table/1/report.md
-	@for seed in $(SEEDS); do out=out/table/$$seed; score="--samples 32 --perplexity 256"; \
+	@for seed in 1 2 3; do out=out/table/$$seed; score="--samples 32 --perplexity 256"; \
 	  $(PYTHON) mdu.py --method sft --retain-only --overwrite --seed $$seed --out $$out/retain && \
 	  $(PYTHON) eval.py $$score $$out/retain && \
 	  $(MAKE) --no-print-directory demo SEED=$$seed OUT=$$out SCORE="$$score --retain-run $$out/retain" || exit 1; done
-	@$(PYTHON) eval.py --report $(foreach run,retain $(RUNS),$(SEEDS:%=out/table/%/$(run)))
+	@$(PYTHON) eval.py --report $(foreach run,retain $(RUNS),$(foreach seed,1 2 3,out/table/$(seed)/$(run)))
 
 figures: install  ## the paper's analyses of the toy: numbers and pictures in out/figures/analysis
 	@$(PYTHON) mdu.py --method sft $(TOY:$(OUT)=out/figures)/base
 	@for m in mdu npo ga; do $(PYTHON) mdu.py --method $$m --diagnose $(TOY:$(OUT)=out/figures)/$$m || exit 1; done
-	@for name in convergence roles trajectory rollout infill; do \
+	@for name in convergence roles infill; do \
 	  $(PYTHON) eval.py --analysis $$name --samples 32 $(addprefix out/figures/,mdu npo ga) || exit 1; done
+	@for name in trajectory rollout; do $(PYTHON) eval.py --analysis $$name out/figures/base || exit 1; done
 
 test: install  ## the tests, offline
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q test_mdu.py
