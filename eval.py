@@ -69,7 +69,7 @@ def rouge_l(reference, prediction):
 
 
 # ---- Answer probability (Eq. 7) ----
-LOGITS = 2**30 if mdu.GPU else 2**26  # the most logits of one forward pass
+LOGITS = 2**28 if mdu.GPU else 2**26  # the most logits of one forward pass
 
 
 def encode_answer(tokenizer, row, text):
@@ -80,8 +80,7 @@ def encode_answer(tokenizer, row, text):
 def draw_masks(n, samples, seed):
     """Eq. 7's masks, (samples, n) bool: the number of masked tokens uniform on 1..n, then a uniform subset.
 
-    Answers that are compared share a seed: equal lengths get equal masks, others equal shares of masked tokens.
-    """
+    Answers that are compared share a seed: equal lengths get equal masks, others equal shares of masked tokens."""
     rng = np.random.default_rng(seed)
     size = 1 + np.floor(n * rng.random((samples, 1)))
     order = rng.random((n, samples)).T.argsort(1).argsort(1)
@@ -119,8 +118,7 @@ def masked_states(predictor, pairs, masks, batch_size):
 def masked_nll(predictor, pairs, masks, batch_size=64):
     """The inner mean of Eq. 7 for every mask of every pair: 1/|M_j| sum_{i in M_j} -log p(y_i | x, y with M_j masked).
 
-    Args: as masked_states, no mask empty.  Returns: list of (N_i,) float64, in nats per masked token.
-    """
+    Args: as masked_states, no mask empty.  Returns: list of (N_i,) float64, in nats per masked token."""
     nll = [torch.zeros(len(m), dtype=torch.float64) for m in masks]
     for batch, ids, noised, _, attention_mask, masked in masked_states(predictor, pairs, masks, batch_size):
         logits = predictor(noised, attention_mask, masked)
@@ -144,8 +142,7 @@ def denoise(predictor, ids, attention_mask, masked, steps, temperature=0.0):
 
     Every step predicts all masked tokens and fixes n/steps of them (the first steps one more if it does not divide):
     those of highest probability, or with predictor.by_entropy of lowest entropy.  temperature > 0: tokens are drawn
-    from softmax(logits / temperature) with torch's global generator.
-    """
+    from softmax(logits / temperature) with torch's global generator."""
     n = int(masked[0].sum())
     for step in range(min(steps, n)):
         count = n // steps + (step < n % steps)
@@ -168,7 +165,7 @@ def generate(predictor, prompts, length, steps, batch_size=64, temperature=0.0):
     """`length` response ids per prompt, denoised from as many masks: LLaDA's low-confidence remasking (Algorithm 5)."""
     outputs = [None] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    longest = max(map(len, prompts)) + length
+    longest = max(map(len, prompts), default=0) + length
     mdu.require(longest <= predictor.lm.config.max_position_embeddings, f"{longest} tokens are too many for the model")
     for batch in batches(predictor, order, length, batch_size, "generations"):
         pairs = [(prompts[i], [predictor.mask_id] * length) for i in batch]
@@ -471,6 +468,7 @@ def rows_of(options, a):
     if not any(files.values()) and not a.data and not options.subject:
         files = {"forget": options.forget, "retain": options.retain}
     mdu.require(data or any(files.values()), "no rows to score; give --forget, --retain or --data")
+    mdu.require(not a.data or not any(files.values()), "--data has no effect with --forget or --retain")
     if any(files.values()):
         splits = {split: mdu.read_jsonl(split, path) for split, path in files.items() if path}
     elif data == "toy":
@@ -493,9 +491,9 @@ def evaluate(run, a):
     splits = rows_of(options, a)
     rwku = not set(splits) & set(TOFU)
     length = a.length or (30 if rwku else options.response_length)
-    rows = (a.data or options.data) if rwku else hashlib.sha256(json.dumps(splits).encode()).hexdigest()[:16]
-    protocol = {"length": length, "steps": a.steps or length, "samples": a.samples, "seed": a.seed, "rows": rows,
-                "limit": a.limit or options.limit, "dtype": options.dtype}
+    rows = json.dumps([a.data or options.data, a.limit or options.limit] if rwku else splits)  # RWKU: by person
+    protocol = {"length": length, "steps": a.steps or length, "samples": a.samples, "seed": a.seed,
+                "rows": hashlib.sha256(rows.encode()).hexdigest()[:16], "dtype": options.dtype, "perplexity": a.perplexity}
     a = SimpleNamespace(**{**vars(a), **protocol})
     summary = {"options": vars(options), "protocol": protocol, "splits": {},
                "recipe": source if a.preset or a.model else recipe(mdu.read_run(run))}
@@ -503,6 +501,10 @@ def evaluate(run, a):
         retain = read_summary(a.retain_run, like=summary)["splits"].get("forget", {})
         mdu.require("truth_ratio" in retain and not a.brief, f"--retain-run {a.retain_run}: needs forget rows with "
                     "perturbed_answer, and both runs scored without --brief")
+    if options.retain_weight and "retain" in splits:  # TOFU's 400 rows are among the 3,600 that it trains on
+        trained = {row["answer"] for row in mdu.load_data(options)["retain"]}
+        seen = summary["retain_rows_trained_on"] = sum(row["answer"] in trained for row in splits["retain"])
+        mdu.say(f"{run} | its retain loss saw {seen} of the {len(splits['retain'])} retain rows")
     predictor, tokenizer = mdu.load_backbone(source, getattr(torch, options.dtype))
     records = {}
     for split, rows in splits.items():
@@ -515,10 +517,6 @@ def evaluate(run, a):
         summary["splits"][split] = summarise(records[split], to_forget=SPLITS[split].better == "↓")
         figures = [f"{metric} {value:.3f}" for metric, value in summary["splits"][split].items() if metric in METRICS]
         mdu.say(f"{run} | {SPLITS[split].title:12} | {' | '.join(figures)}")
-    if options.retain_weight and "retain" in splits:  # TOFU's 400 rows are among the 3,600 that it trains on
-        trained = {row["answer"] for row in mdu.load_data(options)["retain"]}
-        seen = summary["retain_rows_trained_on"] = sum(row["answer"] in trained for row in splits["retain"])
-        mdu.say(f"{run} | its retain loss saw {seen} of the {len(splits['retain'])} retain rows")
     summary["model_utility"] = model_utility(summary["splits"])
     if a.retain_run:
         summary["forget_quality"] = forget_quality(records["forget"], read_records(a.retain_run, "forget"))
@@ -543,8 +541,8 @@ def read_summary(run, like=None):
     mdu.require(file.is_file(), f"{run}: not scored yet; first run: python eval.py {run}")
     summary = json.loads(file.read_text(encoding="utf-8"))
     for name, value in summary["protocol"].items() if like else ():
-        wanted = like["protocol"].get(name)
-        mdu.require(value == wanted, f"{run}: scored with {name} {value}, not {wanted}; score all runs in the same way")
+        same = like["protocol"][name] in (value, None) or value is None  # None: without perplexity
+        mdu.require(same, f"{run}: {name} {value}, not {like['protocol'][name]}; score all runs in the same way")
     return {**summary, "run": run}
 
 
@@ -597,7 +595,7 @@ def titles(options, paths):
 def group_runs(runs):
     """Scored runs -> {title: summaries of its runs}, in the order of the runs."""
     groups = defaultdict(list)
-    for run in runs:
+    for run in dict.fromkeys(map(Path, runs)):
         summary = read_summary(run, like=read_summary(runs[0]))
         groups[json.dumps(summary["recipe"])].append(summary)
     asked = [{person for s in group for scores in s["splits"].values() for person in scores["people"]}
@@ -638,7 +636,7 @@ def column(groups, split, metric):
     found = [measured(group, split, metric) for group in groups.values()]
     methods = [group[0]["options"]["method"] for group in groups.values()]
     means = [f"{statistics.fmean(values):{digits}}" if values else "-" for values in found]
-    bases = [sign * float(mean) for mean, method in zip(means, methods) if method == "sft" and mean != "-"]
+    bases = [sign * float(mean) for mean, title in zip(means, groups) if title.startswith("Base") and mean != "-"]
     rivals = [sign * float(mean) for mean, method in zip(means, methods) if method != "sft" and mean != "-"]
     marked = sign and len(rivals) > 1 and max(rivals) > max(bases, default=-math.inf)
     cells = ["<br>".join(filter(None, [split and SPLITS[split].title, f"{name} {better}".strip()]))]
@@ -663,7 +661,7 @@ def table(groups, columns):
 def warnings(groups):
     """Sentences for the report where its figures say little: a base that knows little, a model that did not change."""
     first = {title: group[0] for title, group in groups.items()}
-    base = next((title for title, summary in first.items() if summary["options"]["method"] == "sft"), None)
+    base = next((title for title in groups if title.startswith("Base")), None)
     split, lines = next(iter(first[base]["splits"])) if base else "retain", []
     if SPLITS[split].better == "↓":
         known = first[base]["splits"][split]["rougeL_recall"]
@@ -803,7 +801,7 @@ def analysis_roles(runs, rows, a):
     masks = [draw_masks(len(response), a.samples, [a.seed, i]) for i, (_, response) in enumerate(pairs)]
     bars = []
     for title, source in [("Before", start), *((run.title, run.path) for run in runs)]:
-        predictor = mdu.load_backbone(source, runs[0].dtype)[0]
+        predictor = reference if source == start else mdu.load_backbone(source, runs[0].dtype)[0]
         totals = torch.zeros(2, len(ROLES), dtype=torch.float64)  # sum of the KLs, and of how many tokens
         for batch, _, noised, *state, masked in masked_states(predictor, pairs, masks, a.batch_size):
             kl = anchor_kl(predictor, reference, noised, *state, masked)
@@ -811,6 +809,7 @@ def analysis_roles(runs, rows, a):
             totals.index_add_(1, label, torch.stack([kl, torch.ones_like(kl)]))
         bars += [{"label": f"{title}\n{total / n:.2f}", "role": role, "kl": total / n, "masked tokens": n}
                  for role, total, n in zip(ROLES, *totals.tolist()) if n]
+        del predictor  # before the next model is loaded
     return {"ylabel": "KL to the anchor, nats per token", "panels": {"": bars}}
 
 
@@ -882,6 +881,7 @@ def analysis_infill(runs, rows, a):
                 counted = torch.cat([asked[i][masks[i][j]] for i, j in batch])  # (M,) bool
                 right.append((logits.argmax(-1) == ids[masked]).cpu()[counted])
             series[run.title].append([share, torch.cat(right).float().mean().item()])
+        del predictor
     return {"xlabel": "share of the answer given", "ylabel": "predicted right", "panels": {"": series}}
 
 

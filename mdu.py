@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 from collections import namedtuple
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,7 @@ def mask_tokens(ids, response, mask_id, t_uniform, token_uniforms, at_least_one=
     t = T_MIN + (1 - T_MIN) * t_uniform
     token_uniforms = token_uniforms.masked_fill(~response, math.inf)
     masked = token_uniforms < t[:, None]
-    lowest = response & (token_uniforms == token_uniforms.amin(1, keepdim=True))  # masked already if any token is
+    lowest = response & (token_uniforms == token_uniforms.amin(1, keepdim=True))  # masked, if any token is
     masked = masked | (lowest & at_least_one)
     return ids.masked_fill(masked, mask_id), masked, t
 
@@ -212,7 +213,7 @@ def draw_example(args, stream, index, pair, pad_id=None):
 def draw_step(args, pools, step, pad_id):
     """This process's rows of a step -> (forget, retain), sorted by length to save padding.
 
-    forget: list of [Example], for dpo [Example, Example of a perturbed answer at the same t]; retain: of Examples.
+    forget: list of [Example], for dpo [Example, Example of a perturbed answer at the same t]; retain: [Example].
     """
     step_size, forget, retain = args.batch_size * args.grad_accum, [], []
     for k in range(step * step_size, (step + 1) * step_size):
@@ -312,8 +313,7 @@ DEFAULTS = dict(
     checkpoint_activations=False, diagnose=False)
 METHOD_OPTIONS = {  # the options that only some methods use, with their defaults
     "mdu": dict(tau=1.0, retain_weight=1.0),
-    "ga": dict(),
-    "gd": dict(retain_weight=1.0),
+    "ga": {}, "gd": dict(retain_weight=1.0),
     "npo": dict(beta=0.2, retain_weight=1.0),
     "simnpo": dict(beta=4.5, delta=0.0, retain_weight=1.0),  # beta is not in the paper
     "wga": dict(gamma=1.0, retain_weight=1.0),
@@ -333,8 +333,8 @@ PRESETS = {  # options of the unlearning methods; "sft": those that differ for s
     "tofu-qwen": dict(TOFU, epochs=5, lr=5e-5, sft=dict(QWEN, epochs=200, lr=1e-4)),  # ours; untuned
     "rwku-llada": dict(RWKU, **LLADA, sft={}),
     "rwku-dream": dict(RWKU, **DREAM, sft={}),
-    "rwku-qwen": dict(RWKU, **QWEN, lr=5e-5, sft={}),  # ours; untuned
-    "own": dict(sft=dict(lr=2e-5)),  # one's own model of some 7 billion parameters
+    "rwku-qwen": dict(RWKU, **QWEN, lr=5e-5, sft={}),
+    "own": dict(sft=dict(lr=2e-5)),  # one's own model
 }
 
 
@@ -354,7 +354,7 @@ def number(kind, low, high=math.inf):
 
 
 def parse(argv=None):
-    """Command line -> options, each with a value.  ValueError if one is unknown or would have no effect."""
+    """Command line -> options.  ValueError if one is unknown or would have no effect."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: require(False, message)
@@ -373,18 +373,18 @@ def parse(argv=None):
     add("--subject", help="RWKU: person to forget, by name or number")
     add("--forget", help="JSONL to forget, of question and answer, or prompt and response")
     add("--retain", help="JSONL to retain, with --forget or --subject")
-    add("--limit", type=count, help="rows read of every split at most")
+    add("--limit", type=count, help="rows of a split at most")
     add("--out", help="folder of the run [out/PRESET/METHOD]")
     add("--overwrite", action="store_true", help="replace the run in --out")
     add("--resume", metavar="RUN", help="continue this run from its newest checkpoint")
-    add("--checkpoint-every", type=count, help="steps [500]; SIGTERM and Ctrl-C save one, too")
-    add("--epochs", type=number(float, 1e-6, 1e6), help="passes over the forget set (sft: over all rows)")
+    add("--checkpoint-every", type=count, help="steps [500]")
+    add("--epochs", type=number(float, 1e-6, 1e6), help="passes over the forget set (sft: all rows)")
     add("--lr", type=number(float, 0, 1), help="peak learning rate")
     add("--batch-size", type=count, help="rows to forget in one forward pass of one process")
-    add("--grad-accum", type=count, help="batch-size x grad-accum rows make a step of all processes")
+    add("--grad-accum", type=count, help="batch-size x grad-accum rows make a step")
     add("--seed", type=number(int, 0), help="seed of every random draw [1]")
     add("--dtype", choices=("float32", "bfloat16"), help="of the computation [bfloat16 on a GPU]")
-    add("--response-length", type=count, help="longest random padding of sft and retain responses")
+    add("--response-length", type=count, help="longest padding of sft and retain responses")
     add("--checkpoint-activations", action="store_true", help="less memory, more time")
     add("--diagnose", action="store_true", help="log the KLs to base, anchor and uniform")
     given = vars(parser.parse_args(argv))  # what was typed, and nothing else
@@ -422,13 +422,12 @@ def parse(argv=None):
 def check(args, splits):
     """Refuse what cannot work, before anything is replaced."""
     out, step_size = Path(args.out), args.batch_size * args.grad_accum
-    n, n_retain = (len(splits[split]) for split in ("forget", "retain"))
+    n, n_retain = 0 if args.retain_only else len(splits["forget"]), len(splits["retain"])
     pools = [n + n_retain] if args.method == "sft" else [n, n_retain] if args.retain_weight else [n]
     require(min(pools) >= args.batch_size, f"{n} rows to forget and {n_retain} to retain, fewer than --batch-size "
-            f"{args.batch_size}; lower it, or set --retain-weight 0")
+            f"{args.batch_size}; lower it, give --retain, or set --retain-weight 0")
     require(step_size % WORLD == 0, f"--batch-size x --grad-accum is {step_size}; {WORLD} processes need a multiple")
-    perturbed = all(row["perturbed_answer"] for row in splits["forget"])
-    require(args.method != "dpo" or perturbed, "dpo needs a perturbed_answer in every forget row")
+    require(args.method != "dpo" or all(r["perturbed_answer"] for r in splits["forget"]), "dpo: no perturbed_answer")
     require(args.resume or not out.exists() or args.overwrite and (out / "run.json").is_file(),
             f"--out {out} exists; --resume {out} continues a run, --overwrite replaces one")
 
@@ -440,6 +439,7 @@ JSONL = "the file needs one JSON object per line"
 
 def load_data(args):
     """The rows to train on, {"forget": rows, "retain": rows}; the toy's other two splits, too."""
+    require(not args.subject or args.forget or args.data != "toy", "--subject needs --preset rwku-... or --data")
     if args.forget or args.subject:
         forget = read_jsonl("forget", args.forget) if args.forget else read_person(args)
         splits = {"forget": forget, "retain": read_jsonl("retain", args.retain) if args.retain else []}
@@ -460,7 +460,7 @@ def check_row(row):
             f"found {found or 'no columns'}; needs question and answer, or prompt and response")
     wrong = row.get("perturbed_answer") or []
     wrong = wrong if isinstance(wrong, list) else [wrong]
-    for text in (row["question"], row["answer"], *wrong):
+    for text in (row["question"], row["answer"], *filter(None, map(row.get, FIELDS[2:])), *wrong):
         require(isinstance(text, str) and text.strip(), f"needs texts that are not empty, found {text!r:.40}")
     return {**{field: row[field] for field in FIELDS if row.get(field)}, "perturbed_answer": wrong}
 
@@ -556,7 +556,6 @@ BACKBONES = {  # model_type of config.json -> native classes; end: the end-of-tu
                   attn_out="self_attn.o_proj", ff_proj="mlp.gate_proj", up_proj="mlp.up_proj", ff_out="mlp.down_proj",
                   attn_norm="input_layernorm", ff_norm="post_attention_layernorm").items()}}),
     "Dream": dict(model="Qwen2ForCausalLM", tokenizer="Qwen2Tokenizer", end="<|im_end|>", shift=True, by_entropy=True),
-    # dLLM's conversions of autoregressive models
     "a2d-qwen3": dict(model="Qwen3ForCausalLM", tokenizer="Qwen2Tokenizer", end="<|im_end|>"),
     "a2d-qwen2": dict(model="Qwen2ForCausalLM", tokenizer="Qwen2Tokenizer", end="<|im_end|>"),
     "a2d-llama": dict(model="LlamaForCausalLM", tokenizer="PreTrainedTokenizerFast", end="<|eot_id|>"),
@@ -567,7 +566,7 @@ FILES = ("*.json", "*.jinja", "*.txt", "*.py", "*.safetensors")  # .py files are
 
 
 def find_model(name):
-    """Folder, OWNER/NAME or OWNER/NAME@REVISION -> the model's folder, downloaded if need be."""
+    """Folder or OWNER/NAME[@REVISION] -> the model's folder, downloaded if need be."""
     from huggingface_hub import snapshot_download
     if Path(name).is_dir():
         return Path(name)
@@ -575,7 +574,7 @@ def find_model(name):
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=FILES))
     except (ValueError, OSError) as error:
-        raise ValueError(f"{name}: no such folder, and not to be had from the hub ({error!s:.200})") from None
+        raise ValueError(f"{name}: no such folder, nor to be had from the hub ({error!s:.200})") from None
 
 
 @torch.no_grad()
@@ -585,7 +584,7 @@ def load_backbone(name, dtype=torch.float32):
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     folder = find_model(name)
-    require((folder / "config.json").is_file(), f"{name}: no config.json; give the folder of a model or a run")
+    require((folder / "config.json").is_file(), f"{name}: no config.json; give a model or a run")
     config = json.loads((folder / "config.json").read_text())
     spec = BACKBONES.get(config.get("model_type"))
     require(spec, f"{name}: model_type {config.get('model_type')!r} in config.json is none of {', '.join(BACKBONES)}")
@@ -611,7 +610,7 @@ def load_backbone(name, dtype=torch.float32):
         ids.append(default if config.get(field) is None else config[field])
         require(ids[-1] in range(lm.config.vocab_size), f"{name}: no {field} in config.json or tokenizer")
     predictor = MaskPredictor(lm.to(DEVICE), *ids, spec.get("shift", False), spec.get("by_entropy", False), folder)
-    # Another second token must change the logits of the first position.
+    # Another second token must change the first position's logits.
     first = torch.tensor([[True, False]], device=DEVICE)
     a, b = (predictor.eval()(torch.tensor([[0, second]], device=DEVICE), first | True, first) for second in (1, 2))
     require(not torch.equal(a, b), f"{name}: a causal model; it must be bidirectional")
@@ -619,7 +618,7 @@ def load_backbone(name, dtype=torch.float32):
 
 
 # ---- LoRA (Hu et al. 2021): train low-rank branches of frozen weights ----
-LORA_SCALE = 8  # divided by the rank: the best learning rate hardly depends on it
+LORA_SCALE = 8  # over the rank: the best learning rate hardly depends on the rank
 
 
 def add_branches(predictor, rank, seed):
@@ -645,10 +644,11 @@ def add_branches(predictor, rank, seed):
 def join_processes():
     """Join the processes that torchrun started, if it did."""
     if GPU:
+        require(DEVICE.index < torch.cuda.device_count(), "more processes than GPUs")
         torch.cuda.set_device(DEVICE)
     if not dist.is_initialized():
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-        dist.init_process_group("nccl" if GPU else "gloo", **alone)
+        dist.init_process_group("nccl" if GPU else "gloo", timeout=timedelta(hours=2), **alone)
 
 
 def shard(predictor, weights, dtype):
@@ -658,7 +658,7 @@ def shard(predictor, weights, dtype):
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in predictor.lm.model.layers:
         fully_shard(block, mp_policy=policy)
-    # FSDP's default for the root would lose its gradients after a forward pass without gradients.
+    # By default the root loses its gradients after a forward pass without gradients.
     fully_shard(predictor, mp_policy=policy, reshard_after_forward=True)
 
 
@@ -732,14 +732,14 @@ def say(text):
 def read_run(folder):
     """RUN/run.json: options, hashes of the rows and of the start model's weights, that model's run.json."""
     file = Path(folder) / "run.json"
-    require(file.is_file(), f"{folder}: no run.json; give the folder of a run of mdu.py")
+    require(file.is_file(), f"{folder}: no run.json; give a run of mdu.py")
     return json.loads(file.read_text(encoding="utf-8"))
 
 
 def open_run(args, splits, source, state):
     """Make the run's folder, or load its newest checkpoint -> steps done, log file."""
     out, metrics, done = Path(args.out), Path(args.out) / "metrics.jsonl", 0
-    files = sorted(source.glob("*.safetensors")) if source else []
+    files = sorted(source.glob("*.safetensors")) if source and (args.resume or RANK == 0) else []
     info = {"options": vars(args), "weights": [hashlib.file_digest(open(f, "rb"), "sha256").hexdigest() for f in files],
             "rows": {split: hashlib.sha256(json.dumps(rows).encode()).hexdigest() for split, rows in splits.items()},
             "start": read_run(source) if source and (source / "run.json").is_file() else None}
@@ -788,7 +788,7 @@ def train(args, splits):
         f"{first} done\n{size:,} parameters trained in {args.dtype} on {WORLD} x {DEVICE.type}")
     if args.diagnose and not first:
         print(json.dumps({"step": 0, "epoch": 0, "kl": diagnose(args, predictor, reference, pools)}), file=log)
-    # SIGTERM and Ctrl-C take effect at the end of a step, once all processes know.
+    # SIGTERM and Ctrl-C take effect after a step, once all processes know.
     signals, began, printed = [], time.time(), 0
     handlers = {s: signal.signal(s, lambda number, _: signals.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
     for step in range(first, steps):
@@ -827,7 +827,7 @@ def train(args, splits):
         if done < steps and (totals[2] or done % args.checkpoint_every == 0):
             save_checkpoint(out, done, state)
         if done < steps and totals[2]:
-            say(f"stopped after step {done}; continue with --resume {out}")
+            say(f"stopped after step {done}; --resume {out} continues")
             sys.exit(128 + (signals or [signal.SIGTERM])[0])
     save_model(out, predictor, tokenizer)
     for number, handler in handlers.items():
@@ -841,13 +841,14 @@ def main(argv=None):
     splits = load_data(args)
     check(args, splits)
     join_processes()
-    base = Path(args.out).resolve().parent / "base"  # the default --model
+    base = Path(os.path.abspath(Path(args.out).parent / "base"))  # the default --model
     if args.model == str(base) and not (base / "config.json").is_file():
         require(args.data == "toy" and not args.forget,
                 f"no base model in {base}: train it with --method sft, or give one with --model")
         say(f"no base model in {base}: training it first")
         start = parse(["--method", "sft", "--seed", str(args.seed), "--overwrite", "--out", str(base)])
-        train(start, load_data(start))
+        check(start, toy_world())
+        train(start, toy_world())
     train(args, splits)
 
 
@@ -863,8 +864,8 @@ def run_program(name, main):
     except (ValueError, OSError, torch.OutOfMemoryError) as error:
         code, message = 2, " ".join(str(error).split())
         if isinstance(error, torch.OutOfMemoryError):
-            message = "out of GPU memory; lower --batch-size or add --lora 16, --checkpoint-activations, processes"
-        if RANK:  # if process 0 has failed, too, torchrun ends this one before it prints
+            message = "out of GPU memory; lower --batch-size, or train with --lora 16 or --checkpoint-activations"
+        if RANK:  # if process 0 failed, too, torchrun ends this one first
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
         print(f"{name}: {message}", file=sys.stderr)
@@ -874,7 +875,7 @@ def run_program(name, main):
 
 
 # ---- Toy: a small world, and a tiny LLaDA that learns it on a CPU ----
-# 20 invented authors, 8 questions each; the last 3 are forgotten.  Wordings are drawn, so that none reveals its author.
+# 20 invented authors, 8 questions each; the last 3 are forgotten.
 TOY_KINDS = """
 name: Who was born in {city} in {year}? | Which author comes from {city}? | \
 That author is called {}. | The author is named {}.
