@@ -491,9 +491,9 @@ def evaluate(run, a):
     splits = rows_of(options, a)
     rwku = not set(splits) & set(TOFU)
     length = a.length or (30 if rwku else options.response_length)
-    rows = json.dumps([a.data or options.data, a.limit or options.limit] if rwku else splits)  # RWKU: by person
-    protocol = {"length": length, "steps": a.steps or length, "samples": a.samples, "seed": a.seed,
-                "rows": hashlib.sha256(rows.encode()).hexdigest()[:16], "dtype": options.dtype, "perplexity": a.perplexity}
+    rows = json.dumps([a.data or options.data, a.limit or options.limit] if rwku else splits)
+    protocol = {"length": length, "steps": a.steps or length, "samples": a.samples, "perplexity": a.perplexity,
+                "seed": a.seed, "rows": hashlib.sha256(rows.encode()).hexdigest()[:16], "dtype": options.dtype}
     a = SimpleNamespace(**{**vars(a), **protocol})
     summary = {"options": vars(options), "protocol": protocol, "splits": {},
                "recipe": source if a.preset or a.model else recipe(mdu.read_run(run))}
