@@ -1300,9 +1300,9 @@ def test_records_and_summary_are_recomputed(talker):
     assert summary["model_utility"] == ev.model_utility(summary["splits"]) and "retain_rows_trained_on" not in summary
 
 
-def test_two_processes_give_the_numbers_of_one(talker, tmp_path):
+def test_four_processes_give_the_numbers_of_one(talker, tmp_path):
     run = shutil.copytree(talker, tmp_path / "run", ignore=shutil.ignore_patterns("eval"))
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", ev.__file__, run, *FLAGS],
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", ev.__file__, run, *FLAGS],
                    check=True, timeout=120)
     assert alike(summary_of(talker), summary_of(run)) and alike(records_of(talker), records_of(run))
 
