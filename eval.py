@@ -619,8 +619,8 @@ def markdown(columns):
 
 def aligned(columns):
     """The lines of the same table for the screen, with headings on two lines and * for bold."""
-    columns = [[*f"{head}<br>".split("<br>")[:2], *(re.sub(r"\*\*(.*)\*\*", r"\1*", cell) for cell in cells)]
-               for head, *cells in columns]
+    columns = [[re.sub(r"\*\*(.*)\*\*", r"\1*", " ".join(cell.split()))[:100]
+                for cell in (*f"{head}<br>".split("<br>")[:2], *cells)] for head, *cells in columns]
     widths = [max(map(len, column)) for column in columns]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns)]
 

@@ -33,7 +33,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if GPU else torch.device("cpu")
 
@@ -360,13 +360,13 @@ def parse(argv=None):
     parser.error = lambda message: require(False, message)
     add, count, weight = parser.add_argument, number(int, 1), number(float, 0, 1e6)
     add("--preset", choices=PRESETS, help="of PRESETS [toy; with --model: own]")
-    add("--method", choices=METHOD_OPTIONS, help="the loss; sft trains the base model [mdu]")
+    add("--method", choices=METHOD_OPTIONS, help="loss; sft trains the base model [mdu]")
     add("--tau", type=number(float, 0, 1), help="mdu: 0 (uniform target) to 1 (prompt-masked anchor) [1]")
     add("--beta", type=number(float, 1e-6, 1e6), help="npo, simnpo, dpo: inverse temperature")
     add("--gamma", type=weight, help="wga: exponent of the token confidence")
     add("--delta", type=weight, help="simnpo: margin, in nats per token")
     add("--retain-weight", type=weight, help="lambda, the weight of the retain loss")
-    add("--retain-only", action="store_true", help="sft: without the forget rows (retain model)")
+    add("--retain-only", action="store_true", help="sft without the forget rows (retain model)")
     add("--lora", type=number(int, 0), metavar="RANK", help="train branches of this rank, with 10 times the lr")
     add("--model", help="start model: folder or OWNER/NAME[@REVISION] [base, next to --out]")
     add("--data", help="'toy', or TOFU or RWKU as a folder or hub name")
@@ -833,7 +833,7 @@ def train(args, splits):
     for number, handler in handlers.items():
         signal.signal(number, handler)
     memory = f", peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if GPU else ""
-    say(f"{out}: done in {time.time() - began:.1f}s{memory}")
+    say(f"{out}: done in {time.time() - began:.1f}s{memory}; python eval.py {out}")
 
 
 def main(argv=None):
