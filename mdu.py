@@ -574,7 +574,7 @@ def find_model(name):
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=FILES))
     except (ValueError, OSError) as error:
-        raise ValueError(f"{name}: no such folder, nor to be had from the hub ({error!s:.200})") from None
+        raise ValueError(f"{name}: no such folder, nor is it on the hub ({error!s:.200})") from None
 
 
 @torch.no_grad()
@@ -610,10 +610,10 @@ def load_backbone(name, dtype=torch.float32):
         ids.append(default if config.get(field) is None else config[field])
         require(ids[-1] in range(lm.config.vocab_size), f"{name}: no {field} in config.json or tokenizer")
     predictor = MaskPredictor(lm.to(DEVICE), *ids, spec.get("shift", False), spec.get("by_entropy", False), folder)
-    # Another second token must change the first position's logits.
-    first = torch.tensor([[True, False]], device=DEVICE)
-    a, b = (predictor.eval()(torch.tensor([[0, second]], device=DEVICE), first | True, first) for second in (1, 2))
-    require(not torch.equal(a, b), f"{name}: a causal model; it must be bidirectional")
+    # Another second token must change the first one's logits.
+    first, both = torch.tensor([[[True, False]], [[True, True]]], device=DEVICE)
+    a, b = (predictor.eval()(torch.tensor([[0, second]], device=DEVICE), both, first) for second in (1, 2))
+    require(not torch.equal(a, b), f"{name}: a causal model, not bidirectional")
     return predictor, tokenizer
 
 
