@@ -1484,6 +1484,7 @@ def test_rwku_end_to_end(rwku, tmp_path, monkeypatch):
     assert ", ".join(tables(Path("out"))[0]["Method"]) == (
         "F-L1 ↓, F-L2 ↓, F-L3 ↓, N-L1 ↑, N-L2 ↑, MMLU ↑, TruthfulQA MC1 ↑, TriviaQA EM ↑, TriviaQA F1 ↑")
     assert summary_of("out/dpo")["protocol"]["length"] == 30
+    assert RWKU_ROWS["forget_level2"]["query"] in tables(Path("out"))[1][""][0]
 
 
 # ---- Report ----
