@@ -1041,7 +1041,8 @@ approx, each = pytest.approx, pytest.mark.parametrize
     ("a b c b d a b", "b d c a b a", 4 / 6, 4 / 7, 8 / 13), ("x a b c", "a b c x", 3 / 4, 3 / 4, 3 / 4),
     # case, punctuation, digits, underscore, any script
     ("of-the-art", "of ART!", 1, 2 / 3, 4 / 5), ("abc123", "abc 123", 0, 0, 0),
-    ("snake_case", "snake case", 1, 1, 1), ("café", "cafe", 0, 0, 0), ("Мария 東京", "«мария»", 1, 1 / 2, 2 / 3)])
+    ("snake_case", "snake case", 1, 1, 1), ("café", "cafe", 0, 0, 0),
+    ("Мария 東京", "«мария»", 1, 1 / 2, 2 / 3)])
 def test_rouge_l(reference, prediction, precision, recall, f1):
     assert ev.rouge_l(reference, prediction) == approx((precision, recall, f1), abs=1e-12)
 
@@ -1482,7 +1483,8 @@ def test_rwku_end_to_end(rwku, tmp_path, monkeypatch):
         ev.main(["--report", "out/dpo", "out/all"])
     ev.main(["--report", "out/dpo"])
     assert ", ".join(tables(Path("out"))[0]["Method"]) == (
-        "F-L1 ↓, F-L2 ↓, F-L3 ↓, N-L1 ↑, N-L2 ↑, MMLU ↑, TruthfulQA MC1 ↑, TriviaQA EM ↑, TriviaQA F1 ↑")
+        "F-L1 ↓, F-L2 ↓, F-L3 ↓, N-L1 ↑, N-L2 ↑, MMLU ↑, TruthfulQA MC1 ↑, "
+        "TriviaQA EM ↑, TriviaQA F1 ↑")
     assert summary_of("out/dpo")["protocol"]["length"] == 30
     assert RWKU_ROWS["forget_level2"]["query"] in tables(Path("out"))[1][""][0]
 
