@@ -660,13 +660,13 @@ def table(groups, columns):
 
 def warnings(groups):
     """Sentences for the report where its figures say little: a base that knows little, a model that did not change."""
-    first = {title: group[0] for title, group in groups.items()}
     base = next((title for title in groups if title.startswith("Base")), None)
-    split, lines = next(iter(first[base]["splits"])) if base else "retain", []
+    split, lines = next(iter(groups[base][0]["splits"])) if base else "retain", []
     if SPLITS[split].better == "↓":
-        known = first[base]["splits"][split]["rougeL_recall"]
+        known = groups[base][0]["splits"][split]["rougeL_recall"]
         lines += [f"{base} recalls {known:.3f} of the answers to forget: there is little to forget."] * (known < 0.25)
-        answers = {title: [r["generation"] for r in read_records(s["run"], split)] for title, s in first.items()}
+        answers = {title: {r["question"]: r["generation"] for s in group for r in read_records(s["run"], split)}
+                   for title, group in groups.items()}
         lines += [f"{title} answers as {base} does: it has forgotten nothing." for title in groups
                   if title != base and answers[title] == answers[base]]
     return lines
