@@ -256,8 +256,7 @@ def write_tokenizer(folder, kind):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 def write_checkpoint(folder, kind, tied=False, **changes):
-    """A random bfloat16 checkpoint in the hub's layout -> its tensors by their native names.
-    changes: to config.json; None removes a field."""
+    """A random bfloat16 checkpoint in the hub's layout -> its tensors by their native names."""
     folder.mkdir(exist_ok=True)
     tie = "weight_tying" if kind == "llada" else "tie_word_embeddings"
     config = {**CONFIGS[kind], "model_type": kind, tie: tied, **changes}
@@ -878,33 +877,35 @@ def test_prompts_follow_the_chat_templates_and_control_tokens_in_texts_stay_text
 def slow_transformer(w, ids, eps, theta):
     """Logits (T, V) of one sequence: RMSNorm, rotary attention to all tokens, SwiGLU."""
     def linear(x, name):
-        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+        return x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
 
     def rms(x, name):
-        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * w[f"{name}.weight"]
+        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * w[name + ".weight"]
 
     def rotate(x):  # (T, heads, d): the pair (i, i + d/2) turns by T * theta^(-2i/d)
-        T, _, d = x.shape
+        d = x.shape[-1]
         angle = torch.arange(T)[:, None, None] * theta ** (-torch.arange(0, d, 2) / d)
-        a, b = x[..., :d // 2], x[..., d // 2:]
+        a, b = x.chunk(2, -1)
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+    T = len(ids)
     x = w["model.embed_tokens.weight"][ids]
-    for block in ("model.layers.0", "model.layers.1"):
-        h = rms(x, f"{block}.input_layernorm")
-        q = linear(h, f"{block}.self_attn.q_proj").view(len(ids), 4, -1)
-        k = linear(h, f"{block}.self_attn.k_proj").view(len(ids), 2, -1)
-        v = linear(h, f"{block}.self_attn.v_proj").view(len(ids), 2, -1)
-        if f"{block}.self_attn.q_norm.weight" in w:
-            q = rms(q, f"{block}.self_attn.q_norm")
-            k = rms(k, f"{block}.self_attn.k_norm")
+    for block in ("model.layers.0.", "model.layers.1."):
+        attention, mlp = block + "self_attn.", block + "mlp."
+        h = rms(x, block + "input_layernorm")
+        q = linear(h, attention + "q_proj").view(T, 4, -1)
+        k = linear(h, attention + "k_proj").view(T, 2, -1)
+        v = linear(h, attention + "v_proj").view(T, 2, -1)
+        if attention + "q_norm.weight" in w:
+            q = rms(q, attention + "q_norm")
+            k = rms(k, attention + "k_norm")
         k = rotate(k).repeat_interleave(2, 1)  # two heads share a key and a value
         v = v.repeat_interleave(2, 1)
         scores = torch.einsum("ihd,jhd->hij", rotate(q), k) / math.sqrt(q.shape[-1])
         heads = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
-        x = x + linear(heads.flatten(1), f"{block}.self_attn.o_proj")
-        h = rms(x, f"{block}.post_attention_layernorm")
-        gate = F.silu(linear(h, f"{block}.mlp.gate_proj"))
-        x = x + linear(gate * linear(h, f"{block}.mlp.up_proj"), f"{block}.mlp.down_proj")
+        x = x + linear(heads.flatten(1), attention + "o_proj")
+        h = rms(x, block + "post_attention_layernorm")
+        gate = F.silu(linear(h, mlp + "gate_proj"))
+        x = x + linear(gate * linear(h, mlp + "up_proj"), mlp + "down_proj")
     return linear(rms(x, "model.norm"), "lm_head")
 
 @torch.no_grad()
@@ -943,15 +944,10 @@ def test_an_unchanged_model_is_saved_byte_for_byte(hub, tmp_path):
     assert files.keys() - copied.keys() == {"model.safetensors", "model.safetensors.index.json"}
     assert copied.items() <= files.items()
 
-def test_config_json_moves_last(base, tmp_path, monkeypatch):
-    moved = []
-    replace = Path.replace
-
-    def record(file, target):
-        moved.append(Path(target).name)
-        return replace(file, target)
-    monkeypatch.setattr(Path, "replace", record)
-    mdu.main(toy(base, tmp_path / "run", "--epochs 0.1"))
+def test_config_json_moves_last(base, tmp_path):
+    with mock.patch.object(Path, "replace", autospec=True, side_effect=Path.replace) as replace:
+        mdu.main(toy(base, tmp_path / "run", "--epochs 0.1"))
+    moved = [Path(call.args[1]).name for call in replace.call_args_list]
     assert moved[-1] == "config.json" and "model.safetensors" in moved[:-1]
 
 def test_a_model_of_the_hub_unlearns_in_bfloat16(hub, tofu, tmp_path, monkeypatch):
@@ -1066,18 +1062,25 @@ def test_two_processes_equal_one_also_killed_and_resumed(base, tmp_path):
         same = torch.equal(weights(tmp_path / "two-lora")[name], x.bfloat16().float())
         assert same == ("proj" not in name)
 
-@each("reference, prediction, lcs, n_reference, n_prediction", [
-    ("police killed the gunman", "police kill the gunman", 3, 4, 4),  # Lin 2004, 3.1: F is 3/4
-    ("police killed the gunman", "the gunman kill police", 2, 4, 4),  # and 1/2
-    ("1 2 3 4 5", "2 5 3 4", 3, 5, 4),  # google-research/rouge, rouge_scorer_test.py
-    ("w1 w2 w3 w4 w5", "w1 w2 w6 w7 w8 w1 w3 w8 w9 w5", 4, 5, 10),
-    # repeated words; a greedy matcher would take the first x and miss a b c
-    ("a b c b d a b", "b d c a b a", 4, 7, 6), ("x a b c", "a b c x", 3, 4, 4),
-    # case, punctuation, underscores, digits and other scripts
-    ("of-the-art", "of ART!", 2, 3, 2), ("snake_case", "snake case", 2, 2, 2),
-    ("abc123", "abc 123", 0, 1, 2), ("café", "cafe", 0, 1, 1),
-    ("Мария 東京", "«мария»", 1, 2, 1), ("", "w1", 0, 0, 1), ("w1 w2", " /?!... \n", 0, 2, 0)])
-def test_rouge_l(reference, prediction, lcs, n_reference, n_prediction):
+# reference | prediction | longest common subsequence and both lengths, in words | remark
+ROUGE = """police killed the gunman | police kill the gunman | 3 4 4 | Lin 2004, 3.1: F is 3/4
+police killed the gunman | the gunman kill police | 2 4 4 | and here 1/2
+1 2 3 4 5 | 2 5 3 4 | 3 5 4 | google-research/rouge, rouge_scorer_test.py
+w1 w2 w3 w4 w5 | w1 w2 w6 w7 w8 w1 w3 w8 w9 w5 | 4 5 10 | the same
+a b c b d a b | b d c a b a | 4 7 6 | repeated words
+x a b c | a b c x | 3 4 4 | a greedy matcher would take x and miss a b c
+of-the-art | of ART! | 2 3 2 | case and punctuation
+snake_case | snake case | 2 2 2 | underscores
+abc123 | abc 123 | 0 1 2 | digits
+café | cafe | 0 1 1 | accents
+Мария 東京 | «мария» | 1 2 1 | other scripts
+ | w1 | 0 0 1 | empty texts
+w1 w2 | /?!... | 0 2 0 | no word"""
+
+@each("line", ROUGE.splitlines())
+def test_rouge_l(line):
+    reference, prediction, counts, _ = line.split("|")
+    lcs, n_reference, n_prediction = map(int, counts.split())
     f1 = 2 * lcs / (n_reference + n_prediction)
     expected = (lcs / max(1, n_prediction), lcs / max(1, n_reference), f1)
     assert ev.rouge_l(reference, prediction) == approx(expected)
@@ -1211,9 +1214,8 @@ def largest_gap(a, b):
     a, b = np.array(list(a)), np.array(list(b))
     return max(abs(np.mean(a <= v) - np.mean(b <= v)) for v in [*a, *b])
 
-@each("a, b", [
-    ([1], [1]), ([1, 2, 3], [4, 5, 6, 7]), ([5, 1, 9, 2], [3, 7, 8, 4, 6]),
-    ([1, 2, 2, 3], [2, 3, 3, 4, 5])])
+@each("a, b", [([1], [1]), ([1, 2, 3], [4, 5, 6, 7]), ([5, 1, 9, 2], [3, 7, 8, 4, 6]),
+               ([1, 2, 2, 3], [2, 3, 3, 4, 5])])
 def test_ks_test_equals_brute_force(a, b):
     """p: the share of all orders of len(a) + len(b) values whose gap is as large."""
     d, p = ev.ks_test(a, b)
@@ -1224,8 +1226,7 @@ def test_ks_test_equals_brute_force(a, b):
     assert p == approx(np.mean(gaps >= d - 1e-9))
 
 def test_forget_quality_and_ks_test_by_hand_and_as_published():
-    """Losses of wrong answers are averaged.  Of four values below four others, 2 of the
-    (8 choose 4) = 70 orders are as extreme."""
+    """Of four values below four others, 2 of the (8 choose 4) = 70 orders are as extreme."""
     def records(*wrong):
         return [{"nll": x, "nll_perturbed": [x + more for more in wrong]} for x in range(4)]
     paraphrased = [{**record, "nll_paraphrased": record["nll"] + 9} for record in records(0, 0, 3)]
@@ -1605,8 +1606,7 @@ def test_roles_equal_slow_loop(base, unlearned, tmp_path):
         assert found[key]["kl"] == approx(np.mean(kls), rel=1e-4)
         assert found[key]["masked tokens"] == len(kls)
 
-def test_trajectory_and_rollout_show_the_states_of_the_sampler(
-        base, unlearned, tmp_path, monkeypatch):
+def test_trajectory_and_rollout_show_the_samplers_states(base, unlearned, tmp_path, monkeypatch):
     """Random theta and theta0; theta denoises 12 tokens in 6 steps, the fourth is the end token."""
     model, tokenizer = mdu.new_toy(mdu.toy_world(), 1)
     frozen, _ = mdu.new_toy(mdu.toy_world(), 2)
