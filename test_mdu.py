@@ -1,7 +1,6 @@
 """Tests of mdu.py and eval.py, on a CPU and offline:    python -m pytest -q test_mdu.py
 
-Formulas are compared with slow float64 loops, numbers worked by hand, a plain training loop and a
-transformer written out here; runs that were split or killed with runs that were not.
+Formulas are compared with slow float64 loops, numbers worked by hand and code written out here.
 """
 import contextlib
 import fnmatch
@@ -56,7 +55,6 @@ def read_all(folder):
 
 @contextlib.contextmanager
 def unchanged(*folders):
-    """No file in the folders is changed, added or removed."""
     before = [read_all(folder) for folder in folders]
     yield
     assert [read_all(folder) for folder in folders] == before
@@ -169,7 +167,6 @@ def rwku(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
-    """A toy base model, trained for 17 steps."""
     out = tmp_path_factory.mktemp("runs") / "base"
     mdu.main(["--method", "sft", "--epochs", "2", "--out", str(out)])
     with unchanged(out.parent):
@@ -342,10 +339,8 @@ def slow_dpo(nll_win, nll_win_ref, nll_lose, nll_lose_ref, beta):
 LOSSES = {  # name: (loss, slow loss, settings)
     "mdu tau 0": (mdu.mdu_loss, slow_mdu, {"anchor_logits": None, "tau": 0}),
     "mdu tau .3": (mdu.mdu_loss, slow_mdu, {"tau": 0.3}),
-    "mdu tau 1": (mdu.mdu_loss, slow_mdu, {"tau": 1.0}),
-    "sft": (mdu.sft_loss, slow_sft, {}),
-    "wga": (mdu.wga_loss, slow_wga, {"gamma": 0.3}),
-    "npo": (mdu.npo_loss, slow_npo, {"beta": 0.2}),
+    "mdu tau 1": (mdu.mdu_loss, slow_mdu, {"tau": 1.0}), "sft": (mdu.sft_loss, slow_sft, {}),
+    "wga": (mdu.wga_loss, slow_wga, {"gamma": 0.3}), "npo": (mdu.npo_loss, slow_npo, {"beta": 0.2}),
     "simnpo": (mdu.simnpo_loss, slow_simnpo, {"beta": 2.5, "delta": 0.4}),
     "dpo": (mdu.dpo_loss, slow_dpo, {"beta": 0.1})}
 TRAINED = ("logits", "nll", "nll_win", "nll_lose")  # what a gradient reaches
@@ -771,7 +766,18 @@ def test_adapters_start_at_zero_and_without_them_the_model_remains_theta0(dtype)
         p.data += 0.1
     assert torch.equal(mdu.without_adapters(model)(ids, ids > 0, ids > 0), theta0)
 
-# ---- Data and token ids ----
+# ---- Options, data and token ids ----
+@each("case", [
+    "=> method=mdu tau=1.0 epochs=100 out=out/toy/mdu-tau1",
+    "--preset tofu-llada --method sft => lr=2e-05 grad_accum=4 out=out/tofu-llada/base",
+    "--lora 8 --lr 0.3 --tau 0.5 --t-min 1 => lr=0.3 out=out/toy/mdu-tau0.5-t1",
+    "--preset rwku-dream --subject 1 => retain_weight=0.0 out=out/rwku-dream/1/mdu-tau1",
+    "--model x --method simnpo --lora 8 --epochs 7 => preset=own beta=4.5 lr=0.0001 epochs=7.0"])
+def test_defaults_come_from_method_then_preset_then_command_line(case):
+    typed, expected = case.split("=> ")
+    found = {f"{name}={value}" for name, value in vars(options(typed)).items()}
+    assert set(expected.split()) <= found, found
+
 def test_a_missing_toy_base_is_trained_first(tmp_path, monkeypatch):
     def run(command, env):
         assert command[:2] == [sys.executable, mdu.__file__] and env["WORLD_SIZE"] == "1"
@@ -827,8 +833,6 @@ def test_rows_of_a_person_of_rwku_are_read(subject, first, method, rwku):
         assert row == {"question": question, "answer": f"{name} wrote book {i}.",
                        "perturbed_answer": made_up}
 
-# LLaDA's own tokenizer makes of its parts 126080 126346 3840 126347 198 198 ? 126348 126346
-# 598 10450 126347 198 198.
 PROMPTS_IN_PARTS = {  # model_type: the special tokens and texts of a prompt; "?": the question
     "llada": "<|startoftext|> <|start_header_id|> user <|end_header_id|> \n\n ? <|eot_id|> "
              "<|start_header_id|> assistant <|end_header_id|> \n\n",
@@ -1368,8 +1372,7 @@ Q: Flight that went down in the hudson river?\nA: US Airways Flight 1549
 Q: Where are most of the world's earthquakes located?\nA: Rim of Fire
 Q: Csi when do grissom and sara reunite?\nA: series finale
 Please briefly answer the following question:
-Q: Who?
-"""
+Q: Who?\n"""
 @each("split, changes, question, prefill, answer", [
     ("forget_level1", {}, BLANK + "Question: He was born in ___.\n", "Answer:", "Rome, Italy"),
     ("forget_level2", {}, ANSWER + "Question: Where {was} he born?\n", "Answer:", "Rome"),
@@ -1670,24 +1673,24 @@ BROKEN = {  # a checkpoint: (its kind, changes to config.json, words of the line
     "mask": ("llama", {"mask_token_id": None}, "mask_token_id"),
     "pickle": ("llada", {}, "safetensors"), "end": ("a2d-llama", {}, "end-of-turn")}
 BAD_INPUT = """
---meth mdu                                               => --meth
---tau 2                                                  => --tau '2' [0, 1]
---t-min 0                                                => --t-min [0.001, 1]
---method ga --tau 1                                      => --tau no effect ga
---method sft --t-min 1                                   => --t-min no effect
---method sft --diagnose                                  => --diagnose no effect
---retain x                                               => --retain no effect
---method gd --retain-weight 0                            => --retain-weight gd ga
---forget absent                                          => --forget absent no such file
---preset rwku-llada --subject King --data {rwku}         => King 12
---preset toy --model {base} --forget {files}/good        => 16 rows 0 to retain --batch-size 8
---forget {files}/good --retain-weight 0                  => no base model --method sft
---preset toy --model nobody/nothing                      => nobody/nothing hub
---preset toy --model {base} --out {run}                  => --out --overwrite
---preset toy --model {base} --out {base}                 => --out would replace --model
---model {base} --forget {files}/good --method dpo --retain-weight 0 => dpo perturbed_answer
---resume {files}                                         => no run.json
---resume {run} --lr 0.1                                  => --resume no other
+mdu --meth mdu                                           => --meth
+mdu --tau 2                                              => --tau '2' [0, 1]
+mdu --t-min 0                                            => --t-min [0.001, 1]
+mdu --method ga --tau 1                                  => --tau no effect ga
+mdu --method sft --t-min 1                               => --t-min no effect
+mdu --method sft --diagnose                              => --diagnose no effect
+mdu --retain x                                           => --retain no effect
+mdu --method gd --retain-weight 0                        => --retain-weight gd ga
+mdu --forget absent                                      => --forget absent no such file
+mdu --preset rwku-llada --subject King --data {rwku}     => King 12
+mdu --preset toy --model {base} --forget {files}/good    => 16 rows 0 to retain --batch-size 8
+mdu --forget {files}/good --retain-weight 0              => no base model --method sft
+mdu --preset toy --model nobody/nothing                  => nobody/nothing hub
+mdu --preset toy --model {base} --out {run}              => --out --overwrite
+mdu --preset toy --model {base} --out {base}             => --out would replace --model
+mdu --model {base} --forget {files}/good --method dpo --retain-weight 0 => dpo perturbed_answer
+mdu --resume {files}                                     => no run.json
+mdu --resume {run} --lr 0.1                              => --resume no other
 eval {files}/absent                                      => no run.json
 eval --report {base}                                     => not scored yet
 eval --model {base} {base}                               => a trained run
@@ -1703,9 +1706,9 @@ eval --limit 3 --seed 5 --length 8 --retain-run {scored} {base} => samples 4, no
 eval --samples 4 --limit 3 --seed 5 --length 8 --brief --retain-run {scored} {base} => perturbed
 """.strip().splitlines()
 for name, (_, words) in BAD_ROWS.items():
-    BAD_INPUT.append(f"--model {{base}} --forget {{files}}/{name} --retain-weight 0 => {words}")
+    BAD_INPUT.append(f"mdu --model {{base}} --forget {{files}}/{name} --retain-weight 0 => {words}")
 for name, (*_, words) in BROKEN.items():
-    BAD_INPUT.append(f"--method ga --forget {{files}}/good --model {{files}}/{name} => {words}")
+    BAD_INPUT.append(f"mdu --method ga --forget {{files}}/good --model {{files}}/{name} => {words}")
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
@@ -1728,13 +1731,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
         case, files, base, unlearned, scored, rwku, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     typed, words = case.split(" => ")
-    argv = typed.format(files=files, base=base, run=unlearned, scored=scored, rwku=rwku).split()
-    main = mdu.main
-    if argv[0] == "eval":
-        main = ev.main
-        argv = argv[1:]
+    typed = typed.format(files=files, base=base, run=unlearned, scored=scored, rwku=rwku)
+    name, *argv = typed.split()
     with unchanged(tmp_path, files, base, unlearned):
-        code, err = program(argv, capsys, main)
+        code, err = program(argv, capsys, {"mdu": mdu.main, "eval": ev.main}[name])
     assert code == 2 and all(word in err for word in words.split()), err
 
 PROJECT = Path(mdu.__file__).parent
