@@ -47,7 +47,7 @@ def program(argv, capsys, main=mdu.main):
     with pytest.raises(SystemExit) as stop:
         mdu.run_program(name, partial(main, [str(word) for word in argv]))
     err = capsys.readouterr().err
-    assert err == "" or err.startswith(f"{name}: ") and err.count("\n") == 1, err
+    assert err == "" or (err.startswith(f"{name}: ") and err.count("\n") == 1), err
     return stop.value.code, err
 
 def read_all(folder):
@@ -1509,9 +1509,10 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     questions = [row["question"] for row in mdu.toy_world()["forget"][:3]]
     shown = re.findall("|".join(map(re.escape, questions)), capsys.readouterr().out)
     assert shown == [questions[2], questions[0]]
-    headers = {"Forget": "rL ↓ | empty | words | p ↓ | fact ↓",
-               "Retain": "rL ↑ | empty ↓ | words | p ↑ | fact ↑",
-               "TOFU's own figures: truth": "Forget ↑ | Retain ↑ | Real authors ↑ | World facts ↑"}
+    headers = {
+        "Forget": "rL ↓ | empty | words | p ↓ | fact ↓",
+        "Retain": "rL ↑ | empty ↓ | words | p ↑ | fact ↑",
+        "TOFU's own figures: truth": "Forget ↑ | Retain ↑ | Real authors ↑ | World facts ↑"}
     for title, columns in headers.items():
         assert read_table(tmp_path / "1", title)[0] == f"| Method | {columns} |"
     _, rows = read_table(tmp_path / "1", "Forget")
@@ -1742,7 +1743,6 @@ README = (PROJECT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (PROJECT / "Makefile").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"(?ms)^```python$(.*?)^```$", README)
 PARSERS = {"mdu": mdu.parse, "eval": ev.parse}
-
 FORBIDDEN = (r"torch\.load\b|pickle|weights_only|ctypes|urllib|requests|importlib"
              r"|trust_remote_code=True|shell=|\.(system|popen|fork|exec\w*|spawn\w*)\("
              r"|(?<![.\w])(exec|eval|compile|__import__|input)\(")
