@@ -1722,7 +1722,7 @@ def files(tmp_path_factory):
         file.unlink()
     torch.save({}, root / "pickle/pytorch_model.bin")
     (root / "other").mkdir()
-    (root / "other/run.json").write_text('{"rows": {"forget": "other"}}')
+    (root / "other/run.json").write_text('{"options": {}, "rows": {"forget": "other"}}')
     for file in root.glob("end/token*"):
         file.write_text(file.read_text().replace("eot_id", "x"))
     return root
