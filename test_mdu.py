@@ -3,6 +3,7 @@
 Formulas are compared with slow float64 loops, numbers worked by hand and code written out here.
 """
 import contextlib
+import fcntl
 import fnmatch
 import inspect
 import itertools
@@ -10,10 +11,12 @@ import json
 import math
 import os
 import re
+import resource
 import shlex
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from functools import partial
 from math import log
 from pathlib import Path
@@ -191,19 +194,21 @@ def metrics(run):
     return lines
 
 # ---- Shared: tiny checkpoints in the layouts of the hub ----
-SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, vocab_size=264, max_position_embeddings=256)
 NATIVE = dict(SIZES, rms_norm_eps=1e-6, rope_theta=1e6, hidden_act="silu", torch_dtype="bfloat16",
-              auto_map={"AutoModel": "modeling.Model"})
+              auto_map={"AutoModel": "modeling.Model"}, attn_implementation="owner/kernel",
+              quantization_config={"quant_method": "fp8"})
+WINDOW = dict(use_sliding_window=True, sliding_window=2, layer_types=2 * ["sliding_attention"])
 LLADA = json.loads("""{
 "activation_type": "silu", "alibi": false, "auto_map": {"AutoModel": "modeling.Model"},
 "block_type": "llama", "d_model": 32, "embedding_size": 264, "eos_token_id": 257,
-"input_emb_norm": false, "layer_norm_type": "rms", "mask_token_id": 258, "mlp_hidden_size": 48,
+"input_emb_norm": false, "layer_norm_type": "rms", "mask_token_id": 258, "mlp_hidden_size": 64,
 "max_sequence_length": 256, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "pad_token_id": 257,
 "rms_norm_eps": 1e-5, "rope": true, "rope_theta": 5e5, "scale_logits": false, "vocab_size": 264}""")
 CONFIGS = {  # model_type: config.json
-    "llada": LLADA, "Dream": dict(NATIVE, mask_token_id=258, pad_token_id=256, rope_scaling=None),
-    "a2d-qwen3": dict(NATIVE, head_dim=16, attention_bias=False),  # mask, pad: the tokenizer's
+    "llada": LLADA, "Dream": dict(NATIVE, **WINDOW, mask_token_id=258, pad_token_id=256),
+    "a2d-qwen3": dict(NATIVE, **WINDOW, head_dim=16, attention_bias=False),  # ids: the tokenizer's
     "a2d-llama": dict(NATIVE, rope_theta=5e5, mask_token_id=258),
     "llama": dict(NATIVE, rope_theta=5e5, is_causal=False, mask_token_id=258)}
 LLADA_NAMES = {  # part of a native tensor's name: LLaDA's
@@ -784,6 +789,7 @@ def test_a_missing_toy_base_is_trained_first(tmp_path, monkeypatch):
         mdu.main([*command[2:], "--epochs", "0.2"])
         return mock.Mock(returncode=0)
     monkeypatch.setattr(mdu.subprocess, "run", run)
+    (tmp_path / "base").mkdir()  # an empty folder is no obstacle
     mdu.main(["--epochs", "0.3", "--out", f"{tmp_path}/run"])
     with unchanged(tmp_path / "base"):
         mdu.main(["--epochs", "0.3", "--method", "ga", "--out", f"{tmp_path}/ga"])
@@ -930,6 +936,14 @@ def test_backbones_equal_a_transformer_written_out(hub):
     positions = torch.arange(9)[None] % 3 == 0
     assert_close(hub.model(ids[None], ids[None] >= 0, positions), alone[-1][::3], 2e-5)
 
+def test_sizes_that_are_null_in_lladas_config_follow_from_others(tmp_path):
+    tensors = write_checkpoint(tmp_path, "llada", mlp_ratio=2)
+    file = tmp_path / "config.json"
+    config = re.sub('(embedding|mlp_hidden)_size": [0-9]+', r'\1_size": null', file.read_text())
+    file.write_text(config)
+    model, _ = mdu.load_backbone(str(tmp_path))
+    assert_close(model.lm.state_dict(), tensors)
+
 def test_dreams_logits_are_those_of_the_position_before():
     plain, dream = tiny_llama(0), tiny_llama(0)
     dream.shift = True
@@ -1001,9 +1015,19 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 KILLED = """
 import json, os, signal, sys
 import mdu
+gather, run = mdu.dist.all_gather_single, mdu.subprocess.run
+def count_gathered(output, *args, **kwargs):
+    global gathered
+    gathered += output.nbytes
+    return gather(output, *args, **kwargs)
+mdu.dist.all_gather_single = count_gathered
+mdu.subprocess.run = lambda command, env: run([*command, "--epochs", "0.1"], env=env)
 *whole, killed = json.loads(sys.argv[1])
 for argv in whole:
+    gathered = 0
     mdu.main(argv)
+    if mdu.RANK == 0:
+        print("gathered", gathered)
 save, saves = mdu.dcp.save, []
 def save_and_die(*args, **kwargs):
     save(*args, **kwargs)
@@ -1016,9 +1040,10 @@ mdu.main(killed)
 
 def run_python(*words):
     path = os.pathsep.join([str(Path(mdu.__file__).parent), *sys.path])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], env=env, capture_output=True, timeout=200)
-    return done.returncode
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
+           "TORCH_GLOO_LAZY_INIT": "1"}  # init_process_group does not wait: nor does NCCL's
+    return subprocess.run([sys.executable, *words], env=env, capture_output=True, timeout=200,
+                          text=True)
 
 def assert_equal_runs(a, b):
     assert metrics(a) == metrics(b)
@@ -1034,27 +1059,50 @@ def test_a_killed_run_is_resumed_bit_for_bit(base, tmp_path, capsys):
     rows, whole, run = tmp_path / "rows.jsonl", tmp_path / "whole", tmp_path / "run"
     texts = mdu.toy_world()["forget"]
     typed = f"{LORA} --forget {write_lines(rows, texts)} --retain-weight 0 --diagnose"
+    base = shutil.copytree(base, tmp_path / "base")
     mdu.main(toy(base, whole, typed))
-    assert run_python("-c", KILLED, json.dumps([toy(base, run, typed)])) == -9
+    assert run_python("-c", KILLED, json.dumps([toy(base, run, typed)])).returncode == -9
     assert_broken(run)
     shutil.copytree(run / "checkpoint-00000002", run / "checkpoint-00000001")  # not yet removed
-    write_lines(rows, texts[::-1])
-    with unchanged(run):
-        code, err = program(["--resume", run], capsys)
-    assert code == 2 and "rows it started from changed" in err
-    write_lines(rows, texts)
+    (run / "checkpoint-99999999").touch()  # no folder
+
+    def refused(typed, words):
+        with unchanged(run):
+            code, err = program(typed.split(), capsys)
+        assert code == 2 and words in err
+    with open(run / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for typed in (f"--resume {run}", f"--preset toy --model {base} --out {run} --overwrite"):
+            refused(typed, "in use")
+    model, shard = base / "model.safetensors", run / "checkpoint-00000002"
+    shard = next(shard.glob("*.safetensors"))
+    for file, end, words in [(rows, b'x"]}', "the rows it started from changed"),
+                             (model, bytes(8), "the models it started from changed"),
+                             (shard, b"", "a checkpoint failed")]:
+        content = file.read_bytes()
+        file.write_bytes(content[:-len(end)] + end)
+        refused(f"--resume {run}", words)
+        file.write_bytes(content)
+    base.rename(tmp_path / "moved")
+    refused(f"--resume {run}", f"{base}: ")  # and no base is trained
+    (tmp_path / "moved").rename(base)
     mdu.main(["--resume", str(run)])
     assert_equal_runs(whole, run)
     with unchanged(run):
         mdu.main(["--resume", str(run)])  # is finished
 
 def test_two_processes_equal_one_also_killed_and_resumed(base, tmp_path):
-    runs = [toy(base, tmp_path / "two", SIX_STEPS), toy(base, tmp_path / "two-lora", LORA),
+    """Process 1 waits until a missing base is trained.  Frozen weights are not gathered."""
+    runs = [["--epochs", "0.1", "--out", f"{tmp_path}/toy/mdu"],
+            toy(base, tmp_path / "two", SIX_STEPS), toy(base, tmp_path / "two-lora", LORA),
             toy(base, tmp_path / "killed", SIX_STEPS)]
     driver = ["--no-python", sys.executable, "-c", KILLED, json.dumps(runs)]
-    assert run_python(*TORCHRUN, *driver) != 0
+    done = run_python(*TORCHRUN, *driver)
+    assert done.returncode != 0
     assert_broken(tmp_path / "killed")
-    assert run_python(*TORCHRUN, mdu.__file__, "--resume", tmp_path / "killed") == 0
+    _, full, lora = [int(n) for n in re.findall(r"gathered (\d+)", done.stdout)]
+    assert 0 < lora < full / 4
+    assert run_python(*TORCHRUN, mdu.__file__, "--resume", tmp_path / "killed").returncode == 0
     assert_equal_runs(tmp_path / "two", tmp_path / "killed")
     for two, typed, tolerance in (("two", SIX_STEPS, 1e-6), ("two-lora", LORA, 0.005)):
         one = tmp_path / f"one-{two}"
@@ -1065,6 +1113,62 @@ def test_two_processes_equal_one_also_killed_and_resumed(base, tmp_path):
     for name, x in weights(base).items():  # LoRA changes the linear maps of the blocks alone
         same = torch.equal(weights(tmp_path / "two-lora")[name], x.bfloat16().float())
         assert same == ("proj" not in name)
+
+def test_a_checkpoint_takes_little_memory(tmp_path):
+    mdu.join_processes()
+    state = {f"weight.{i}": torch.rand(2 ** 13) for i in range(400)}
+    (tmp_path / "metrics.jsonl").touch()
+    tracemalloc.start()  # of torch's memory it sees nothing, of safetensors' all
+    mdu.save_checkpoint(tmp_path, 1, state)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0 < peak < 400 * 2 ** 15 / 4
+    loaded = {name: torch.zeros_like(x) for name, x in state.items()}
+    assert mdu.load_checkpoint(tmp_path, loaded) == 1
+    assert_close(loaded, state, 0)
+
+@each("every", [2, 500])  # a checkpoint, or the model at the end
+def test_a_full_disk_ends_in_one_line_and_the_run_is_resumed(
+        every, base, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    typed = f"--epochs 2 --checkpoint-every {every}"
+    mdu.main(toy(base, whole, typed))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        code, err = program(toy(base, run, typed), capsys)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2 and "File too large" in err
+    assert json.loads((tmp_path / "error.json").read_text())["message"] == err.strip()
+    mdu.main(["--resume", str(run)])
+    assert_equal_runs(whole, run)
+
+@each("name", [".", "../link"])
+def test_overwrite_removes_what_a_run_has_made_and_nothing_else(
+        name, unlearned, tmp_path, monkeypatch):
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    (tmp_path / "link").symlink_to(run)
+    monkeypatch.chdir(run)
+    for file in ("notes.txt", "other/run.json", "eval/summary.json", "eval/mine.json",
+                 "checkpoint-00000002/x", "unfinished/x"):
+        (run / file).parent.mkdir(exist_ok=True)
+        (run / file).write_text("text")
+    model = shutil.copytree(unlearned, tmp_path / "model")
+    (model / "z.json").mkdir()
+    (model / "y.json").symlink_to("nowhere")
+    backward = mdu.backward
+
+    def remove_model(*args):
+        shutil.rmtree(model, ignore_errors=True)
+        return backward(*args)
+    monkeypatch.setattr(mdu, "backward", remove_model)
+    mdu.main(toy(model, name, "--epochs 0.3 --method ga --overwrite"))
+    left = {str(file.relative_to(run)) for file in run.rglob("*") if file.is_file()}
+    expected = {file.name for file in unlearned.iterdir()} | {"notes.txt", "other/run.json"}
+    assert left == expected and len(metrics(run)) == 1
+    assert mdu.read_run(run)["options"]["method"] == "ga"
 
 # reference | prediction | longest common subsequence and both lengths, in words | remark
 ROUGE = """police killed the gunman | police kill the gunman | 3 4 4 | Lin 2004, 3.1: F is 3/4
@@ -1664,6 +1768,9 @@ BAD_ROWS = {  # a file of rows: (its text, words of the line)
     "none": ("\n", "no rows"),
     "columns": ('{"prompt": "p", "completion": "c"}', "line 1 found prompt, completion"),
     "empty": (ROW + '\n\n{"question": "q", "answer": " "}', "line 3 empty ' '"),
+    "half": (ROW + '\n{"question": "q", "answer": "\\ud800"}', "line 2 surrogates"),
+    "latin-1": (ROW + "\n\udce9", "line 2 utf-8"), "nested": (99999 * "[", "line 1 recursion"),
+    "huge": (8 * f"{ROW}\n".replace("It", 600_000 * "Who "), "characters"),
     "strange": (8 * '{"question": "xx", "answer": "yy zz"}\n', "unknown words model"),
     "long": (8 * f"{ROW}\n".replace("It", 2100 * "Who "), "tokens takes 2048")}
 BROKEN = {  # a checkpoint: (its kind, changes to config.json, words of the line)
@@ -1672,6 +1779,7 @@ BROKEN = {  # a checkpoint: (its kind, changes to config.json, words of the line
     "gpt2": ("llama", {"model_type": "gpt2"}, "model_type 'gpt2' none llada Dream"),
     "causal": ("llama", {"is_causal": None}, "causal bidirectional"),
     "mask": ("llama", {"mask_token_id": None}, "mask_token_id"),
+    "twice": ("llama", {}, "twice chat template"), "loop": ("llama", {}, "no attribute"),
     "pickle": ("llada", {}, "safetensors"), "end": ("a2d-llama", {}, "end-of-turn")}
 BAD_INPUT = """
 mdu --meth mdu                                           => --meth
@@ -1690,7 +1798,12 @@ mdu --preset toy --model nobody/nothing                  => nobody/nothing hub
 mdu --preset toy --model {base} --out {run}              => --out --overwrite
 mdu --preset toy --model {base} --out {base}             => --out would replace --model
 mdu --model {base} --forget {files}/good --method dpo --retain-weight 0 => dpo perturbed_answer
+mdu --preset toy --model {base} --out {files} --overwrite => is no run; new folder
+mdu --preset toy --model {base} --out {files}/foreign --overwrite => is no run; new folder
+mdu --out {files}/unfinished/mdu                         => base is unfinished --resume
+mdu --model {files}/foreign --method ga --forget {files}/good => foreign/config.json damaged
 mdu --resume {files}                                     => no run.json
+mdu --resume {files}/torn                                => torn/run.json damaged
 mdu --resume {run} --lr 0.1                              => --resume no other
 eval {files}/absent                                      => no run.json
 eval --report {base}                                     => not scored yet
@@ -1715,14 +1828,21 @@ for name, (*_, words) in BROKEN.items():
 def files(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     for name, (text, _) in {"good": (16 * f"{ROW}\n", ""), **BAD_ROWS}.items():
-        (root / name).write_text(text)
+        (root / name).write_bytes(text.encode(errors="surrogateescape"))
     for name, (kind, changes, _) in BROKEN.items():
         write_checkpoint(root / name, kind, **changes)
     for file in root.glob("pickle/*.safetensors*"):
         file.unlink()
     torch.save({}, root / "pickle/pytorch_model.bin")
-    (root / "other").mkdir()
-    (root / "other/run.json").write_text('{"options": {}, "rows": {"forget": "other"}}')
+    for name, text in {
+            "other/run.json": '{"options": {}, "rows": {"forget": "other"}}',
+            "unfinished/base/run.json": '{"options": {}, "rows": {}}', "torn/run.json": '{"opt',
+            "foreign/run.json": '{"id": 7}', "foreign/config.json": "[]"}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    for name, content in {"twice": "m['content'] ~ m['content']", "loop": "m.a.b"}.items():
+        file = root / name / "tokenizer_config.json"
+        file.write_text(file.read_text().replace("m['content']", content))
     for file in root.glob("end/token*"):
         file.write_text(file.read_text().replace("eot_id", "x"))
     return root
