@@ -190,6 +190,9 @@ def metrics(run):
         lines[-1].pop("rows/s", None)
     return lines
 
+def steps_of(run):
+    return [line for line in metrics(run) if line["step"] > 0]
+
 # ---- Shared: tiny checkpoints in the layouts of the hub ----
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, vocab_size=264, max_position_embeddings=256)
@@ -329,8 +332,8 @@ def slow_npo(nll, nll_ref, beta):
     ratio = nll_ref.detach() - nll  # log p_theta(y|x) - log p_theta0(y|x)
     return 2 / beta * (1 + (beta * ratio).exp()).log()
 
-def slow_simnpo(nll, length, beta, delta):
-    return -2 / beta * (1 / (1 + (-beta * (nll / length - delta)).exp())).log()
+def slow_simnpo(nll, length, beta):
+    return -2 / beta * (1 / (1 + (-beta * nll / length).exp())).log()
 
 def slow_dpo(nll_win, nll_win_ref, nll_lose, nll_lose_ref, beta):
     win, lose = nll_win_ref.detach() - nll_win, nll_lose_ref.detach() - nll_lose
@@ -341,7 +344,7 @@ LOSSES = {  # name: (loss, slow loss, settings)
     "mdu tau .3": (mdu.mdu_loss, slow_mdu, {"tau": 0.3}),
     "mdu tau 1": (mdu.mdu_loss, slow_mdu, {"tau": 1.0}), "sft": (mdu.sft_loss, slow_sft, {}),
     "wga": (mdu.wga_loss, slow_wga, {"gamma": 0.3}), "npo": (mdu.npo_loss, slow_npo, {"beta": 0.2}),
-    "simnpo": (mdu.simnpo_loss, slow_simnpo, {"beta": 2.5, "delta": 0.4}),
+    "simnpo": (mdu.simnpo_loss, slow_simnpo, {"beta": 2.5}),
     "dpo": (mdu.dpo_loss, slow_dpo, {"beta": 0.1})}
 TRAINED = ("logits", "nll", "nll_win", "nll_lose")  # what a gradient reaches
 
@@ -424,7 +427,7 @@ TILT_FLAT = torch.cat([TILT, FLAT])
     (mdu.ga_loss, (f64(2),), -2),
     # sigmoid(log 3) = 3/4; the rewards of dpo are log 3 and -log 3
     (mdu.npo_loss, (f64(1 + 2 * LN3), f64(1), 0.5), 4 * LN4_3),
-    (mdu.simnpo_loss, (f64(4 + 8 * LN3), torch.tensor([4]), 0.5, 1.0), 4 * LN4_3),
+    (mdu.simnpo_loss, (f64(8 * LN3), torch.tensor([4]), 0.5), 4 * LN4_3),
     (mdu.dpo_loss, (f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5), LN4_3)])
 def test_loss_equals_a_number_worked_by_hand(function, arguments, expected):
     assert_close(function(*arguments), f64(expected))
@@ -439,24 +442,24 @@ def test_mask_prompt_masks_prompts_but_no_answer_and_no_padding():
     assert torch.equal(noised, before)
 
 @each("at_least_one", [False, True])
-def test_tokens_with_a_coin_below_t_are_masked(at_least_one):
+def test_tokens_with_a_number_below_t_are_masked(at_least_one):
     ids, response, _ = mdu.collate(PAIRS * 50, PAD)
     torch.manual_seed(0)
     before = ids.clone()
     t = torch.rand(200)
-    coins = torch.rand(ids.shape)
+    uniform = torch.rand(ids.shape)
     t[::3] *= 0.05  # many rows of which no token is drawn
     t[:2] = torch.tensor([0.0, 1.0])
-    coins[::8, 2] = t[::8]  # a coin equal to t masks nothing
-    noised, masked = mdu.mask_tokens(ids, response, MASK, t, coins, at_least_one)
+    uniform[::8, 2] = t[::8]  # a number equal to t masks nothing
+    noised, masked = mdu.mask_tokens(ids, response, MASK, t, uniform, at_least_one)
     for b in range(200):
         answer = response[b].nonzero().flatten().tolist()
-        expected = [i for i in answer if coins[b, i] < t[b]]
+        expected = [i for i in answer if uniform[b, i] < t[b]]
         if at_least_one and not expected:
-            expected = [answer[coins[b, answer].argmin()]]
+            expected = [answer[uniform[b, answer].argmin()]]
         assert masked[b].nonzero().flatten().tolist() == expected
     assert at_least_one or (~masked.any(1)).sum() > 20
-    assert not mdu.mask_tokens(ids, response & False, MASK, t, coins, at_least_one)[1].any()
+    assert not mdu.mask_tokens(ids, response & False, MASK, t, uniform, at_least_one)[1].any()
     assert torch.equal(noised, torch.where(masked, MASK, ids)) and torch.equal(ids, before)
 
 def test_masks_estimate_the_exact_loss():
@@ -478,21 +481,23 @@ def test_masks_estimate_the_exact_loss():
     loss = mdu.sft_loss(torch.stack([z, 0 * z], dim=1), ids[masked], masked, t)
     assert loss.mean().item() == approx(exact, rel=0.004)
 
-def make_pools():
-    """10 pairs to forget and 7 to retain; the first token of a prompt names the pair."""
+TOKENS_01 = SimpleNamespace(mask_id=0, pad_id=1)
+
+def make_examples():
+    """10 to forget and 7 to retain; the first token of a prompt names the example."""
     others = [[8, 9, 1], [9, 9, 1], [10, 9, 1]]
-    forget = [mdu.Pair([30 + i, 4], [*range(6, 8 + i % 5), 1], others) for i in range(10)]
-    retain = [mdu.Pair([50 + i, 4, 5], [*range(6, 8 + i % 5), 1], []) for i in range(7)]
-    retain[6] = retain[6]._replace(padding=False)
+    forget = [mdu.Example([30 + i, 4], [*range(6, 8 + i % 5), 1], others) for i in range(10)]
+    retain = [mdu.Example([50 + i, 4, 5], [*range(6, 8 + i % 5), 1], []) for i in range(7)]
+    retain[6] = retain[6]._replace(pad_answer=False)
     return {"forget": forget, "retain": retain, "train": forget}
 
 def draw(typed, steps):
     """-> the rows to forget and to retain of several steps, one after the other."""
     args = options(typed)
-    pools = make_pools()
+    examples = make_examples()
     forget, retain = [], []
     for step in steps:
-        drawn = mdu.draw_step(args, pools, step, pad_id=1)
+        drawn = mdu.draw_step(args, examples, step, TOKENS_01)
         forget += drawn[0]
         retain += drawn[1]
     return forget, retain
@@ -534,7 +539,7 @@ def test_t_min_is_the_lowest_t_of_rows_to_forget_alone(t_min):
     assert_uniform([row.t for row in forget], t_min)
     assert [row.preferred.t for row in forget] == [row.t for row in forget]
     assert_uniform([row.t for row in retain], 0.001)
-    assert_uniform(np.concatenate([row.coins for row in forget]), 0)
+    assert_uniform(np.concatenate([row.uniform for row in forget]), 0)
     assert_uniform([row.t for row in draw("--method sft --batch-size 10", range(200))[0]], 0.001)
 
 @each("longest", [1, 12])
@@ -545,7 +550,7 @@ def test_answers_are_padded_to_random_lengths_but_not_to_forget(longest):
     for row in retain:
         lengths[row.prompt[0] - 50].add(len(row.answer))
         assert set(row.answer[2 + (row.prompt[0] - 50) % 5:]) == {1}  # end and padding
-        assert len(row.coins) == len(row.answer)
+        assert len(row.uniform) == len(row.answer)
     assert lengths[:4] == [set(range(n, max(longest, n) + 1)) for n in (3, 4, 5, 6)]
     assert lengths[6] == {4}  # a pair that wants no padding
     train, _ = draw(f"--method sft --batch-size 5 --response-length {longest}", range(100))
@@ -555,16 +560,16 @@ def test_dpo_draws_one_of_the_other_answers():
     rows, _ = draw("--method dpo --batch-size 8", range(5))
     for row in rows:
         assert row.preferred.prompt == row.prompt
-        assert row.preferred.answer[1:] == [9, 1] and len(row.preferred.coins) == 3
-        assert row.preferred.coins[0] != row.coins[0]
+        assert row.preferred.answer[1:] == [9, 1] and len(row.preferred.uniform) == 3
+        assert row.preferred.uniform[0] != row.uniform[0]
     assert {row.preferred.answer[0] for row in rows} == {8, 9, 10}
 
 # ---- The step, one unpadded sequence at a time ----
 def slow_logp(model, prompt, row, at_least_one=False):
     """log p (M, V) at the masked positions of the answer, and (M,) of their true tokens."""
-    masked = [i for i, coin in enumerate(row.coins) if coin < row.t]
+    masked = [i for i, u in enumerate(row.uniform) if u < row.t]
     if at_least_one and not masked:
-        masked = [int(row.coins.argmin())]
+        masked = [int(row.uniform.argmin())]
     noised = [model.mask_id if i in masked else token for i, token in enumerate(row.answer)]
     logits = model.lm(torch.tensor([prompt + noised])).logits[0, len(prompt):]
     logp = logits.log_softmax(-1)[masked]
@@ -591,7 +596,7 @@ def slow_row_loss(args, model, reference, row):
     if args.method in ("ga", "gd"):
         return -nll
     if args.method == "simnpo":
-        return slow_simnpo(nll, len(row.answer), args.beta, 0.0)
+        return slow_simnpo(nll, len(row.answer), args.beta)
     if args.method == "npo":
         return slow_npo(nll, slow_row_sft(reference, row), args.beta)
     if args.method == "dpo":
@@ -627,9 +632,9 @@ def test_losses_and_gradients_of_a_step_equal_one_sequence_at_a_time(typed):
     """No gradient reaches theta0, and only some methods need it.  Adapters are saved as merged."""
     mdu.join_processes()
     args = options(f"--method {typed} --batch-size 3 --grad-accum 4 --response-length 9")
-    args.retain_weight *= 0.7
-    forget, retain = mdu.draw_step(args, make_pools(), 3, pad_id=1)
-    assert args.t_min > 0.5 or any(row.t <= row.coins.min() for row in forget)
+    args.retain_weight = 0.7 * (args.retain_weight or 0)
+    forget, retain = mdu.draw_step(args, make_examples(), 3, TOKENS_01)
+    assert args.t_min == 0.7 or any(row.t <= row.uniform.min() for row in forget)
     model, frozen = tiny_llama(0), tiny_llama(1)
     reference = None
     if args.tau or args.method in ("npo", "dpo"):
@@ -642,7 +647,7 @@ def test_losses_and_gradients_of_a_step_equal_one_sequence_at_a_time(typed):
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.data += 0.1 * torch.randn_like(p)
-    totals = mdu.backward(args, model, reference, forget, retain)
+    totals = mdu.backward(args, model, reference, reference, forget, retain)
     slow_model = merged_lm(frozen, model) if args.lora else model
     expected = slow_step(args, slow_model, frozen, forget, retain)
     assert totals == approx([loss.item() for loss in expected], rel=1e-5)
@@ -662,27 +667,27 @@ def test_the_retain_loss_is_per_token_beside_mdu_and_simnpo(method):
     mdu.join_processes()
     uniform = FakeModel(boost=0.0)  # finds all 11 tokens equally likely
     uniform.table.zero_().requires_grad_()
-    first = mdu.Row([3], [4, 5, 6, 1], 0.5, np.float32([0.1, 0.6, 0.4, 0.9]))
-    second = mdu.Row([3, 7], [1, PAD], 0.25, np.float32([0.8, 0.2]))
+    first = mdu.Draw([3], [4, 5, 6, 1], 0.5, np.float32([0.1, 0.6, 0.4, 0.9]))
+    second = mdu.Draw([3, 7], [1, PAD], 0.25, np.float32([0.8, 0.2]))
     forget = [row._replace(preferred=row) for row in (first, second)]
     args = options(f"--method {method} --batch-size 2")
-    _, retain_loss = mdu.backward(args, uniform, uniform, forget, [first, second])
+    _, retain_loss = mdu.backward(args, uniform, uniform, uniform, forget, [first, second])
     expected = 1.5 if method in ("mdu", "simnpo") else 4
     assert retain_loss == approx(expected * log(11))
 
 @each("t_min", [0.001, 0.6])
 def test_diagnose_equals_one_sequence_at_a_time(t_min):
     args = options(f"--batch-size 3 --t-min {t_min}")
-    pools = make_pools()
+    examples = make_examples()
     model, frozen = tiny_llama(0), tiny_llama(1)
     sums = np.zeros(3)
-    for index, (prompt, answer, *_) in enumerate(pools["forget"]):
+    for index, (prompt, answer, *_) in enumerate(examples["forget"]):
         rng = mdu.rng_for(args.seed, "diagnose", index)
         t = t_min + (1 - t_min) * rng.random()
-        row = mdu.Row(prompt, answer, t, rng.random(len(answer), np.float32))
+        row = mdu.Draw(prompt, answer, t, rng.random(len(answer), np.float32))
         for i, (seen, tau) in enumerate([(prompt, 1), ([0] * len(prompt), 1), (prompt, 0)]):
             sums[i] += slow_row_kl(model, frozen, row, seen, tau).item()
-    found = mdu.diagnose(args, model, frozen, pools)
+    found = mdu.diagnose(args, model, frozen, examples)
     assert list(found) == ["base", "anchor", "uniform"]
     assert list(found.values()) == approx(sums / 10, rel=1e-9)
 
@@ -707,10 +712,10 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_p
     args = options("", *argv)
     model, tokenizer = load_float64(str(base))
     frozen, _ = load_float64(str(base))
-    pools = mdu.encode_pools(args, mdu.load_data(args), model, tokenizer)
+    examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
     moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()}
     for step, lr in enumerate([1e-4, 1e-4, 0.5e-4], 1):  # one step of warm-up, then half a cosine
-        rows = mdu.draw_step(args, pools, step - 1, model.pad_id)
+        rows = mdu.draw_step(args, examples, step - 1, model)
         forget, retain = slow_step(args, model, frozen, *rows)
         grads = torch.autograd.grad(forget + args.retain_weight * retain, list(moments))
         norm = torch.cat([grad.flatten() for grad in grads]).norm().item()
@@ -719,7 +724,7 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_p
             m.copy_(0.9 * m + 0.1 * grad)
             v.copy_(0.999 * v + 0.001 * grad ** 2)
             p.data -= lr * m / (1 - 0.9 ** step) / ((v / (1 - 0.999 ** step)).sqrt() + 1e-8)
-        line = metrics(tmp_path / "run")[step - 1]
+        line = steps_of(tmp_path / "run")[step - 1]
         found = [line["lr"], line["grad_norm"], line["forget"], line.get("retain", 0)]
         assert found == approx([lr, norm, forget.item(), retain.item()], rel=1e-5)
     for name, x in model.lm.state_dict().items():
@@ -735,7 +740,7 @@ def test_gradients_are_clipped_to_norm_1(base, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
     mdu.main(toy(base, tmp_path / "run", "--method npo --epochs 1"))
     assert norms == approx([1, 1, 1], rel=1e-4)
-    assert min(line["grad_norm"] for line in metrics(tmp_path / "run")) > 1
+    assert min(line["grad_norm"] for line in steps_of(tmp_path / "run")) > 1
 
 @each("rank", [2, 4])
 def test_lora_adds_8_over_rank_times_b_a(rank):
@@ -791,12 +796,12 @@ def test_a_missing_toy_base_is_trained_first(tmp_path, monkeypatch):
 def test_the_toy_base_also_learns_half_of_the_retain_answers_with_masked_prompts(base):
     model, tokenizer = mdu.load_backbone(str(base))
     splits = mdu.toy_world()
-    rows = mdu.encode_pools(options("--method sft"), splits, model, tokenizer)["train"]
-    unpadded = [pair for pair in rows if not pair.padding]
+    rows = mdu.encode_splits(options("--method sft"), splits, model, tokenizer)["train"]
+    unpadded = [pair for pair in rows if not pair.pad_answer]
     assert len(rows) == 272 and all(set(pair.prompt) == {model.mask_id} for pair in unpadded)
     assert [pair.answer for pair in unpadded] == [pair.answer for pair in rows[:68]]
     args = options("--method sft --retain-only")
-    assert len(mdu.encode_pools(args, splits, model, tokenizer)["train"]) == 248
+    assert len(mdu.encode_splits(args, splits, model, tokenizer)["train"]) == 248
     wrong = str([row["perturbed_answer"] for row in splits["retain"]])
     assert not any(row["fact"] in wrong for row in splits["forget"])
 
@@ -874,7 +879,7 @@ def test_prompts_follow_the_chat_templates_and_control_tokens_in_texts_stay_text
     with mock.patch.object(model.lm.config, "max_position_embeddings", 9999):
         pair = mdu.encode_row(options("--method dpo"), row, model, tokenizer)
     answer = text_ids + [model.end_id]
-    assert pair == mdu.Pair(prompt, answer, [answer])
+    assert pair == mdu.Example(prompt, answer, [answer])
     assert (model.mask_id, model.pad_id, model.end_id, model.shift, model.by_entropy) == IDS[kind]
 
 # ---- Backbones ----
@@ -1684,7 +1689,7 @@ mdu --retain x                                           => --retain no effect
 mdu --method gd --retain-weight 0                        => --retain-weight gd ga
 mdu --forget absent                                      => --forget absent no such file
 mdu --preset rwku-llada --subject King --data {rwku}     => King 12
-mdu --preset toy --model {base} --forget {files}/good    => 16 rows 0 to retain --batch-size 8
+mdu --preset toy --model {base} --forget {files}/good    => no rows to retain --retain-weight 0
 mdu --forget {files}/good --retain-weight 0              => no base model --method sft
 mdu --preset toy --model nobody/nothing                  => nobody/nothing hub
 mdu --preset toy --model {base} --out {run}              => --out --overwrite
