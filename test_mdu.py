@@ -1939,7 +1939,7 @@ def test_commands_of_the_readme_parse(monkeypatch):
     assert {name for name, _ in found} == {"mdu", "eval"}
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-@each("target", re.findall(r"(?m)^(demo|table|figures|study):", MAKEFILE))
+@each("target", re.findall(r"(?m)^(demo|table|figures|llada):", MAKEFILE))
 def test_make_trains_what_it_scores(target, tmp_path):
     (tmp_path / "Makefile").write_text(MAKEFILE.replace(": install ", ": "))
     output = subprocess.check_output(
