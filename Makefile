@@ -13,9 +13,7 @@ help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## /make \1\t/p' Makefile
 install: .venv/installed  ## a virtual environment with the pinned packages, matplotlib and pytest
 .venv/installed: requirements.txt
-	python3 -m venv .venv && .venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt matplotlib pytest
-	@touch $@
-
+	python3 -m venv .venv && .venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt matplotlib pytest && touch $@
 demo: install  ## a toy base model, every method, scores: table and picture in out/toy (SEED=2: another seed)
 	@$(PYTHON) mdu.py --method sft $(TOY)/base
 	@$(MAKE) --no-print-directory --jobs=2 baselines sweep
@@ -34,8 +32,7 @@ llada: install  ## a toy that behaves like LLaDA, three seeds: which setting for
 	@$(MAKE) --no-print-directory --jobs=3 llada-1 llada-2 llada-3
 	@$(PYTHON) eval.py --report out/llada/*/base out/llada/*/mdu-*/ out/llada/*/retain
 llada-%:
-	@run="$(PYTHON) mdu.py --preset toy --overwrite --seed $*"; out=out/llada/$*; \
-	  sft="$$run --method sft --prompt-dropout 0.5 --epochs 340"; \
+	@run="$(PYTHON) mdu.py --preset toy --overwrite --seed $*"; out=out/llada/$*; sft="$$run --method sft --prompt-dropout 0.5 --epochs 340"; \
 	  $$sft --out $$out/base && $$sft --retain-only --out $$out/retain || exit 1; \
 	  for tau in 0 0.25 0.5 1; do $$run --tau $$tau --out $$out/mdu-tau$$tau || exit 1; done; \
 	  for tau in 0.5 1; do for name in "t0.5 --t-min 0.5" "t1 --t-min 1" "current --anchor current" "written --states written" \
