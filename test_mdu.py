@@ -1921,7 +1921,6 @@ BAD_ROWS = {  # a file of rows: (its text, words of the line)
     "empty": (ROW + '\n\n{"question": "q", "answer": " "}', "line 3 empty ' '"),
     "half": (ROW + '\n{"question": "q", "answer": "\\ud800"}', "line 2 surrogates"),
     "latin-1": (ROW + "\n\udce9", "line 2 utf-8"), "nested": (99999 * "[", "line 1 recursion"),
-    "huge": (8 * f"{ROW}\n".replace("It", 600_000 * "Who "), "characters"),
     "strange": (8 * '{"question": "xx", "answer": "yy zz"}\n', "unknown words model"),
     "long": (8 * f"{ROW}\n".replace("It", 2100 * "Who "), "tokens takes 2048")}
 BROKEN = {  # a checkpoint: (its kind, changes to config.json, words of the line)
