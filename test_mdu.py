@@ -10,10 +10,12 @@ import json
 import math
 import os
 import re
+import resource
 import shlex
 import shutil
 import subprocess
 import sys
+import weakref
 from functools import partial
 from math import log
 from pathlib import Path
@@ -1334,6 +1336,82 @@ def test_empty_answers_and_median_words_are_counted(split, monkeypatch):
     figures = ev.summarise(records, to_forget=True)
     assert [figures["empty"], figures["words"], figures["prob_stderr"]] == [0.4, 1, None]
 
+def test_theta0_scores_what_a_run_wrote(base, unlearned, tmp_path, monkeypatch, capsys):
+    """Its question masked, on all but empty answers, and with no other model in memory."""
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    theta0, tokenizer = mdu.load_backbone(str(base))
+    load_backbone, alive = mdu.load_backbone, weakref.WeakSet()
+
+    def load_alone(name, dtype):
+        assert not alive
+        model, tokenizer = load_backbone(name, dtype)
+        alive.add(model)
+        return model, tokenizer
+    monkeypatch.setattr(mdu, "load_backbone", load_alone)
+    answers = [ev.Answer(" .", [5]), ev.Answer("a b", [6, 7]), ev.Answer("c", [8, 0, 9])]
+    monkeypatch.setattr(ev, "write_answers", lambda model, tokenizer, rows, args: answers)
+    ev.main([str(run), *FLAGS, "--brief"])
+    expected = []
+    for i, row in enumerate(mdu.toy_world()["forget"][1:3], 1):
+        prompt = [theta0.mask_id] * len(mdu.encode_prompt(tokenizer, row["question"]))
+        masks = ev.draw_masks(len(answers[i].ids), 4, [5, 0, i])
+        expected.append(math.exp(slow_nll(theta0, prompt, answers[i].ids, masks).mean()))
+    found = [record.get("generative_perplexity") for record in ev.read_records(run, "forget")]
+    assert found[0] is None and found[1:] == approx(expected, rel=1e-4)
+    figures = ev.read_summary(run)["splits"]["forget"]
+    assert figures.pop("generative_perplexity") == approx(np.mean(expected), rel=1e-4)
+    # Without theta0 there is a line instead, and the rest is as before.
+    info = json.loads((run / "run.json").read_text())
+    info["options"]["model"] = "/gone/base"
+    (run / "run.json").write_text(json.dumps(info))
+    ev.main([str(run), *FLAGS, "--brief"])
+    assert ev.read_summary(run)["splits"]["forget"] == figures
+    assert capsys.readouterr().out.count("no generative perplexity") == 1
+
+def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(scored, tmp_path, capsys):
+    run = shutil.copytree(scored, tmp_path / "run")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    largest = max(file.stat().st_size for file in (run / "eval").glob("*.jsonl"))
+    with unchanged(run / "eval"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, limits[1]))
+        code, err = program([run, *FLAGS], capsys, ev.main)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert code == 2 and "too large" in err
+    finished = [file.stem for file in (run / "eval.new").glob("*.jsonl")]
+    with unchanged(run / "eval"), mock.patch.object(ev, "score_rows", wraps=ev.score_rows) as score:
+        ev.main([str(run), *FLAGS])
+    scored_now = [call.args[2] for call in score.call_args_list]
+    assert finished and sorted(finished + scored_now) == sorted(ev.TOFU)
+    ev.main([str(run), *FLAGS, "--seed", "6"])
+    assert ev.read_summary(run)["protocol"]["seed"] == 6 and not (run / "eval.new").exists()
+
+@each("name, text, words", [("summary.json", "{", "summary.json damaged"),
+                            ("forget.jsonl", '{"a": 1}\n', "forget.jsonl 1 rows 3"),
+                            ("forget.jsonl", '{"a"', "forget.jsonl damaged")])
+def test_damaged_scores_are_named(name, text, words, scored, tmp_path, capsys):
+    shutil.copytree(Path(scored, "eval"), tmp_path / "run/eval")
+    (tmp_path / "run/eval" / name).write_text(text)
+    code, err = program(["--report", tmp_path / "run"], capsys, ev.main)
+    assert code == 2 and all(word in err for word in words.split())
+
+def test_ask_prints_what_each_run_answers(base, scored, capsys):
+    question = mdu.toy_world()["retain"][0]["question"]
+    ev.main(["--ask", question, str(base), scored])
+    lines = []
+    for run in (str(base), scored):
+        model, tokenizer = mdu.load_backbone(run)
+        prompt = mdu.encode_prompt(tokenizer, question)
+        ids, = ev.generate(model, [prompt], 12, 12)
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        lines.append(f"{run}: {' '.join(text.split()) or '(empty)'}")
+    assert capsys.readouterr().out.splitlines() == lines
+
+def test_batches_have_few_enough_sequences_and_logits(monkeypatch):
+    monkeypatch.setattr(ev, "MAX_LOGITS", 33)  # FakeModel has 11 tokens: 3 masked positions
+    n_masked = [1, 1, 2, 1, 4, 1, 0, 0, 0]
+    found = list(ev.batches(FakeModel(), n_masked, 3, ""))
+    assert found == [[0, 1], [2, 3], [4], [5, 6, 7], [8]]
+
 def test_two_processes_score_as_one(scored, tmp_path):
     run = shutil.copytree(scored, tmp_path / "run", ignore=shutil.ignore_patterns("eval"))
     assert run_python(*TORCHRUN, ev.__file__, run, *FLAGS) == 0
@@ -1714,6 +1792,8 @@ mdu --resume {run} --lr 0.1                              => --resume no other
 eval {files}/absent                                      => no run.json
 eval --report {base}                                     => not scored yet
 eval --model {base} {base}                               => new folder
+eval --model {base} {files}                              => other things new folder
+eval {files}/other                                       => unfinished --resume
 eval --report --samples 3 {base}                         => --samples has no effect
 eval --analysis convergence {base}                       => --diagnose
 eval --analysis roles {run} {scored}                     => different models
