@@ -1613,7 +1613,7 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     assert rows["npo"] == [0.5, 0.2] * 5 + [0.5]
     assert read_table(tmp_path / "1", "TOFU's own figures")[1]["npo"][-1] == 0.25
     text = (tmp_path / "1/report.md").read_text()
-    assert "the median: npo (3 runs, seeds 1, 2, 3)." in text
+    assert "npo over 3 runs (seeds [1, 2, 3])." in text and "base over" not in text
     assert (tmp_path / "1/report.png").read_bytes().startswith(b"\x89PNG")
 
 @each("name, changes, words", [
