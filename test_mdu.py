@@ -1613,7 +1613,7 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     assert rows["npo"] == [0.5, 0.2] * 5 + [0.5]
     assert read_table(tmp_path / "1", "TOFU's own figures")[1]["npo"][-1] == 0.25
     text = (tmp_path / "1/report.md").read_text()
-    assert "npo over 3 runs (seeds [1, 2, 3])." in text and "base over" not in text
+    assert text.startswith("4 runs of 2 methods, with questions: Forget 3, Retain 3, Real")
     assert (tmp_path / "1/report.png").read_bytes().startswith(b"\x89PNG")
 
 @each("name, changes, words", [
@@ -1792,7 +1792,7 @@ mdu --resume {run} --lr 0.1                              => --resume no other
 eval {files}/absent                                      => no run.json
 eval --report {base}                                     => not scored yet
 eval --model {base} {base}                               => new folder
-eval --model {base} {files}                              => other things new folder
+eval --model {base} {files}                              => is no score new folder
 eval {files}/other                                       => unfinished --resume
 eval --report --samples 3 {base}                         => --samples has no effect
 eval --analysis convergence {base}                       => --diagnose
