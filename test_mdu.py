@@ -1792,7 +1792,7 @@ eval {files}/absent                                      => no run.json
 eval --report {base}                                     => not scored yet
 eval --model {base} {base}                               => new folder
 eval --model {base} {files}                              => is no score new folder
-eval {files}/other                                       => unfinished --resume
+eval {files}/begun                                       => unfinished --resume
 eval --report --samples 3 {base}                         => --samples has no effect
 eval --analysis convergence {base}                       => --diagnose
 eval --analysis roles {run} {scored}                     => different models
@@ -1819,8 +1819,11 @@ def files(tmp_path_factory):
     for file in root.glob("pickle/*.safetensors*"):
         file.unlink()
     torch.save({}, root / "pickle/pytorch_model.bin")
-    (root / "other").mkdir()
-    (root / "other/run.json").write_text('{"rows": {"forget": "other"}}')
+    for name in ("begun", "other"):  # runs, the first without its model
+        (root / name).mkdir()
+        (root / name / "run.json").write_text(
+            '{"rows": {"forget": "other"}, "options": {"method": "sft", "model": null}}')
+    (root / "other/config.json").write_text("{}")
     for file in root.glob("end/token*"):
         file.write_text(file.read_text().replace("eot_id", "x"))
     return root
