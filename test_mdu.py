@@ -1612,7 +1612,7 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     assert rows["npo"] == [0.5, 0.2] * 5 + [0.5]
     assert read_table(tmp_path / "1", "TOFU's own figures")[1]["npo"][-1] == 0.25
     text = (tmp_path / "1/report.md").read_text()
-    assert text.startswith("4 runs of 2 methods, with questions: Forget 3, Retain 3, Real")
+    assert text.startswith("Rows: Forget 3, Retain 3, Real")
     assert (tmp_path / "1/report.png").read_bytes().startswith(b"\x89PNG")
 
 @each("name, changes, words", [
