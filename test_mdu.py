@@ -1366,7 +1366,7 @@ def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(scored, 
     largest = max(file.stat().st_size for file in (run / "eval").glob("*.jsonl"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with unchanged(run / "eval"):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 99, limits[1]))
         code, err = program([run, *FLAGS], capsys, ev.main)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert code == 2 and "too large" in err
@@ -1375,8 +1375,12 @@ def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(scored, 
             ev.main([str(run), *FLAGS])
     assert finished and {*finished, *[call.args[2] for call in score.call_args_list]} == {*ev.TOFU}
     assert len(finished) + score.call_count == 4
+    shutil.copytree(run / "eval", run / "eval.new")  # of another protocol than the next call's
     ev.main([str(run), *FLAGS, "--seed", "6"])
-    assert ev.read_summary(run)["protocol"]["seed"] == 6 and not (run / "eval.new").exists()
+    assert ev.read_records(run, "forget")[0]["seed"] == [6, 0, 0]
+    (run / "eval/notes.txt").touch()
+    code, err = program([run, *FLAGS], capsys, ev.main)
+    assert code == 2 and "notes.txt is in the way" in err
 
 def test_ask_prints_what_each_run_answers(base, scored, capsys):
     question = mdu.toy_world()["retain"][0]["question"]
