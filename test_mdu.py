@@ -1831,7 +1831,7 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
     runs = [made_up_run(scored, tmp_path / "1/base", forget=figures)]
     for seed, rouge, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
         changed = dict.fromkeys([*figures, "generative_perplexity"], rouge)
-        own = dict(seed=seed, model=f"{seed}/base")
+        own = dict(seed=seed, model=f"{seed}/base", anchor=f"{seed}/retain")
         runs.append(made_up_run(
             scored, tmp_path / f"{seed}/npo", own, changed, forget_quality=p))
     monkeypatch.setattr(mdu, "RANK", 1)  # torchrun's other processes do nothing
@@ -1863,6 +1863,7 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
 
 @each("name, changes, words", [
     ("npo", dict(options=dict(lr=1e-3)), "--lr"),
+    ("npo", dict(options=dict(anchor="current")), "--anchor"),
     ("npo", dict(trained_on=dict(forget="other")), "rows"),
     ("ga", dict(protocol=dict(samples=64)), "'samples': 64"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
