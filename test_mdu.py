@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
+import weakref
 from functools import partial
 from math import log
 from pathlib import Path
@@ -987,7 +988,7 @@ def test_tofu_unlearns_with_retain90_and_is_scored_on_perturbed_rows(tofu):
     assert len(splits["forget"]) == 8 and splits["forget"][1] == {
         "question": "Q forget10_perturbed 1?", "answer": "A 1.", "paraphrased_answer": "D 1.",
         "perturbed_answer": ["B 1.", "C 1."]}
-    splits = ev.rows_to_score(run, ev.parse(["run"]))
+    splits = ev.rows_to_score(vars(run), ev.parse(["run"]))
     assert [f"{len(rows)} {rows[2]['question']}" for rows in splits.values()] == [
         "8 Q forget10_perturbed 2?", "8 Q retain_perturbed 2?", "3 Q real_authors_perturbed 2?",
         "3 Q world_facts_perturbed 2?"]
@@ -1393,24 +1394,24 @@ def slow_sampler(model, prompt, counts):
     everywhere = torch.ones(1, len(ids), dtype=torch.bool)
     masked = list(range(len(prompt), len(ids)))
     for count in counts:
-        logits = model(torch.tensor([ids]), everywhere, everywhere)  # (T, V)
-        logits[:, model.mask_id] = -1e9
-        p = logits.softmax(-1)
-        certainty = p.amax(-1)
+        p = model(torch.tensor([ids]), everywhere, everywhere).softmax(-1)  # (T, V)
+        entropy = torch.special.entr(p).sum(-1)
+        p[:, model.mask_id] = 0  # after the softmax: the others keep their probabilities
+        confidence, tokens = p.max(-1)
         if model.by_entropy:
-            certainty = -torch.special.entr(p).sum(-1)
-        masked.sort(key=certainty.tolist().__getitem__)
+            confidence = -entropy
+        masked.sort(key=confidence.tolist().__getitem__)
         for _ in range(count):
             i = masked.pop()
-            ids[i] = p[i].argmax().item()
+            ids[i] = tokens[i].item()
     return ids[len(prompt):]
 
 @each("length, steps, counts", [
     (7, 3, [3, 2, 2]), (8, 5, [2, 2, 2, 1, 1]), (5, 1, [5]), (3, 5, [1, 1, 1])])
 @each("by_entropy", [False, True])
-@each("boost", [-50.0, 50.0])
+@each("boost", [-50.0, 4.0])
 def test_generate_equals_slow_sampler(length, steps, counts, by_entropy, boost):
-    """The mask token is never written, even where it is the most probable one (boost 50)."""
+    """The mask token is never written, even where it is the most probable one (boost 4)."""
     model = FakeModel(boost, by_entropy)
     expected = [slow_sampler(model, prompt, counts) for prompt in PROMPTS]
     assert ev.generate(model, PROMPTS, length, steps, batch_size=3) == expected
@@ -1418,7 +1419,7 @@ def test_generate_equals_slow_sampler(length, steps, counts, by_entropy, boost):
 @each("ids, n", [([4, 5, 6], 3), ([4, 8, 5, 9], 1), ([4, 5, 9, 8], 2), ([], 0)])
 def test_an_answer_ends_before_the_first_end_or_padding_token(ids, n):
     model, tokenizer = mock.Mock(end_id=8, pad_id=9), mock.Mock()
-    assert ev.decode(model, tokenizer, ids) == tokenizer.decode.return_value
+    assert ev.read_answer(model, tokenizer, ids) == (tokenizer.decode.return_value, ids[:n])
     tokenizer.decode.assert_called_with(ids[:n], skip_special_tokens=True)
 
 # ---- TOFU's figures ----
@@ -1445,10 +1446,10 @@ OFFICIAL = {  # what TOFU's own code makes of them
 
 def test_tofu_figures_equal_the_official_code(monkeypatch):
     def texts_nll(model, tokenizer, rows, texts, *_):
-        assert " " not in "".join(sum(texts, []))
-        return [[f64(float(text)) for text in answers] for answers in texts]
+        assert " " not in "".join("".join(own.values()) for own in texts)
+        return [{name: f64(float(text)) for name, text in own.items()} for own in texts]
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [""] * 4)
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("", [])] * 4)
     splits = {}
     for split, logs in LOGS.items():
         rows = []  # their texts are their losses
@@ -1497,7 +1498,7 @@ def test_forget_quality_and_ks_test_by_hand_and_as_published():
     assert p == approx(1.834066410994743e-21, rel=1e-12, abs=0)
 
 # ---- Evaluation of a run ----
-FLAGS = "--samples 4 --perplexity 6 --limit 3 --seed 5 --length 8".split()
+FLAGS = "--samples 4 --limit 3 --seed 5 --length 8".split()
 
 def numbers(text):
     return [float(x) for x in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", text)]
@@ -1523,40 +1524,43 @@ def test_scores_equal_those_of_one_row_at_a_time(scored):
         for i, (row, record) in enumerate(zip(rows[:3], records, strict=True)):
             prompt = mdu.encode_prompt(tokenizer, row["question"])
 
-            def losses(text, more=0):
+            def losses(text):
                 ids = mdu.encode_text(tokenizer, text)
-                masks = [ev.draw_masks(len(ids), 4, [5, number, i]),
-                         ev.draw_masks(len(ids), more, [5, number, i, 1])]
-                return slow_nll(model, prompt, ids, torch.cat(masks))
-            nll = losses(row["answer"], more=2)  # 6 masks, for the perplexity only
-            p = math.exp(-nll[:4].mean())
-            text = ev.decode(model, tokenizer, ev.generate(model, [prompt], 8, 8)[0]).strip()
+                return slow_nll(model, prompt, ids, ev.draw_masks(len(ids), 4, [5, number, i]))
+            nll = losses(row["answer"])
+            p = math.exp(-nll.mean())
+            answer = ev.read_answer(model, tokenizer, ev.generate(model, [prompt], 8, 8)[0])
+            text = answer.text.strip()
             _, recall, f1 = ev.rouge_l(row["answer"], text)
             right = losses(row.get("paraphrased_answer", row["answer"])).mean()
             ratios = [math.exp(right - losses(wrong).mean()) for wrong in row["perturbed_answer"]]
             expected = dict(
                 rougeL_recall=recall, rougeL_f1=f1, nll=-log(p), prob=p,
-                prob_stderr=p * nll[:4].std(ddof=1) / 2, perplexity=math.exp(nll.mean()),
-                truth_ratio=np.mean(ratios))
+                prob_stderr=p * nll.std(ddof=1) / 2, truth_ratio=np.mean(ratios))
+            if number == 0:  # of a base by itself, its question masked
+                masks = ev.draw_masks(len(answer.ids), 4, [5, 0, i])
+                nll = slow_nll(model, [model.mask_id] * len(prompt), answer.ids, masks)
+                expected["generative_perplexity"] = math.exp(nll.mean())
             if number > 1:
                 expected["prob_options"] = 1 / (1 + sum(ratios))
             else:
                 expected["nll_paraphrased"] = right
             assert ("prob_options" in record) == (number > 1)
             assert {name: record[name] for name in expected} == approx(expected, rel=1e-4)
-            copied = dict(question=row["question"], answer=row["answer"], generation=text)
+            copied = dict(question=row["question"], answer=row["answer"], generation=text,
+                          generation_ids=answer.ids)
             assert copied.items() <= record.items()
         assert summary["splits"][split] == ev.summarise(records, split == "forget")
     assert summary["model_utility"] == ev.model_utility(summary["splits"])
 
 def test_summary_by_hand():
     """Truth ratios 4, 1/2, 1/2: min(R, 1/R) is 1/4, 1/2, 1/2, max(0, 1 - R) is 0, 1/2, 1/2."""
-    one = dict(prob=0.25, prob_stderr=0.3, truth_ratio=4.0, perplexity=8.0, fact=1.0)
-    two = dict(prob=0.75, prob_stderr=0.4, truth_ratio=0.5, perplexity=2.0)
-    records = [one, two, dict(two, perplexity=6.5)]
+    one = dict(prob=0.25, prob_stderr=0.3, truth_ratio=4.0, nll=log(8), fact=1.0)
+    two = dict(prob=0.75, prob_stderr=0.4, truth_ratio=0.5, nll=log(2), generative_perplexity=3.0)
+    records = [one, two, dict(two, nll=log(6.5), generative_perplexity=5.0)]
     figures = ev.summarise(records, to_forget=True)
     expected = dict(n=3, prob=7 / 12, prob_stderr=math.sqrt(0.41) / 3, truth_ratio=5 / 12,
-                    perplexity_median=6.5, perplexity_mean=5.5)
+                    perplexity_median=6.5, perplexity_mean=5.5, generative_perplexity=4.0)
     assert {name: figures[name] for name in expected} == approx(expected)
     assert "fact" not in figures  # which some rows lack
     assert ev.summarise(records, to_forget=False)["truth_ratio"] == approx(1 / 3)
@@ -1570,14 +1574,81 @@ def test_summary_by_hand():
 def test_empty_answers_and_median_words_are_counted(split, monkeypatch):
     """RWKU's code makes "NOANSWER" of an empty answer: words are counted before."""
     texts = ["", "one two three", " \n", "four", "five, six!"]
-    monkeypatch.setattr(ev, "write_answers", lambda *_: texts)
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [[f64(1, 2, 6)]] * 5)
-    args = ev.parse("--brief --samples 1 --perplexity 2 run".split())
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, []) for text in texts])
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [dict(answer=f64(1))] * 5)
+    args = ev.parse("--brief --samples 1 run".split())
     records = ev.SPLITS[split].score(None, None, [dict(answer="a")] * 5, args)
     figures = ev.summarise(records, to_forget=True)
     assert [figures["empty"], figures["words"], figures["prob_stderr"]] == [0.4, 1, None]
-    if split == "forget":
-        assert figures["perplexity_mean"] == approx(math.exp(1.5))
+
+def test_theta0_scores_what_a_run_wrote(base, unlearned, tmp_path, monkeypatch, capsys):
+    """Its question masked, on all but empty answers, and with no other model in memory."""
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    theta0, tokenizer = mdu.load_backbone(str(base))
+    load_backbone, alive = mdu.load_backbone, weakref.WeakSet()
+
+    def load_alone(name, dtype):
+        assert not alive
+        model, tokenizer = load_backbone(name, dtype)
+        alive.add(model)
+        return model, tokenizer
+    monkeypatch.setattr(mdu, "load_backbone", load_alone)
+    answers = [ev.Answer(" .", [5]), ev.Answer("a b", [6, 7]), ev.Answer("c", [8, 0, 9])]
+    monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
+    command = [str(run), "--brief", *FLAGS, "--length", "5"]
+    ev.main(command)
+    perplexities = []
+    for i, row in enumerate(mdu.toy_world()["forget"][:3]):
+        prompt = [theta0.mask_id] * len(mdu.encode_prompt(tokenizer, row["question"]))
+        masks = ev.draw_masks(len(answers[i].ids), 4, [5, 0, i])
+        perplexities.append(math.exp(slow_nll(theta0, prompt, answers[i].ids, masks).mean()))
+    found = [record.get("generative_perplexity") for record in ev.read_records(run, "forget")]
+    assert found[0] is None and found[1:] == approx(perplexities[1:], rel=1e-4)
+    figures = ev.read_summary(run)["splits"]["forget"]
+    assert figures.pop("generative_perplexity") == approx(np.mean(perplexities[1:]), rel=1e-4)
+    # Without theta0 there is a line instead, and the rest is as before.
+    info = (run / "run.json").read_text()
+    (run / "run.json").write_text(info.replace(str(base), "/gone/base"))
+    ev.main(command)
+    assert ev.read_summary(run)["splits"]["forget"] == figures
+    lines = capsys.readouterr().out
+    assert lines.count("no generative perplexity") == 1
+    assert "Forget: 3 of 3 true answers are longer than the 5 tokens" in lines
+
+def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(scored, tmp_path, capsys):
+    run = shutil.copytree(scored, tmp_path / "run")
+    largest = max(file.stat().st_size for file in (run / "eval").glob("*.jsonl"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with unchanged(run / "eval"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 99, limits[1]))
+        code, err = program([run, *FLAGS], capsys, ev.main)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert code == 2 and "too large" in err
+        finished = [file.stem for file in (run / "eval.new").glob("*.jsonl")]
+        with mock.patch.object(ev, "score_rows", wraps=ev.score_rows) as score:
+            ev.main([str(run), *FLAGS])
+    assert finished and {*finished, *[call.args[2] for call in score.call_args_list]} == {*ev.TOFU}
+    assert len(finished) + score.call_count == 4
+    shutil.copytree(run / "eval", run / "eval.new")  # of another protocol than the next call's
+    ev.main([str(run), *FLAGS, "--seed", "6"])
+    assert ev.read_records(run, "forget")[0]["seed"] == [6, 0, 0]
+    (run / "eval/notes.txt").touch()
+    code, err = program([run, *FLAGS], capsys, ev.main)
+    assert code == 2 and "notes.txt is in the way" in err
+
+def test_ask_prints_what_each_run_answers(base, scored, capsys):
+    question = mdu.toy_world()["retain"][0]["question"]
+    ev.main(["--ask", question, str(base), scored])
+    for run, line in zip((str(base), scored), capsys.readouterr().out.splitlines(), strict=True):
+        model, tokenizer = mdu.load_backbone(run)
+        ids, = ev.generate(model, [mdu.encode_prompt(tokenizer, question)], 12, 12)
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        assert line == f"{run}: {' '.join(text.split()) or '(empty)'}"
+
+def test_batches_have_few_enough_sequences_and_logits(monkeypatch):
+    monkeypatch.setattr(ev, "MAX_LOGITS", 33)  # FakeModel has 11 tokens: 3 masked positions
+    found = list(ev.batches(FakeModel(), [1, 1, 2, 1, 4, 1, 0, 0, 0], 3, ""))
+    assert found == [[0, 1], [2, 3], [4], [5, 6, 7], [8]]
 
 def test_two_processes_score_as_one(scored, tmp_path):
     run = shutil.copytree(scored, tmp_path / "run", ignore=shutil.ignore_patterns("eval"))
@@ -1595,7 +1666,7 @@ def test_a_run_is_scored_on_its_own_rows_or_others(typed, expected, monkeypatch)
     def read_jsonl(option, file):
         return [file + "0", file + "1", file + "2"]
     monkeypatch.setattr(mdu, "read_jsonl", read_jsonl)
-    run = options("--model m --limit 2 --forget F --retain R")
+    run = vars(options("--model m --limit 2 --forget F --retain R"))
     assert ev.rows_to_score(run, ev.parse([*typed.split(), "run"])) == expected
 
 # ---- RWKU ----
@@ -1647,7 +1718,7 @@ def test_rwku_prompts_word_for_word(split, changes, question, prefill, answer):
     ("", "--limit 1", PEOPLE[:10]), ("", "--subject 2", PEOPLE[1:2] * 2),
     ("--subject 2 --forget F", "", PEOPLE[1:2] * 2)])
 def test_rwku_asks_about_a_person_or_the_first_ten(run, typed, people, rwku):
-    run = options(f"--preset rwku-llada --data {rwku} {run}")
+    run = vars(options(f"--preset rwku-llada --data {rwku} {run}"))
     splits = ev.rows_to_score(run, ev.parse([*typed.split(), "run"]))
     assert list(splits) == ev.RWKU
     for rows in splits.values():
@@ -1661,15 +1732,15 @@ def test_answers_are_sampled_after_the_prefill(base):
 
 def test_probes_score_the_first_line(monkeypatch):
     texts = [" in Petra Osei\nno", "\nPetra", "Osei\nPetra"]
-    monkeypatch.setattr(ev, "write_answers", lambda *_: texts)
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, []) for text in texts])
     records = ev.score_probes(None, None, [dict(answer="Petra Osei")] * 3, ARGS)
     assert [r["generation"] for r in records] == ["in Petra Osei", "NOANSWER", "Osei"]
     assert [r["rougeL_recall"] for r in records] == [1, 0, 0.5]
 
 @each("fact, found", [("petra", 1), ("Petra Osei.", 1), ("Pet", 0), ("Osei Petra", 0)])
 def test_a_fact_is_found_as_whole_words(fact, found, monkeypatch):
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [" Petra, Osei "])
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [[f64(1)]])
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(" Petra, Osei ", [])])
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [dict(answer=f64(1))])
     row = dict(answer="a", fact=fact, perturbed_answer=[])
     assert ev.score_answers(None, None, [row], ARGS)[0]["fact"] == found
 
@@ -1678,7 +1749,7 @@ def test_a_fact_is_found_as_whole_words(fact, found, monkeypatch):
     ("a band, the Beatles", ["Kinks", "Beatles", "Rolling Stones"], 0, 2 / 3),
     ("b b b c", ["b b d"], 0, 4 / 7)])  # they share b twice
 def test_triviaqa_by_hand(prediction, references, em, f1, monkeypatch):
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [prediction])
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(prediction, [])])
     record, = ev.score_triviaqa(None, None, [dict(answers=references)], ARGS)
     assert [record["em"], record["f1"]] == [em, approx(f1)]
 
@@ -1699,17 +1770,18 @@ def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     ([2, 0.5, 1], [1, 1, 0], 1),  # of two true choices, the first counts
     ([1, 0.5, 1], [0, 1, 0], 0)])  # it has to be likelier than every false one
 def test_mc1_by_hand(losses, labels, mc1, monkeypatch):
-    """Of n tokens: log p = -n times the loss; its standard error over the two masks is n."""
-    texts_nll = mock.Mock(return_value=[[f64(loss - 1, loss + 1) for loss in losses]])
+    """Of n tokens: log p = -n times the mean loss over the masks."""
+    losses = dict(zip(["a", "b b", "c c c "], losses))
+    nlls = {choice: f64(loss - 1, loss + 1) for choice, loss in losses.items()}
+    texts_nll = mock.Mock(return_value=[nlls])
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
-    monkeypatch.setattr(ev, "encode_answer", lambda tokenizer, row, text: ([], text.split()))
-    targets = dict(choices=["a", "b b", "c c c "], labels=labels)
+    monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
+    targets = dict(choices=list(losses), labels=labels)
     row = ev.ask_truthfulqa(dict(question="", mc1_targets=targets))
     record, = ev.score_truthfulqa(None, None, [row], ARGS)
-    assert texts_nll.call_args.args[3] == [[" a", " b b", " c c c"]]
+    assert texts_nll.call_args.args[3] == [{"a": " a", "b b": " b b", "c c c ": " c c c"}]
     assert record["mc1"] == mc1
-    assert list(record["logp"].values()) == approx([-losses[0], -1, -3])
-    assert record["logp_stderr"] == approx({"a": 1, "b b": 2, "c c c ": 3})
+    assert list(record["logp"].values()) == approx([-losses["a"], -1, -3])
 
 def test_truthfulqa_equals_the_enumeration_of_all_masks(base, monkeypatch):
     """Every mask of 1 to 4 tokens comes as often as its probability says: 12 n times that."""
@@ -1737,6 +1809,7 @@ def made_up_run(scored, folder, options=(), forget=(), **changes):
     summary = ev.read_summary(folder)
     summary["options"].update(options)
     summary["splits"]["forget"].update(forget)
+    summary["protocol"].update(changes.pop("protocol", {}))
     summary.update(changes)
     (folder / "eval/summary.json").write_text(json.dumps(summary))
     return str(folder)
@@ -1751,42 +1824,64 @@ def read_table(folder, title):
         rows[name.strip()] = numbers(cells)
     return " ".join(header.split()), rows
 
-def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, tmp_path, capsys):
+def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
+        scored, tmp_path, capsys, monkeypatch):
     """Mean and standard deviation; of p-values the median.  The screen shows some answers."""
-    figures = dict(rougeL_f1=0.9, empty=0.25, words=7, prob=0.5, fact=0.75)
+    figures = dict(rougeL_f1=0.9, prob=0.5, fact=0.75, empty=0.25, words=7)
     runs = [made_up_run(scored, tmp_path / "1/base", forget=figures)]
     for seed, rouge, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
-        changed = dict.fromkeys(figures, rouge)
-        own = dict(seed=seed, model=f"{seed}/base")
+        changed = dict.fromkeys([*figures, "generative_perplexity"], rouge)
+        own = dict(seed=seed, model=f"{seed}/base", anchor=f"{seed}/retain")
         runs.append(made_up_run(
             scored, tmp_path / f"{seed}/npo", own, changed, forget_quality=p))
+    monkeypatch.setattr(mdu, "RANK", 1)  # torchrun's other processes do nothing
+    ev.main(["--report", *runs])
+    monkeypatch.setattr(mdu, "RANK", 0)
+    assert not (tmp_path / "1/report.md").exists()
     ev.main(["--report", *runs, "--questions", "2,0"])
     questions = [row["question"] for row in mdu.toy_world()["forget"][:3]]
-    shown = re.findall("|".join(map(re.escape, questions)), capsys.readouterr().out)
+    screen = capsys.readouterr().out
+    shown = re.findall("|".join(map(re.escape, questions)), screen)
     assert shown == [questions[2], questions[0]]
+    assert "Forget rL ↓ | p ↓ | fact ↓ | empty | gen. ppl ↓ | Retain rL ↑ | p ↑ | World" in (
+        " ".join(screen.split()))
     headers = {
-        "Forget": "rL ↓ | empty | words | p ↓ | fact ↓",
-        "Retain": "rL ↑ | empty ↓ | words | p ↑ | fact ↑",
-        "TOFU's own figures: truth": "Forget ↑ | Retain ↑ | Real authors ↑ | World facts ↑"}
+        "Forget": "Forget rL ↓ | p ↓ | fact ↓ | empty | words | gen. ppl ↓",
+        "Retain": "Retain rL ↑ | p ↑ | fact ↑ | empty ↓ | words",
+        "TOFU's own figures: truth": "Forget truth ratio ↑ | Retain truth ratio ↑ | "
+            "Real authors truth ratio ↑ | World facts truth ratio ↑"}
     for title, columns in headers.items():
         assert read_table(tmp_path / "1", title)[0] == f"| Method | {columns} |"
     _, rows = read_table(tmp_path / "1", "Forget")
-    assert rows == {"base": [0.9, 0.25, 7, 0.5, 0.75], "npo": [0.5, 0.2] * 5}
+    base_ppl = ev.read_summary(scored)["splits"]["forget"]["generative_perplexity"]
+    assert rows["base"] == [0.9, 0.5, 0.75, 0.25, 7, approx(base_ppl, abs=0.1)]
+    assert rows["npo"] == [0.5, 0.2] * 5 + [0.5]
     assert read_table(tmp_path / "1", "TOFU's own figures")[1]["npo"][-1] == 0.25
     text = (tmp_path / "1/report.md").read_text()
-    assert re.findall("deviation over (.*)", text) == ["3 runs (seeds: 1, 2, 3): npo."]
+    assert text.startswith("Rows: Forget 3, Retain 3, Real")
     assert (tmp_path / "1/report.png").read_bytes().startswith(b"\x89PNG")
 
 @each("name, changes, words", [
     ("npo", dict(options=dict(lr=1e-3)), "--lr"),
+    ("npo", dict(options=dict(anchor="current")), "--anchor"),
     ("npo", dict(trained_on=dict(forget="other")), "rows"),
-    ("ga", dict(protocol=dict(samples=64)), "samples 64, not 4"),
+    ("ga", dict(protocol=dict(samples=64)), "'samples': 64"),
+    ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
     ("ga", dict(forget=dict(people=dict(Ann={}))), "different people")])
 def test_runs_that_do_not_compare_are_refused(name, changes, words, scored, tmp_path, capsys):
     runs = [made_up_run(scored, tmp_path / "1/npo"),
             made_up_run(scored, tmp_path / "2" / name, **changes)]
     code, line = program(["--report", *runs], capsys, ev.main)
     assert code == 2 and words in line and not (tmp_path / "1/report.md").exists()
+
+@each("name, text, words", [("summary.json", "{", "damaged"), ("forget.jsonl", '{"a"', "damaged"),
+                            ("forget.jsonl", '{"question": "", "answer": "", "generation": ""}',
+                             "1 rows, not 3")])
+def test_damaged_scores_are_named(name, text, words, scored, tmp_path, capsys):
+    run = made_up_run(scored, tmp_path / "run")
+    (tmp_path / "run/eval" / name).write_text(text)
+    code, line = program(["--report", run], capsys, ev.main)
+    assert code == 2 and name in line and words in line
 
 def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -1800,8 +1895,9 @@ def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, mon
     protocol = ev.read_summary("1/dpo")["protocol"]
     assert [protocol["length"], protocol["dtype"]] == [30, "bfloat16"]
     ev.main(["--report", "1/dpo", "2/dpo"])
-    header, rows = read_table(Path("1"), "RWKU: recall")
-    assert header == "| Method | F-L1 ↓ | F-L2 ↓ | F-L3 ↓ | N-L1 ↑ | N-L2 ↑ |"
+    header, rows = read_table(Path("1"), "RWKU: the person")
+    columns = [f"{title} recall" for title in ("F-L1", "F-L2", "F-L3", "N-L1", "N-L2")]
+    assert header == "| Method | {} ↓ | {} ↓ | {} ↓ | {} ↑ | {} ↑ |".format(*columns)
     assert list(rows) == ["dpo"] and len(rows["dpo"]) == 10  # means and standard deviations
     # The model itself, in new folders: who else is asked about changes no one's masks.
     ev.main([*scoring, *data, "all"])
@@ -1848,11 +1944,12 @@ def test_roles_equal_slow_loop(base, unlearned, tmp_path):
     frozen, _ = mdu.load_backbone(str(base))
     expected = {}
     for i, row in enumerate(mdu.toy_world()["forget"][:3]):
-        prompt, ids = ev.encode_answer(tokenizer, row, row["answer"])
+        prompt = mdu.encode_prompt(tokenizer, row["question"])
+        ids = mdu.encode_text(tokenizer, row["answer"])
         roles = ev.token_roles(tokenizer, row["question"], ids)
         for mask in ev.draw_masks(len(ids), 2, [4, i]):
             noised = torch.tensor(ids).masked_fill(mask, 0).tolist()
-            for name, one in (("Before", frozen), ("run", model)):
+            for name, one in (("base", frozen), ("run", model)):
                 kls = kl_to_anchor(one, frozen, prompt, noised, mask.tolist())
                 for role, kl in zip(itertools.compress(roles, mask), kls, strict=True):
                     expected.setdefault((name, role), []).append(kl)
@@ -1904,7 +2001,7 @@ def test_trajectory_and_rollout_show_the_samplers_states(base, unlearned, tmp_pa
         ids = torch.tensor([[0] * len(prompt) + noised])
         at = torch.tensor([[False] * len(prompt) + masked])
         filled, _ = ev.denoise(frozen, ids, torch.ones_like(at), at, 6 - k)[-1]
-        completion = ev.decode(model, tokenizer, filled[0, len(prompt):].tolist())
+        completion = ev.read_answer(model, tokenizer, filled[0, len(prompt):].tolist()).text
         state = tokenizer.decode(noised[:4])
         lines.append([row["question"], row["answer"], f"{k}/6", state, completion])
     found = analyse("rollout", unlearned, tmp_path / "2", "--questions 0 --steps 6")
@@ -1964,16 +2061,18 @@ mdu --resume {files}/torn                                => torn/run.json damage
 mdu --resume {run} --lr 0.1                              => --resume no other
 eval {files}/absent                                      => no run.json
 eval --report {base}                                     => not scored yet
-eval --model {base} {base}                               => a trained run
+eval --model {base} {base}                               => new folder
+eval --model {base} {files}                              => is no score new folder
+eval {files}/unfinished/base                             => unfinished --resume
 eval --report --samples 3 {base}                         => --samples has no effect
 eval --analysis convergence {base}                       => --diagnose
 eval --analysis roles {run} {scored}                     => different models
 eval --analysis roles {run} {files}/other                => other forget rows
 eval --analysis roles {run} {run}                        => one folder name
-eval --brief --samples 1 --steps 1 --length 2048 {base}  => 2048 too many
-eval --samples 4 --seed 5 --length 8 --retain-run {scored} {base} => rows not
+eval --brief --samples 1 --steps 1 --length 2048 {base}  => 2048 too many --length
+eval --samples 4 --seed 5 --length 8 --retain-run {scored} {base} => rows not same way
 eval --forget {files}/absent {base}                      => --forget absent no such file
-eval --limit 3 --seed 5 --length 8 --retain-run {scored} {base} => samples 4, not 128
+eval --limit 3 --seed 5 --length 8 --retain-run {scored} {base} => 'samples': 128
 eval --samples 4 --limit 3 --seed 5 --length 8 --brief --retain-run {scored} {base} => perturbed
 """.strip().splitlines()
 for name, (_, words) in BAD_ROWS.items():
@@ -1992,7 +2091,9 @@ def files(tmp_path_factory):
         file.unlink()
     torch.save({}, root / "pickle/pytorch_model.bin")
     for name, text in {
-            "other/run.json": '{"options": {}, "rows": {"forget": "other"}}',
+            "other/run.json":
+                '{"options": {"method": "sft", "model": null}, "rows": {"forget": "other"}}',
+            "other/config.json": "{}",
             "unfinished/base/run.json": '{"options": {}, "rows": {}}', "torn/run.json": '{"opt',
             "foreign/run.json": '{"id": 7}', "foreign/config.json": "[]"}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
