@@ -1745,6 +1745,8 @@ def test_rwku_asks_about_a_person_or_the_first_ten(run, typed, people, rwku):
     assert list(splits) == ev.RWKU
     for rows in splits.values():
         assert [row["subject"] for row in rows] == people
+    own = vars(options("--model m --forget F --retain R"))  # no preset: RWKU has its name
+    assert list(ev.rows_to_score(own, ev.parse(["--data", str(rwku), "run"]))) == ev.RWKU
 
 def test_answers_are_sampled_after_the_prefill(base):
     _, tokenizer = mdu.load_backbone(str(base))
@@ -1961,7 +1963,7 @@ def analyse(name, run, folder, typed=""):
     assert name == "rollout" or file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     return json.loads(file.read_text())
 
-def test_roles_equal_slow_loop(base, unlearned, tmp_path):
+def test_roles_equal_slow_loop(base, unlearned, tmp_path, monkeypatch):
     model, tokenizer = mdu.load_backbone(str(unlearned))
     frozen, _ = mdu.load_backbone(str(base))
     expected = {}
@@ -1978,6 +1980,10 @@ def test_roles_equal_slow_loop(base, unlearned, tmp_path):
     flags = "--limit 3 --samples 2 --seed 4 --batch-size 4"
     bars = analyse("roles", unlearned, tmp_path, flags)["panels"][""]
     analyse("trajectory", base, tmp_path / "base", "--questions 0")  # it is its own theta0
+    monkeypatch.chdir(tmp_path / "base")
+    ev.main("--analysis roles --limit 1 --samples 1 run".split())
+    own_bars = json.loads(Path("analysis/roles.json").read_text())["panels"][""]
+    assert len({bar["role"] for bar in own_bars}) == len(own_bars)  # theta0 is shown once
     found = {(bar["label"].split("\n")[0], bar["role"]): bar for bar in bars}
     assert found.keys() == expected.keys()
     for key, kls in expected.items():
