@@ -591,31 +591,6 @@ def make_batch(pairs, pad_id):
     ids, response, attention_mask = mdu.collate(pairs, pad_id)
     return mdu.Batch(ids, response, attention_mask, None, None, None)
 
-def test_still_written_by_hand():
-    """Each row's first token is its number.  Decoded is its script, from the last position on."""
-    script = [[5, 5, 4, 7], [9, 6, 2], [7, 8], [6, 5, 6]]
-    answers = [[4, 5, 6, 9], [9, 6, 3], [4, 6], [6, 6, 3]]
-    expected = [[1, 1, 0, 0],  # 4 has moved, 5 is written twice, 6 is forgotten
-                [0, 1, 0],  # 9 is written, but no word
-                [0, 0],  # nothing is left
-                [1, 1, 0]]  # a word that the answer has twice
-    seen = []
-
-    def model(ids, attention_mask, masked):
-        seen.append(masked.sum(1).tolist())
-        logits = torch.zeros(*ids.shape, 11)
-        for b, tokens in enumerate(script):
-            for i, token in enumerate(tokens, 1):
-                logits[b, i, token] = 5 + i
-        return logits[masked]
-    model.mask_id, model.by_entropy, model.is_word = MASK, False, WORDS
-    mdu.join_processes()
-    pairs = [([b], answer) for b, answer in enumerate(answers)]
-    batch = make_batch(pairs, PAD)
-    written = mdu.still_written(model, batch)
-    assert [row[r].int().tolist() for row, r in zip(written, batch.response)] == expected
-    assert seen == [[4, 3, 2, 3], [3, 2, 1, 2], [2, 1, 0, 1], [1, 0, 0, 0]]
-
 @each("by_entropy", [False, True])
 @each("size", [1, 3, 20])
 def test_still_written_equals_a_slow_loop(by_entropy, size):
@@ -751,7 +726,7 @@ class Merged(SimpleNamespace):
 
 @each("typed", [
     "mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "mdu --t-min 0.7", "ga", "gd", "npo", "simnpo",
-    "dpo", "sft", "wga --gamma 0.5", "mdu --lora 3", "npo --lora 3", "dpo --lora 3",
+    "dpo", "sft", "wga --gamma 0.5", "mdu --lora 3", "npo --lora 2", "dpo --lora 4",
     "mdu --states written --tau 0.5", "mdu --states written --anchor current",
     "mdu --anchor current --tau 0.5", "mdu --states written --anchor current --lora 3"])
 def test_losses_and_gradients_of_a_step_equal_one_sequence_at_a_time(typed):
@@ -794,21 +769,6 @@ def test_losses_and_gradients_of_a_step_equal_one_sequence_at_a_time(typed):
     ids = torch.arange(2, 12)[None]
     saved = torch.func.functional_call(frozen.lm, dict(mdu.merged_weights(model.lm)), ids)
     assert_close(saved.logits, slow_model.lm(ids).logits, 1e-5)
-
-@each("method", ["mdu", "simnpo", "gd", "npo", "wga", "dpo"])
-def test_the_retain_loss_is_per_token_beside_mdu_and_simnpo(method):
-    """2 of 4 tokens are masked at t = 1/2, and 1 of 2 (one is padding) at t = 1/4: by hand
-    2 log 11 / t and 1 log 11 / t, both 4 log 11 per sequence, 1 and 2 log 11 per token."""
-    mdu.join_processes()
-    uniform = FakeModel(boost=0.0)  # finds all 11 tokens equally likely
-    uniform.table.zero_().requires_grad_()
-    first = mdu.Draw([3], [4, 5, 6, 1], 0.5, np.float32([0.1, 0.6, 0.4, 0.9]))
-    second = mdu.Draw([3, 7], [1, PAD], 0.25, np.float32([0.8, 0.2]))
-    forget = [row._replace(preferred=row) for row in (first, second)]
-    args = options(f"--method {method} --batch-size 2")
-    _, retain_loss = mdu.backward(args, uniform, uniform, uniform, forget, [first, second])
-    expected = 1.5 if method in ("mdu", "simnpo") else 4
-    assert retain_loss == approx(expected * log(11))
 
 @each("t_min", [0.001, 0.6])
 def test_diagnose_equals_one_sequence_at_a_time(t_min):
@@ -865,29 +825,6 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_p
     for name, x in model.lm.state_dict().items():
         assert_close(weights(tmp_path / "run")[name], x.float(), 1e-6)
 
-def test_gradients_are_clipped_to_norm_1(base, tmp_path, monkeypatch):
-    norms = []
-    adamw_step = torch.optim.AdamW.step
-
-    def step(optimizer):
-        norms.append(torch.cat([p.grad.flatten() for p in optimizer.state]).norm().item())
-        adamw_step(optimizer)
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    mdu.main(toy(base, tmp_path / "run", "--method npo --epochs 1"))
-    assert norms == approx([1, 1, 1], rel=1e-4)
-    assert min(line["grad_norm"] for line in steps_of(tmp_path / "run")) > 1
-
-@each("rank", [2, 4])
-def test_lora_adds_8_over_rank_times_b_a(rank):
-    model = tiny_llama(0)
-    mdu.add_adapters(model, rank, seed=5)
-    for p in model.double().parameters():
-        if p.requires_grad:
-            p.data += 0.1 * torch.randn_like(p)
-    ids = torch.arange(2, 22).view(2, 10)
-    expected = merged_lm(tiny_llama(0), model).lm(ids).logits.flatten(0, 1)
-    assert_close(model(ids, ids > 0, ids > 0), expected)
-
 @each("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_start_at_zero_and_without_them_the_model_remains_theta0(dtype):
     plain, model, other = [tiny_llama(0).to(dtype) for _ in range(3)]
@@ -936,12 +873,13 @@ def test_a_loss_is_added_in_four_places(base, tmp_path):
     for place, added in RECIPE.items():
         assert source.count(place) == 1, place
         source = source.replace(place, added + place)
-    (tmp_path / "mdu.py").write_text(source)
-    argv = toy(base, tmp_path / "run", "--method kto --kappa 3 --epochs 1")
-    assert run_python(tmp_path / "mdu.py", *argv) == 0
+    changed = {"__name__": "changed", "__file__": mdu.__file__}
+    exec(source, changed)
+    changed["main"](toy(base, tmp_path / "run", "--method kto --kappa 3 --epochs 1"))
     assert steps_of(tmp_path / "run")[0]["forget"] == approx(0, abs=1e-4)  # theta is theta0
     assert steps_of(tmp_path / "run")[2]["forget"] < -0.1
-    assert run_python(tmp_path / "mdu.py", "--method", "npo", "--kappa", "3") == 2
+    with pytest.raises(ValueError, match="--kappa has no effect"):
+        changed["parse"](["--method", "npo", "--kappa", "3"])
 
 @each("rows", [1, 2])
 def test_one_or_two_rows_are_enough(rows, base, tmp_path):
@@ -1103,14 +1041,6 @@ def test_backbones_equal_a_transformer_written_out(hub):
     assert_close(hub.model(torch.where(real, ids, 77), real, real), torch.cat(alone), 2e-5)
     positions = torch.arange(9)[None] % 3 == 0
     assert_close(hub.model(ids[None], ids[None] >= 0, positions), alone[-1][::3], 2e-5)
-
-def test_dreams_logits_are_those_of_the_position_before():
-    plain, dream = tiny_llama(0), tiny_llama(0)
-    dream.shift = True
-    ids = torch.arange(2, 14).view(2, 6)
-    logits = plain(ids, ids > 0, ids > 0).view(2, 6, 64)
-    found = dream(ids, ids > 0, torch.tensor([[True, False, True, False, False, True]] * 2))
-    assert_close(found.view(2, 3, 64), logits[:, [0, 1, 4]])  # of 0, 2 and 5; 0 has its own
 
 def test_an_unchanged_model_is_saved_byte_for_byte(hub, tmp_path):
     mdu.join_processes()
