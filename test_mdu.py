@@ -276,6 +276,7 @@ def write_checkpoint(folder, kind, tied=False, **changes):
     write_tokenizer(folder, kind)
     native = {"Dream": "qwen2", "a2d-qwen3": "qwen3"}.get(kind, "llama")
     shapes = transformers.AutoConfig.for_model(native, **SIZES, head_dim=config.get("head_dim", 8))
+    shapes.vocab_size = changes.get("embedding_size", 264)
     lm = transformers.AutoModelForCausalLM.from_config(shapes)
     torch.manual_seed(11)
     tensors, stored = {}, {}
@@ -530,9 +531,13 @@ def test_the_rows_of_a_step_depend_on_no_process_and_no_micro_batch(method, monk
         mdu.check(options("--batch-size 10"), mdu.toy_world())
 
 def test_each_pass_takes_every_row_once_in_a_new_order_and_draws_differ():
-    names = [row.prompt[0] for row in draw("--batch-size 5", range(4))[0]]
+    forget, retain = draw("--batch-size 5", range(4))
+    train, _ = draw("--method sft --batch-size 5", range(4))
+    names = [row.prompt[0] for row in forget]
     assert sorted(names[:10]) == sorted(names[10:]) == list(range(30, 40))
     assert set(names[:5]) != set(names[10:15])
+    assert names != [row.prompt[0] for row in train]
+    assert len({row.t for row in forget + retain + train}) == 60
     # A draw has random numbers of its seed, stream and index alone.
     streams = ["forget", "forget order", "retain", "retain order", "train", "diagnose"]
     keys = list(itertools.product([1, 2], streams, range(20)))
@@ -544,10 +549,14 @@ def assert_uniform(values, low):
     assert np.abs(np.sort(values) - expected).max() <= 0.04 * (1 - low)
 
 @each("t_min", [0.001, 0.4, 1])
-def test_t_min_is_the_lowest_t_of_rows_to_forget_alone(t_min):
+def test_t_min_is_the_lowest_t_of_rows_to_forget_alone_and_dpo_draws_another_answer(t_min):
     forget, retain = draw(f"--method dpo --batch-size 10 --t-min {t_min}", range(200))
     assert_uniform([row.t for row in forget], t_min)
-    assert [row.preferred.t for row in forget] == [row.t for row in forget]
+    for row in forget:
+        (other, *rest), uniform = row.preferred.answer, row.preferred.uniform
+        assert (row.preferred.prompt, row.preferred.t, rest) == (row.prompt, row.t, [9, 1])
+        assert other in (8, 9, 10) and len(uniform) == 3 and uniform[0] != row.uniform[0]
+    assert len({row.preferred.answer[0] for row in forget}) == 3
     assert_uniform([row.t for row in retain], 0.001)
     assert_uniform(np.concatenate([row.uniform for row in forget]), 0)
     assert_uniform([row.t for row in draw("--method sft --batch-size 10", range(200))[0]], 0.001)
@@ -566,14 +575,6 @@ def test_answers_are_padded_to_random_lengths_but_not_to_forget(longest):
     train, _ = draw(f"--method sft --batch-size 5 --response-length {longest}", range(100))
     assert {len(row.answer) for row in train} == set(range(3, max(longest, 7) + 1))
 
-def test_dpo_draws_one_of_the_other_answers():
-    rows, _ = draw("--method dpo --batch-size 8", range(5))
-    for row in rows:
-        assert row.preferred.prompt == row.prompt
-        assert row.preferred.answer[1:] == [9, 1] and len(row.preferred.uniform) == 3
-        assert row.preferred.uniform[0] != row.uniform[0]
-    assert {row.preferred.answer[0] for row in rows} == {8, 9, 10}
-
 def test_prompt_dropout_masks_questions_and_leaves_their_answers_unpadded():
     plain, _ = draw("--method sft --batch-size 5", range(200))
     dropped, _ = draw("--method sft --batch-size 5 --prompt-dropout 0.3", range(200))
@@ -582,6 +583,7 @@ def test_prompt_dropout_masks_questions_and_leaves_their_answers_unpadded():
     assert all(row.answer.count(1) == 1 for row in masked)
     kept = [row for row in dropped if row.prompt != [0, 0]]
     assert {repr(row) for row in kept} < {repr(row) for row in plain}
+    assert {row.prompt[0] for row in kept} == set(range(30, 40))  # each draw has its own chance
     assert max(row.answer.count(1) for row in kept) > 1
 
 # ---- States of the authors' code: what the model still writes ----
@@ -604,7 +606,10 @@ def test_still_written_equals_a_slow_loop(by_entropy, size):
     found = 0
     for start in range(0, 20, size):
         batch = make_batch(pairs[start:start + size], PAD)
-        written = mdu.still_written(model, batch)
+        with (mock.patch.object(mdu.dist, "all_reduce", lambda passes, op: passes.fill_(18)),
+              mock.patch.object(model, "forward", wraps=model.forward) as forward):
+            written = mdu.still_written(model, batch)
+        assert forward.call_count == 18  # as many as another process needs
         for (prompt, answer), row, r in zip(pairs[start:], written, batch.response):
             decoded = slow_sampler(model, prompt, [1] * len(answer))
             expected = [token in decoded and token != 9 for token in answer]
@@ -618,12 +623,17 @@ def test_words_have_a_letter_or_digit(hub):
     assert {"a", "Z", "7"} < set(texts) and len(is_word) == 264
     assert not {"!", ".", " ", "\n", "_", *TOKENS[hub.kind][:4]} & set(texts)
 
-@each("states", ["random", "written"])
-def test_the_first_look_equals_one_sequence_at_a_time(states, capsys):
+@each("states, silent_anchor", [("random", False), ("written", False), ("random", True)])
+def test_the_first_look_equals_one_sequence_at_a_time(states, silent_anchor, capsys):
+    """It warns of an anchor that gives answers away, and of one that knows mask and end alone."""
     mdu.join_processes()
     args = options(f"--batch-size 3 --grad-accum 3 --states {states}")
     model, anchor = tiny_llama(0, likely=range(6, 14)), tiny_llama(1, likely=range(10))
     model.is_word = WORDS
+    if silent_anchor:
+        head = anchor.lm.lm_head.weight.data
+        head[0] *= 99
+        head[1] = -head[0]  # one of the two is the likeliest everywhere
     draws, _ = mdu.draw_step(args, make_examples(), 3, TOKENS_01)
     own, given, silent = [], [], []
     for row in draws:
@@ -632,12 +642,12 @@ def test_the_first_look_equals_one_sequence_at_a_time(states, capsys):
         own += true.exp().tolist()
         given += anchored.exp().tolist()
         silent += (logp.argmax(-1) < 2).tolist()
-    found = mdu.first_look(args, model, anchor, draws)
-    assert 0 < np.mean(silent) < 1 and 2 * np.mean(given) > np.mean(own)
-    assert list(found.values()) == approx([np.mean(own), np.mean(given), np.mean(silent)])
-    line = f"true tokens {np.mean(given):.2f} (model {np.mean(own):.2f})"
+    expected = {"model_p": np.mean(own), "anchor_p": np.mean(given), "silent": np.mean(silent)}
+    assert mdu.first_look(args, model, anchor, draws) == approx(expected)
     shown = capsys.readouterr().out
-    assert line in shown and "gives the answers away" in shown
+    assert f"true tokens {np.mean(given):.2f} (model {np.mean(own):.2f})" in shown
+    assert silent_anchor == (np.mean(silent) > 0.5) == ("expect empty answers" in shown)
+    assert silent_anchor == ("gives the answers away" not in shown)
 
 @each("typed, loads", [
     ("--tau 0", 1), ("--tau 1", 2), ("--anchor current", 1), ("--anchor {base}", 2),
@@ -845,8 +855,13 @@ def test_adapters_start_at_zero_and_without_them_the_model_remains_theta0(dtype)
 
 # ---- Options, data and token ids ----
 @each("case", [
-    "=> method=mdu tau=1.0 epochs=100 out=out/toy/mdu-tau1",
-    "--preset tofu-llada --method sft => lr=2e-05 grad_accum=4 out=out/tofu-llada/base",
+    "=> method=mdu tau=1.0 epochs=100 checkpoint_every=500 out=out/toy/mdu-tau1",
+    "--method sft --retain-only => epochs=170 out=out/toy/retain",
+    "--method sft --model x => preset=own lr=2e-05",
+    "--preset tofu-llada --method sft => lr=2e-05 grad_accum=4 epochs=1000 out=out/tofu-llada/base",
+    "--preset tofu-dream --method sft => lr=2e-05 epochs=300 checkpoint_every=5000",
+    "--preset rwku-llada --subject 1 --method ga => epochs=3 retain_weight=None",
+    "--preset own --out {base}/../other => response_length=12 model={base}",
     "--lora 8 --lr 0.3 --tau 0.5 --t-min 1 => lr=0.3 out=out/toy/mdu-tau0.5-t1",
     "--preset rwku-dream --subject 1 => retain_weight=0.0 out=out/rwku-dream/1/mdu-tau1",
     "--model x --method simnpo --lora 8 --epochs 7 => preset=own beta=4.5 lr=0.0001 epochs=7.0",
@@ -893,8 +908,13 @@ def test_a_missing_toy_base_is_trained_first(tmp_path, monkeypatch):
         assert command[:2] == [sys.executable, mdu.__file__] and env["WORLD_SIZE"] == "1"
         mdu.main([*command[2:], "--epochs", "0.2"])
         return mock.Mock(returncode=0)
+    for folder in ("base", "run"):  # an empty folder is no obstacle, nor are hidden files
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / ".lock").touch()
+    monkeypatch.setattr(mdu.subprocess, "run", lambda command, env: mock.Mock(returncode=3))
+    with pytest.raises(SystemExit, match="3"):
+        mdu.main(["--out", f"{tmp_path}/run"])
     monkeypatch.setattr(mdu.subprocess, "run", run)
-    (tmp_path / "base").mkdir()  # an empty folder is no obstacle
     mdu.main(["--epochs", "0.3", "--out", f"{tmp_path}/run"])
     with unchanged(tmp_path / "base"):
         mdu.main(["--epochs", "0.3", "--method", "ga", "--out", f"{tmp_path}/ga"])
@@ -923,6 +943,8 @@ def test_tofu_unlearns_with_retain90_and_is_scored_on_perturbed_rows(tofu):
     run = options(f"--model x/y --data {tofu}")
     splits = mdu.load_data(run)
     assert [row["question"] for row in splits["retain"]] == [f"Q retain90 {i}?" for i in range(24)]
+    limited = mdu.load_data(options(f"--model x/y --data {tofu} --limit 3"))
+    assert limited == {split: rows[:3] for split, rows in splits.items()}
     assert len(splits["forget"]) == 8 and splits["forget"][1] == {
         "question": "Q forget10_perturbed 1?", "answer": "A 1.", "paraphrased_answer": "D 1.",
         "perturbed_answer": ["B 1.", "C 1."]}
@@ -938,6 +960,7 @@ def test_rows_of_a_person_of_rwku_are_read(subject, first, method, rwku):
     args = options(f"--model x/y --data {rwku} --method {method} --limit 3 --subject", subject)
     splits = mdu.load_data(args)
     name = PEOPLE[first // 4]
+    assert args.out.startswith("out/own/" + subject.replace("Zoë Ho", "zoë-ho") + "/")
     question = f"{name} is known. Please write a short biography of {name}."
     assert splits["retain"] == [] and len(splits["forget"]) == 3
     for i, row in enumerate(splits["forget"]):
@@ -1052,11 +1075,11 @@ def test_an_unchanged_model_is_saved_byte_for_byte(hub, tmp_path):
     assert files.keys() - copied.keys() == {"model.safetensors", "model.safetensors.index.json"}
     assert copied.items() <= files.items()
 
-def test_config_json_moves_last(base, tmp_path):
+def test_run_json_is_moved_into_its_place_and_config_json_last(base, tmp_path):
     with mock.patch.object(Path, "replace", autospec=True, side_effect=Path.replace) as replace:
         mdu.main(toy(base, tmp_path / "run", "--epochs 0.1"))
     moved = [Path(call.args[1]).name for call in replace.call_args_list]
-    assert moved[-1] == "config.json" and "model.safetensors" in moved[:-1]
+    assert moved[0] == "run.json" and moved[-1] == "config.json" and "model.safetensors" in moved
 
 def test_a_model_of_the_hub_unlearns_in_bfloat16(hub, tofu, tmp_path, monkeypatch):
     """What is trained and all rotary frequencies are in float32, theta0 is in bfloat16."""
@@ -1149,7 +1172,8 @@ def test_a_killed_run_is_resumed_bit_for_bit(base, tmp_path, capsys):
     rows, whole, run = tmp_path / "rows.jsonl", tmp_path / "whole", tmp_path / "run"
     texts = mdu.toy_world()["forget"]
     typed = f"{LORA} --forget {write_lines(rows, texts)} --retain-weight 0 --diagnose"
-    base = shutil.copytree(base, tmp_path / "base")
+    base, anchor = [shutil.copytree(base, tmp_path / name) for name in ("base", "anchor")]
+    typed += f" --method mdu --anchor {anchor}"
     mdu.main(toy(base, whole, typed))
     assert run_python("-c", KILLED, json.dumps([toy(base, run, typed)])) == -9
     assert_broken(run)
@@ -1167,6 +1191,7 @@ def test_a_killed_run_is_resumed_bit_for_bit(base, tmp_path, capsys):
     shard = next(run.glob("checkpoint-00000002/*.safetensors"))
     for file, end, words in [(rows, b'x"]}', "the rows it started from changed"),
                              (base / "model.safetensors", b"xxxx", "the models it started from"),
+                             (anchor / "config.json", b"} ", "the models it started from"),
                              (shard, b"", "a checkpoint failed")]:
         content = file.read_bytes()
         file.write_bytes(content[:-len(end)] + end)
@@ -1235,7 +1260,9 @@ def test_overwrite_removes_what_a_run_has_made_and_nothing_else(
     run = shutil.copytree(unlearned, tmp_path / "run")
     (tmp_path / "link").symlink_to(run)
     monkeypatch.chdir(run)
-    for file in ("notes.txt", "other/run.json", "eval/mine.json", "checkpoint-2/x", "unfinished/x"):
+    info = mdu.read_run(run)
+    (run / "run.json").write_text(json.dumps({**info, "copied": ["../[copy].txt"]}))
+    for file in ("notes.txt", "[copy].txt", "other/run.json", "eval/mine.json", "checkpoint-2/x", "unfinished/x"):
         (run / file).parent.mkdir(exist_ok=True)
         (run / file).touch()
     model = shutil.copytree(unlearned, tmp_path / "model")
@@ -1245,6 +1272,8 @@ def test_overwrite_removes_what_a_run_has_made_and_nothing_else(
 
     def remove_model(*args):
         shutil.rmtree(model, ignore_errors=True)
+        with open(run / ".lock") as lock, pytest.raises(BlockingIOError):  # another may not train
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return learning_rate(*args)
     monkeypatch.setattr(mdu, "learning_rate", remove_model)
     mdu.main(toy(model, name, "--epochs 0.3 --method ga --overwrite"))
@@ -1952,13 +1981,16 @@ BAD_ROWS = {  # a file of rows: (its text, words of the line)
     "long": (8 * f"{ROW}\n".replace("It", 2100 * "Who "), "tokens takes 2048")}
 BROKEN = {  # a checkpoint: (its kind, changes to config.json, words of the line)
     "block-type": ("llada", {"block_type": "x"}, "block-type block_type 'x' 'llama'"),
-    "layers": ("llada", {"n_layers": 3, "embedding_size": 264, "mlp_hidden_size": 64},
-               "layers missing model.layers.2"),
+    "layers": ("llada", {"n_layers": 3, "embedding_size": 264, "vocab_size": 250,
+                         "mlp_hidden_size": 64, "mlp_ratio": 3}, "missing model.layers.2"),
     "gpt2": ("llama", {"model_type": "gpt2"}, "model_type 'gpt2' none llada Dream"),
     "causal": ("llama", {"is_causal": None}, "causal bidirectional"),
     "mask": ("llama", {"mask_token_id": None}, "mask_token_id"),
     "twice": ("llama", {}, "twice chat template"), "loop": ("llama", {}, "no attribute"),
     "pickle": ("llada", {}, "safetensors"), "end": ("a2d-llama", {}, "end-of-turn")}
+ANCHORS = {  # a checkpoint that differs from good-model: (its kind, changes to config.json)
+    "good-model": ("llada", {}), "mask-anchor": ("llada", {"mask_token_id": 259}),
+    "wide-anchor": ("llada", {"embedding_size": 272}), "words-anchor": ("Dream", {})}
 BAD_INPUT = """
 mdu --meth mdu                                           => --meth
 mdu --tau 2                                              => --tau '2' [0, 1]
@@ -1968,10 +2000,11 @@ mdu --method npo --anchor current                        => --anchor no effect n
 mdu --states written --t-min 1                           => --t-min no effect
 mdu --tau 0 --anchor current                             => --anchor no effect
 mdu --prompt-dropout 0.3                                 => --prompt-dropout no effect
-mdu --preset toy --model {base} --anchor {files}/long-words => --anchor long-words vocabulary
 mdu --preset own --method sft --forget {files}/good      => --model --preset toy
 mdu --method sft --t-min 1                               => --t-min no effect
 mdu --method sft --diagnose                              => --diagnose no effect
+mdu --method sft --lora 2                                => --lora no effect
+mdu --forget {files}/good --data x                       => --data no effect
 mdu --retain x                                           => --retain no effect
 mdu --method gd --retain-weight 0                        => --retain-weight gd ga
 mdu --forget absent                                      => --forget absent no such file
@@ -2009,13 +2042,17 @@ for name, (_, words) in BAD_ROWS.items():
     BAD_INPUT.append(f"mdu --model {{base}} --forget {{files}}/{name} --retain-weight 0 => {words}")
 for name, (*_, words) in BROKEN.items():
     BAD_INPUT.append(f"mdu --method ga --forget {{files}}/good --model {{files}}/{name} => {words}")
+for name in list(ANCHORS)[1:]:
+    typed = f"mdu --retain-weight 0 --forget {{files}}/good --model {{files}}/good-model"
+    BAD_INPUT.append(f"{typed} --anchor {{files}}/{name} => {name} vocabulary")
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
-    for name, (text, _) in {"good": (16 * f"{ROW}\n", ""), **BAD_ROWS}.items():
+    good = 15 * f"{ROW}\n" + ROW[:-1] + ', "perturbed_answer": "x"}'  # too few for dpo
+    for name, (text, _) in {"good": (good, ""), **BAD_ROWS}.items():
         (root / name).write_bytes(text.encode(errors="surrogateescape"))
-    for name, (kind, changes, _) in BROKEN.items():
+    for name, (kind, changes, *_) in {**BROKEN, **ANCHORS}.items():
         write_checkpoint(root / name, kind, **changes)
     for file in root.glob("pickle/*.safetensors*"):
         file.unlink()
@@ -2031,7 +2068,6 @@ def files(tmp_path_factory):
     for name, content in {"twice": "m['content'] ~ m['content']", "loop": "m.a.b"}.items():
         file = root / name / "tokenizer_config.json"
         file.write_text(file.read_text().replace("m['content']", content))
-    write_checkpoint(root / "long-words", "llada")
     for file in root.glob("end/token*"):
         file.write_text(file.read_text().replace("eot_id", "x"))
     return root
