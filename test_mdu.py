@@ -452,45 +452,19 @@ def test_mask_prompt_masks_prompts_but_no_answer_and_no_padding():
         [MASK, MASK, MASK, PAD, 5, MASK], [MASK, MASK, MASK, 2, PAD, PAD]]
     assert torch.equal(noised, before)
 
-@each("at_least_one", [False, True])
-def test_tokens_with_a_number_below_t_are_masked(at_least_one):
-    ids, response, _ = mdu.collate(PAIRS * 50, PAD)
-    torch.manual_seed(0)
+def test_tokens_with_a_number_below_t_are_masked():
+    ids, response, _ = mdu.collate(PAIRS, PAD)
     before = ids.clone()
-    t = torch.rand(200)
-    uniform = torch.rand(ids.shape)
-    t[::3] *= 0.05  # many rows of which no token is drawn
-    t[:2] = torch.tensor([0.0, 1.0])
-    uniform[::8, 2] = t[::8]  # a number equal to t masks nothing
-    noised, masked = mdu.mask_tokens(ids, response, MASK, t, uniform, at_least_one)
-    for b in range(200):
-        answer = response[b].nonzero().flatten().tolist()
-        expected = [i for i in answer if uniform[b, i] < t[b]]
-        if at_least_one and not expected:
-            expected = [answer[uniform[b, answer].argmin()]]
-        assert masked[b].nonzero().flatten().tolist() == expected
-    assert at_least_one or (~masked.any(1)).sum() > 20
-    assert not mdu.mask_tokens(ids, response & False, MASK, t, uniform, at_least_one)[1].any()
-    assert torch.equal(noised, torch.where(masked, MASK, ids)) and torch.equal(ids, before)
-
-def test_masks_estimate_the_exact_loss():
-    """E[1/t sum -log p], integrated over t, is n times the mean over Eq. 7's masks."""
-    n, N = 3, 2 ** 16
-    torch.manual_seed(4)
-    masks, chances = all_masks(n)
-    log_odds = torch.randn(len(masks), n).double()  # of each token under each mask
-    nll = F.softplus(-log_odds)
-    exact = 0.0
-    for i, mask in enumerate(masks):
-        exact += n * chances[i] * nll[i][mask].mean().item()
-    points = torch.quasirandom.SobolEngine(n + 1, scramble=True, seed=0).draw(N).double()
-    t = 0.001 + 0.999 * points[:, 0]
-    ids = torch.zeros(N, n, dtype=torch.long)
-    _, masked = mdu.mask_tokens(ids, ids == 0, 1, t, points[:, 1:])
-    numbers = (masked * torch.tensor([4, 2, 1])).sum(1)
-    z = log_odds[numbers - 1][masked]
-    loss = mdu.sft_loss(torch.stack([z, 0 * z], dim=1), ids[masked], masked, t)
-    assert loss.mean().item() == approx(exact, rel=0.004)
+    uniform = torch.tensor([  # 0 in the prompts; 0.5 is not below t
+        [0, 0, 0.5, 0.4, 0.9, 0.3], [0, 0, 0, 0.6, 0, 0], [0, 0.9, 0.7, 0.8, 0.7, 0.9],
+        [0, 0, 0, 0, 0.3, 0.9]])
+    arguments = MASK, torch.tensor([0.5, 0.5, 0.1, 1.0]), uniform
+    for at_least_one, expected in [(False, [[3, 5], [], [], [4, 5]]),
+                                   (True, [[3, 5], [3], [2], [4, 5]])]:
+        noised, masked = mdu.mask_tokens(ids, response, *arguments, at_least_one)
+        assert [row.nonzero().flatten().tolist() for row in masked] == expected
+        assert torch.equal(noised, torch.where(masked, MASK, ids)) and torch.equal(ids, before)
+        assert not mdu.mask_tokens(ids, response & False, *arguments, at_least_one)[1].any()
 
 TOKENS_01 = SimpleNamespace(mask_id=0, pad_id=1)
 
@@ -589,10 +563,6 @@ def test_prompt_dropout_masks_questions_and_leaves_their_answers_unpadded():
 # ---- States of the authors' code: what the model still writes ----
 WORDS = torch.arange(64) != 9  # token 9 is no word
 
-def make_batch(pairs, pad_id):
-    ids, response, attention_mask = mdu.collate(pairs, pad_id)
-    return mdu.Batch(ids, response, attention_mask, None, None, None)
-
 @each("by_entropy", [False, True])
 @each("size", [1, 3, 20])
 def test_still_written_equals_a_slow_loop(by_entropy, size):
@@ -605,7 +575,7 @@ def test_still_written_equals_a_slow_loop(by_entropy, size):
                      for n in range(1, 17)]
     found = 0
     for start in range(0, 20, size):
-        batch = make_batch(pairs[start:start + size], PAD)
+        batch = mdu.Batch(*mdu.collate(pairs[start:start + size], PAD), None, None, None)
         with (mock.patch.object(mdu.dist, "all_reduce", lambda passes, op: passes.fill_(18)),
               mock.patch.object(model, "forward", wraps=model.forward) as forward):
             written = mdu.still_written(model, batch)
@@ -690,7 +660,7 @@ def slow_row_kl(model, reference, row, reference_prompt, tau, states="random"):
 def slow_row_loss(args, model, reference, row):
     if args.method == "mdu":
         anchor = model if args.anchor == "current" else reference
-        masked_prompt = [model.mask_id] * len(row.prompt)
+        masked_prompt = [0] * len(row.prompt)
         return slow_row_kl(model, anchor, row, masked_prompt, args.tau, args.states)
     if args.method == "wga":
         _, true = slow_logp(model, row.prompt, row)
@@ -726,19 +696,13 @@ def merged_lm(plain, adapted):
         A = adapters[f"{layer}A"]
         B = adapters[f"{layer}B"]
         tensors[f"{layer}weight"] = tensors[f"{layer}weight"] + 8 / len(A) * B @ A
-    return Merged(lm=partial(torch.func.functional_call, plain.lm, tensors))
-
-class Merged(SimpleNamespace):
-    mask_id, by_entropy = 0, False
-
-    def __call__(self, ids, *_):
-        return self.lm(ids).logits[0]
+    return SimpleNamespace(lm=partial(torch.func.functional_call, plain.lm, tensors))
 
 @each("typed", [
     "mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "mdu --t-min 0.7", "ga", "gd", "npo", "simnpo",
     "dpo", "sft", "wga --gamma 0.5", "mdu --lora 3", "npo --lora 2", "dpo --lora 4",
     "mdu --states written --tau 0.5", "mdu --states written --anchor current",
-    "mdu --anchor current --tau 0.5", "mdu --states written --anchor current --lora 3"])
+    "mdu --anchor current --tau 0.5", "mdu --anchor current --lora 3"])
 def test_losses_and_gradients_of_a_step_equal_one_sequence_at_a_time(typed):
     """No gradient reaches theta0, and only some methods need it.  Adapters are saved as merged."""
     mdu.join_processes()
@@ -835,23 +799,18 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_p
     for name, x in model.lm.state_dict().items():
         assert_close(weights(tmp_path / "run")[name], x.float(), 1e-6)
 
-@each("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_start_at_zero_and_without_them_the_model_remains_theta0(dtype):
-    plain, model, other = [tiny_llama(0).to(dtype) for _ in range(3)]
+def test_adapters_start_at_zero():
+    plain, model, other = [tiny_llama(0).bfloat16() for _ in range(3)]
     mdu.add_adapters(model, 4, seed=1)
-    A = model.lm.model.layers[0].mlp.up_proj.A
+    mdu.add_adapters(other, 4, seed=2)
     trained = [p for p in model.parameters() if p.requires_grad]
     assert len(trained) == 28 and {p.dtype for p in trained} == {torch.float32}
     drawn = torch.cat([A.flatten() * A.shape[1] ** 0.5 for A in trained[::2]])
     assert abs(drawn.mean()) < 0.1 and abs(drawn.std() - 1) < 0.1  # A ~ N(0, 1/in)
-    mdu.add_adapters(other, 4, seed=2)
-    assert not torch.equal(other.lm.model.layers[0].mlp.up_proj.A, A)
+    first, second = [m.lm.model.layers[0].mlp.up_proj.A for m in (model, other)]
+    assert not torch.equal(first, second)
     ids = torch.arange(2, 22).view(2, 10)
-    theta0 = plain(ids, ids > 0, ids > 0)
-    assert torch.equal(model(ids, ids > 0, ids > 0), theta0)
-    for p in trained:
-        p.data += 0.1
-    assert torch.equal(mdu.without_adapters(model)(ids, ids > 0, ids > 0), theta0)
+    assert torch.equal(model(ids, ids > 0, ids > 0), plain(ids, ids > 0, ids > 0))
 
 # ---- Options, data and token ids ----
 @each("case", [
@@ -895,13 +854,6 @@ def test_a_loss_is_added_in_four_places(base, tmp_path):
     assert steps_of(tmp_path / "run")[2]["forget"] < -0.1
     with pytest.raises(ValueError, match="--kappa has no effect"):
         changed["parse"](["--method", "npo", "--kappa", "3"])
-
-@each("rows", [1, 2])
-def test_one_or_two_rows_are_enough(rows, base, tmp_path):
-    texts = mdu.toy_world()["forget"][:rows]
-    file = write_lines(tmp_path / "rows", texts)
-    mdu.main(toy(base, tmp_path / "run", f"--forget {file} --retain {file} --epochs 9"))
-    assert len(steps_of(tmp_path / "run")) == math.ceil(9 * rows / 8)
 
 def test_a_missing_toy_base_is_trained_first(tmp_path, monkeypatch):
     def run(command, env):
@@ -981,19 +933,20 @@ IDS = {  # mask, padding and end of turn; is it shifted, and sampled by entropy
 
 def test_the_official_prompt_ids_of_llada():
     """Of its template, on a vocabulary of the pieces that its tokenizer makes of this prompt."""
-    special = {"<|startoftext|>": 126080, "<|start_header_id|>": 126346,
-               "<|end_header_id|>": 126347, "<|eot_id|>": 126348}
-    pieces = {"user": 3840, "\n": 198, "What": 2372, " is": 341, " the": 268, " capital": 7706,
-              " of": 300, " France": 11406, "?": 30, "ass": 598, "istant": 10450}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({**special, **pieces}, unk_token="?"))
+    special = ["<|startoftext|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    start, header, end, turn = special
+    pieces = [start, header, "user", end, "\n", "\n", "What", " is", " the", " capital", " of",
+              " France", "?", turn, header, "ass", "istant", end, "\n", "\n"]
+    ids = [126080, 126346, 3840, 126347, 198, 198, 2372, 341, 268, 7706, 300, 11406, 30,
+           126348, 126346, 598, 10450, 126347, 198, 198]
+    vocabulary = dict(zip(pieces, ids, strict=True))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
     pattern = tokenizers.Regex(r"ass|istant|\n| ?\w+|\?")
     words.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
-    words.add_special_tokens(list(special))
+    words.add_special_tokens(special)
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="<|startoftext|>", chat_template=HEADERS)
-    assert mdu.encode_prompt(tokenizer, "What is the capital of France?") == [
-        126080, 126346, 3840, 126347, 198, 198, 2372, 341, 268, 7706, 300, 11406, 30,
-        126348, 126346, 598, 10450, 126347, 198, 198]
+        tokenizer_object=words, bos_token=start, chat_template=HEADERS)
+    assert mdu.encode_prompt(tokenizer, "What is the capital of France?") == ids
 
 def test_prompts_follow_the_chat_templates_and_control_tokens_in_texts_stay_text(hub):
     kind, model, tokenizer = hub.kind, hub.model, hub.tokenizer
@@ -1262,7 +1215,8 @@ def test_overwrite_removes_what_a_run_has_made_and_nothing_else(
     monkeypatch.chdir(run)
     info = mdu.read_run(run)
     (run / "run.json").write_text(json.dumps({**info, "copied": ["../[copy].txt"]}))
-    for file in ("notes.txt", "[copy].txt", "other/run.json", "eval/mine.json", "checkpoint-2/x", "unfinished/x"):
+    for file in ("notes.txt", "[copy].txt", "other/run.json", "eval/mine.json",
+                 "checkpoint-2/x", "unfinished/x"):
         (run / file).parent.mkdir(exist_ok=True)
         (run / file).touch()
     model = shutil.copytree(unlearned, tmp_path / "model")
