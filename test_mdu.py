@@ -1028,12 +1028,6 @@ def test_an_unchanged_model_is_saved_byte_for_byte(hub, tmp_path):
     assert files.keys() - copied.keys() == {"model.safetensors", "model.safetensors.index.json"}
     assert copied.items() <= files.items()
 
-def test_run_json_is_moved_into_its_place_and_config_json_last(base, tmp_path):
-    with mock.patch.object(Path, "replace", autospec=True, side_effect=Path.replace) as replace:
-        mdu.main(toy(base, tmp_path / "run", "--epochs 0.1"))
-    moved = [Path(call.args[1]).name for call in replace.call_args_list]
-    assert moved[0] == "run.json" and moved[-1] == "config.json" and "model.safetensors" in moved
-
 def test_a_model_of_the_hub_unlearns_in_bfloat16(hub, tofu, tmp_path, monkeypatch):
     """What is trained and all rotary frequencies are in float32, theta0 is in bfloat16."""
     download = mock.Mock(return_value=str(hub.folder))
@@ -1209,7 +1203,7 @@ def test_a_full_disk_ends_in_one_line_and_the_run_is_resumed(
 @each("name", [".", "../link"])
 def test_overwrite_removes_what_a_run_has_made_and_nothing_else(
         name, unlearned, tmp_path, monkeypatch):
-    """The start model is removed while it trains."""
+    """The start model is removed while it trains.  run.json comes first, config.json last."""
     run = shutil.copytree(unlearned, tmp_path / "run")
     (tmp_path / "link").symlink_to(run)
     monkeypatch.chdir(run)
@@ -1230,7 +1224,10 @@ def test_overwrite_removes_what_a_run_has_made_and_nothing_else(
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return learning_rate(*args)
     monkeypatch.setattr(mdu, "learning_rate", remove_model)
-    mdu.main(toy(model, name, "--epochs 0.3 --method ga --overwrite"))
+    with mock.patch.object(Path, "replace", autospec=True, side_effect=Path.replace) as replace:
+        mdu.main(toy(model, name, "--epochs 0.3 --method ga --overwrite"))
+    moved = [Path(call.args[1]).name for call in replace.call_args_list]
+    assert moved[0] == "run.json" and moved[-1] == "config.json" and "model.safetensors" in moved
     left = {str(file.relative_to(run)) for file in run.rglob("*") if file.is_file()}
     assert left == {file.name for file in unlearned.iterdir()} | {"notes.txt", "other/run.json"}
     assert mdu.read_run(run)["options"]["method"] == "ga" and len(metrics(run)) == 1
@@ -1950,13 +1947,10 @@ mdu --meth mdu                                           => --meth
 mdu --tau 2                                              => --tau '2' [0, 1]
 mdu --t-min 0                                            => --t-min [0.001, 1]
 mdu --method ga --tau 1                                  => --tau no effect ga
-mdu --method npo --anchor current                        => --anchor no effect npo
 mdu --states written --t-min 1                           => --t-min no effect
 mdu --tau 0 --anchor current                             => --anchor no effect
 mdu --prompt-dropout 0.3                                 => --prompt-dropout no effect
 mdu --preset own --method sft --forget {files}/good      => --model --preset toy
-mdu --method sft --t-min 1                               => --t-min no effect
-mdu --method sft --diagnose                              => --diagnose no effect
 mdu --method sft --lora 2                                => --lora no effect
 mdu --forget {files}/good --data x                       => --data no effect
 mdu --retain x                                           => --retain no effect
@@ -1969,7 +1963,6 @@ mdu --preset toy --model nobody/nothing                  => nobody/nothing hub
 mdu --preset toy --model {base} --out {run}              => --out --overwrite
 mdu --preset toy --model {base} --out {base}             => --out would replace --model
 mdu --model {base} --forget {files}/good --method dpo --retain-weight 0 => dpo perturbed_answer
-mdu --preset toy --model {base} --out {files} --overwrite => is no run; new folder
 mdu --preset toy --model {base} --out {files}/foreign --overwrite => is no run; new folder
 mdu --out {files}/unfinished/mdu                         => base is unfinished --resume
 mdu --model {files}/foreign --method ga --forget {files}/good => foreign/config.json damaged
