@@ -848,7 +848,8 @@ RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put b
     '    if args.method == "dpo":\n        with torch': '    if args.method == "kto":\n'
         "        with torch.no_grad():\n            nll_ref = batch_nll(theta0, batch)\n"
         "        return kto_loss(batch_nll(model, batch), nll_ref, args.kappa)\n",
-    '"npo", "dpo")  #': '"kto", ', '    "dpo": dict(UNL': '    "kto": dict(UNLEARNING, kappa=2.0),\n',
+    '"npo", "dpo")  #': '"kto", ',
+    '    "dpo": dict(UNL': '    "kto": dict(UNLEARNING, kappa=2.0),\n',
     '    add("--gamma"': '    add("--kappa", type=positive)\n'}
 
 def test_a_loss_is_added_in_four_places(base, tmp_path):
