@@ -276,6 +276,7 @@ def write_checkpoint(folder, kind, tied=False, **changes):
     write_tokenizer(folder, kind)
     native = {"Dream": "qwen2", "a2d-qwen3": "qwen3"}.get(kind, "llama")
     shapes = transformers.AutoConfig.for_model(native, **SIZES, head_dim=config.get("head_dim", 8))
+    shapes.vocab_size = changes.get("embedding_size", 264)
     lm = transformers.AutoModelForCausalLM.from_config(shapes)
     torch.manual_seed(11)
     tensors, stored = {}, {}
@@ -451,45 +452,19 @@ def test_mask_prompt_masks_prompts_but_no_answer_and_no_padding():
         [MASK, MASK, MASK, PAD, 5, MASK], [MASK, MASK, MASK, 2, PAD, PAD]]
     assert torch.equal(noised, before)
 
-@each("at_least_one", [False, True])
-def test_tokens_with_a_number_below_t_are_masked(at_least_one):
-    ids, response, _ = mdu.collate(PAIRS * 50, PAD)
-    torch.manual_seed(0)
+def test_tokens_with_a_number_below_t_are_masked():
+    ids, response, _ = mdu.collate(PAIRS, PAD)
     before = ids.clone()
-    t = torch.rand(200)
-    uniform = torch.rand(ids.shape)
-    t[::3] *= 0.05  # many rows of which no token is drawn
-    t[:2] = torch.tensor([0.0, 1.0])
-    uniform[::8, 2] = t[::8]  # a number equal to t masks nothing
-    noised, masked = mdu.mask_tokens(ids, response, MASK, t, uniform, at_least_one)
-    for b in range(200):
-        answer = response[b].nonzero().flatten().tolist()
-        expected = [i for i in answer if uniform[b, i] < t[b]]
-        if at_least_one and not expected:
-            expected = [answer[uniform[b, answer].argmin()]]
-        assert masked[b].nonzero().flatten().tolist() == expected
-    assert at_least_one or (~masked.any(1)).sum() > 20
-    assert not mdu.mask_tokens(ids, response & False, MASK, t, uniform, at_least_one)[1].any()
-    assert torch.equal(noised, torch.where(masked, MASK, ids)) and torch.equal(ids, before)
-
-def test_masks_estimate_the_exact_loss():
-    """E[1/t sum -log p], integrated over t, is n times the mean over Eq. 7's masks."""
-    n, N = 3, 2 ** 16
-    torch.manual_seed(4)
-    masks, chances = all_masks(n)
-    log_odds = torch.randn(len(masks), n).double()  # of each token under each mask
-    nll = F.softplus(-log_odds)
-    exact = 0.0
-    for i, mask in enumerate(masks):
-        exact += n * chances[i] * nll[i][mask].mean().item()
-    points = torch.quasirandom.SobolEngine(n + 1, scramble=True, seed=0).draw(N).double()
-    t = 0.001 + 0.999 * points[:, 0]
-    ids = torch.zeros(N, n, dtype=torch.long)
-    _, masked = mdu.mask_tokens(ids, ids == 0, 1, t, points[:, 1:])
-    numbers = (masked * torch.tensor([4, 2, 1])).sum(1)
-    z = log_odds[numbers - 1][masked]
-    loss = mdu.sft_loss(torch.stack([z, 0 * z], dim=1), ids[masked], masked, t)
-    assert loss.mean().item() == approx(exact, rel=0.004)
+    uniform = torch.tensor([  # 0 in the prompts; 0.5 is not below t
+        [0, 0, 0.5, 0.4, 0.9, 0.3], [0, 0, 0, 0.6, 0, 0], [0, 0.9, 0.7, 0.8, 0.7, 0.9],
+        [0, 0, 0, 0, 0.3, 0.9]])
+    arguments = MASK, torch.tensor([0.5, 0.5, 0.1, 1.0]), uniform
+    for at_least_one, expected in [(False, [[3, 5], [], [], [4, 5]]),
+                                   (True, [[3, 5], [3], [2], [4, 5]])]:
+        noised, masked = mdu.mask_tokens(ids, response, *arguments, at_least_one)
+        assert [row.nonzero().flatten().tolist() for row in masked] == expected
+        assert torch.equal(noised, torch.where(masked, MASK, ids)) and torch.equal(ids, before)
+        assert not mdu.mask_tokens(ids, response & False, *arguments, at_least_one)[1].any()
 
 TOKENS_01 = SimpleNamespace(mask_id=0, pad_id=1)
 
@@ -530,9 +505,13 @@ def test_the_rows_of_a_step_depend_on_no_process_and_no_micro_batch(method, monk
         mdu.check(options("--batch-size 10"), mdu.toy_world())
 
 def test_each_pass_takes_every_row_once_in_a_new_order_and_draws_differ():
-    names = [row.prompt[0] for row in draw("--batch-size 5", range(4))[0]]
+    forget, retain = draw("--batch-size 5", range(4))
+    train, _ = draw("--method sft --batch-size 5", range(4))
+    names = [row.prompt[0] for row in forget]
     assert sorted(names[:10]) == sorted(names[10:]) == list(range(30, 40))
     assert set(names[:5]) != set(names[10:15])
+    assert set(names[:5]) != {row.prompt[0] for row in train[:5]}
+    assert len({row.t for row in forget + retain + train}) == 60
     # A draw has random numbers of its seed, stream and index alone.
     streams = ["forget", "forget order", "retain", "retain order", "train", "diagnose"]
     keys = list(itertools.product([1, 2], streams, range(20)))
@@ -544,10 +523,14 @@ def assert_uniform(values, low):
     assert np.abs(np.sort(values) - expected).max() <= 0.04 * (1 - low)
 
 @each("t_min", [0.001, 0.4, 1])
-def test_t_min_is_the_lowest_t_of_rows_to_forget_alone(t_min):
+def test_t_min_is_of_rows_to_forget_alone_and_dpo_draws_one_of_the_other_answers(t_min):
     forget, retain = draw(f"--method dpo --batch-size 10 --t-min {t_min}", range(200))
     assert_uniform([row.t for row in forget], t_min)
-    assert [row.preferred.t for row in forget] == [row.t for row in forget]
+    for row in forget:
+        other = row.preferred
+        assert (other.prompt, other.t, other.answer[1:]) == (row.prompt, row.t, [9, 1])
+        assert len(other.uniform) == 3 and other.uniform[0] != row.uniform[0]
+    assert {row.preferred.answer[0] for row in forget} == {8, 9, 10}
     assert_uniform([row.t for row in retain], 0.001)
     assert_uniform(np.concatenate([row.uniform for row in forget]), 0)
     assert_uniform([row.t for row in draw("--method sft --batch-size 10", range(200))[0]], 0.001)
@@ -566,14 +549,6 @@ def test_answers_are_padded_to_random_lengths_but_not_to_forget(longest):
     train, _ = draw(f"--method sft --batch-size 5 --response-length {longest}", range(100))
     assert {len(row.answer) for row in train} == set(range(3, max(longest, 7) + 1))
 
-def test_dpo_draws_one_of_the_other_answers():
-    rows, _ = draw("--method dpo --batch-size 8", range(5))
-    for row in rows:
-        assert row.preferred.prompt == row.prompt
-        assert row.preferred.answer[1:] == [9, 1] and len(row.preferred.uniform) == 3
-        assert row.preferred.uniform[0] != row.uniform[0]
-    assert {row.preferred.answer[0] for row in rows} == {8, 9, 10}
-
 def test_prompt_dropout_masks_questions_and_leaves_their_answers_unpadded():
     plain, _ = draw("--method sft --batch-size 5", range(200))
     dropped, _ = draw("--method sft --batch-size 5 --prompt-dropout 0.3", range(200))
@@ -582,45 +557,16 @@ def test_prompt_dropout_masks_questions_and_leaves_their_answers_unpadded():
     assert all(row.answer.count(1) == 1 for row in masked)
     kept = [row for row in dropped if row.prompt != [0, 0]]
     assert {repr(row) for row in kept} < {repr(row) for row in plain}
+    assert {row.prompt[0] for row in kept} == set(range(30, 40))  # each draw has its own chance
     assert max(row.answer.count(1) for row in kept) > 1
 
 # ---- States of the authors' code: what the model still writes ----
 WORDS = torch.arange(64) != 9  # token 9 is no word
 
-def make_batch(pairs, pad_id):
-    ids, response, attention_mask = mdu.collate(pairs, pad_id)
-    return mdu.Batch(ids, response, attention_mask, None, None, None)
-
-def test_still_written_by_hand():
-    """Each row's first token is its number.  Decoded is its script, from the last position on."""
-    script = [[5, 5, 4, 7], [9, 6, 2], [7, 8], [6, 5, 6]]
-    answers = [[4, 5, 6, 9], [9, 6, 3], [4, 6], [6, 6, 3]]
-    expected = [[1, 1, 0, 0],  # 4 has moved, 5 is written twice, 6 is forgotten
-                [0, 1, 0],  # 9 is written, but no word
-                [0, 0],  # nothing is left
-                [1, 1, 0]]  # a word that the answer has twice
-    seen = []
-
-    def model(ids, attention_mask, masked):
-        seen.append(masked.sum(1).tolist())
-        logits = torch.zeros(*ids.shape, 11)
-        for b, tokens in enumerate(script):
-            for i, token in enumerate(tokens, 1):
-                logits[b, i, token] = 5 + i
-        return logits[masked]
-    model.mask_id, model.by_entropy, model.is_word = MASK, False, WORDS
-    mdu.join_processes()
-    pairs = [([b], answer) for b, answer in enumerate(answers)]
-    batch = make_batch(pairs, PAD)
-    written = mdu.still_written(model, batch)
-    assert [row[r].int().tolist() for row, r in zip(written, batch.response)] == expected
-    assert seen == [[4, 3, 2, 3], [3, 2, 1, 2], [2, 1, 0, 1], [1, 0, 0, 0]]
-
 @each("by_entropy", [False, True])
 @each("size", [1, 3, 20])
 def test_still_written_equals_a_slow_loop(by_entropy, size):
     """Also where the model writes an answer's own tokens, in batches of any size."""
-    mdu.join_processes()
     model = FakeModel(by_entropy=by_entropy)
     model.is_word = WORDS
     rng = np.random.default_rng(3)
@@ -628,8 +574,11 @@ def test_still_written_equals_a_slow_loop(by_entropy, size):
                      for n in range(1, 17)]
     found = 0
     for start in range(0, 20, size):
-        batch = make_batch(pairs[start:start + size], PAD)
-        written = mdu.still_written(model, batch)
+        batch = mdu.Batch(*mdu.collate(pairs[start:start + size], PAD), None, None, None)
+        with (mock.patch.object(mdu.dist, "all_reduce", lambda passes, op: passes.fill_(18)),
+              mock.patch.object(model, "forward", wraps=model.forward) as forward):
+            written = mdu.still_written(model, batch)
+        assert forward.call_count == 18  # as many as another process needs
         for (prompt, answer), row, r in zip(pairs[start:], written, batch.response):
             decoded = slow_sampler(model, prompt, [1] * len(answer))
             expected = [token in decoded and token != 9 for token in answer]
@@ -643,12 +592,17 @@ def test_words_have_a_letter_or_digit(hub):
     assert {"a", "Z", "7"} < set(texts) and len(is_word) == 264
     assert not {"!", ".", " ", "\n", "_", *TOKENS[hub.kind][:4]} & set(texts)
 
-@each("states", ["random", "written"])
-def test_the_first_look_equals_one_sequence_at_a_time(states, capsys):
+@each("states, silent_anchor", [("random", False), ("written", False), ("random", True)])
+def test_the_first_look_equals_one_sequence_at_a_time(states, silent_anchor, capsys):
+    """It warns of an anchor that gives answers away, and of one that knows mask and end alone."""
     mdu.join_processes()
     args = options(f"--batch-size 3 --grad-accum 3 --states {states}")
     model, anchor = tiny_llama(0, likely=range(6, 14)), tiny_llama(1, likely=range(10))
     model.is_word = WORDS
+    if silent_anchor:
+        head = anchor.lm.lm_head.weight.data
+        head[0] *= 99
+        head[1] = -head[0]  # one of the two is the likeliest everywhere
     draws, _ = mdu.draw_step(args, make_examples(), 3, TOKENS_01)
     own, given, silent = [], [], []
     for row in draws:
@@ -657,21 +611,27 @@ def test_the_first_look_equals_one_sequence_at_a_time(states, capsys):
         own += true.exp().tolist()
         given += anchored.exp().tolist()
         silent += (logp.argmax(-1) < 2).tolist()
-    found = mdu.first_look(args, model, anchor, draws)
-    assert 0 < np.mean(silent) < 1 and 2 * np.mean(given) > np.mean(own)
-    assert list(found.values()) == approx([np.mean(own), np.mean(given), np.mean(silent)])
-    line = f"true tokens {np.mean(given):.2f} (model {np.mean(own):.2f})"
+    expected = {"model_p": np.mean(own), "anchor_p": np.mean(given), "silent": np.mean(silent)}
+    assert mdu.first_look(args, model, anchor, draws) == approx(expected)
     shown = capsys.readouterr().out
-    assert line in shown and "gives the answers away" in shown
+    assert f"true tokens {np.mean(given):.2f} (model {np.mean(own):.2f})" in shown
+    assert silent_anchor == (np.mean(silent) > 0.5) == ("expect empty answers" in shown)
+    assert silent_anchor == ("gives the answers away" not in shown)
 
 @each("typed, loads", [
     ("--tau 0", 1), ("--tau 1", 2), ("--anchor current", 1), ("--anchor {base}", 2),
-    ("--anchor current --diagnose", 2), ("--method npo", 2), ("--method ga", 1), ("--lora 2", 1)])
+    ("--anchor current --diagnose --dtype bfloat16", 2), ("--method npo", 2), ("--method ga", 1),
+    ("--lora 2", 1)])
 def test_no_model_is_loaded_in_vain(typed, loads, base, tmp_path, monkeypatch):
     load = mock.Mock(wraps=mdu.load_backbone)
     monkeypatch.setattr(mdu, "load_backbone", load)
-    mdu.main(toy(base, tmp_path / "run", f"--epochs 0.1 {typed}".format(base=base)))
+    monkeypatch.delattr(mdu, "save_checkpoint")  # nor is one saved after the last step
+    typed = f"--epochs 0.1 --checkpoint-every 1 {typed}".format(base=base)
+    mdu.main(toy(base, tmp_path / "run", typed))
     assert load.call_count == loads
+    assert ("kl" in metrics(tmp_path / "run")[-1]) == ("--diagnose" in typed)
+    head = weights(tmp_path / "run")["lm_head.weight"]
+    assert not torch.equal(head, head.bfloat16().float())  # it is trained and saved in float32
 
 # ---- The step, one unpadded sequence at a time ----
 def slow_masked(row, states, model):
@@ -705,7 +665,7 @@ def slow_row_kl(model, reference, row, reference_prompt, tau, states="random"):
 def slow_row_loss(args, model, reference, row):
     if args.method == "mdu":
         anchor = model if args.anchor == "current" else reference
-        masked_prompt = [model.mask_id] * len(row.prompt)
+        masked_prompt = [0] * len(row.prompt)
         return slow_row_kl(model, anchor, row, masked_prompt, args.tau, args.states)
     if args.method == "wga":
         _, true = slow_logp(model, row.prompt, row)
@@ -741,19 +701,13 @@ def merged_lm(plain, adapted):
         A = adapters[f"{layer}A"]
         B = adapters[f"{layer}B"]
         tensors[f"{layer}weight"] = tensors[f"{layer}weight"] + 8 / len(A) * B @ A
-    return Merged(lm=partial(torch.func.functional_call, plain.lm, tensors))
-
-class Merged(SimpleNamespace):
-    mask_id, by_entropy = 0, False
-
-    def __call__(self, ids, *_):
-        return self.lm(ids).logits[0]
+    return SimpleNamespace(lm=partial(torch.func.functional_call, plain.lm, tensors))
 
 @each("typed", [
     "mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "mdu --t-min 0.7", "ga", "gd", "npo", "simnpo",
-    "dpo", "sft", "wga --gamma 0.5", "mdu --lora 3", "npo --lora 3", "dpo --lora 3",
+    "dpo", "sft", "wga --gamma 0.5", "mdu --lora 3", "npo --lora 2", "dpo --lora 4",
     "mdu --states written --tau 0.5", "mdu --states written --anchor current",
-    "mdu --anchor current --tau 0.5", "mdu --states written --anchor current --lora 3"])
+    "mdu --anchor current --tau 0.5", "mdu --anchor current --lora 3"])
 def test_losses_and_gradients_of_a_step_equal_one_sequence_at_a_time(typed):
     """No gradient reaches theta0, and only some methods need it.  Adapters are saved as merged."""
     mdu.join_processes()
@@ -791,40 +745,29 @@ def test_losses_and_gradients_of_a_step_equal_one_sequence_at_a_time(typed):
         assert grad.any()
         assert_close(p.grad, grad, 1e-9)
     assert all(p.grad is None for p in frozen.parameters())
+    anchored = mdu.predict_anchor(model, mdu.make_batch(model, forget), mask_id=0)
+    assert not anchored.requires_grad  # nothing of it is kept in memory for a backward pass
     ids = torch.arange(2, 12)[None]
     saved = torch.func.functional_call(frozen.lm, dict(mdu.merged_weights(model.lm)), ids)
     assert_close(saved.logits, slow_model.lm(ids).logits, 1e-5)
 
-@each("method", ["mdu", "simnpo", "gd", "npo", "wga", "dpo"])
-def test_the_retain_loss_is_per_token_beside_mdu_and_simnpo(method):
-    """2 of 4 tokens are masked at t = 1/2, and 1 of 2 (one is padding) at t = 1/4: by hand
-    2 log 11 / t and 1 log 11 / t, both 4 log 11 per sequence, 1 and 2 log 11 per token."""
-    mdu.join_processes()
-    uniform = FakeModel(boost=0.0)  # finds all 11 tokens equally likely
-    uniform.table.zero_().requires_grad_()
-    first = mdu.Draw([3], [4, 5, 6, 1], 0.5, np.float32([0.1, 0.6, 0.4, 0.9]))
-    second = mdu.Draw([3, 7], [1, PAD], 0.25, np.float32([0.8, 0.2]))
-    forget = [row._replace(preferred=row) for row in (first, second)]
-    args = options(f"--method {method} --batch-size 2")
-    _, retain_loss = mdu.backward(args, uniform, uniform, uniform, forget, [first, second])
-    expected = 1.5 if method in ("mdu", "simnpo") else 4
-    assert retain_loss == approx(expected * log(11))
-
 @each("t_min", [0.001, 0.6])
 def test_diagnose_equals_one_sequence_at_a_time(t_min):
-    args = options(f"--batch-size 3 --t-min {t_min}")
+    args = options(f"--batch-size 3 --t-min {t_min} --seed 5")
     examples = make_examples()
+    lowest = []
     model, frozen = tiny_llama(0), tiny_llama(1)
     sums = np.zeros(3)
     for index, (prompt, answer, *_) in enumerate(examples["forget"]):
         rng = mdu.rng_for(args.seed, "diagnose", index)
         t = t_min + (1 - t_min) * rng.random()
         row = mdu.Draw(prompt, answer, t, rng.random(len(answer), np.float32))
+        lowest.append(row.uniform.min() - t)
         for i, (seen, tau) in enumerate([(prompt, 1), ([0] * len(prompt), 1), (prompt, 0)]):
             sums[i] += slow_row_kl(model, frozen, row, seen, tau).item()
-    found = mdu.diagnose(args, model, frozen, examples)
-    assert list(found) == ["base", "anchor", "uniform"]
-    assert list(found.values()) == approx(sums / 10, rel=1e-9)
+    assert t_min == 0.6 or max(lowest) > 0  # a row of which t masks nothing
+    expected = dict(zip(["base", "anchor", "uniform"], sums / 10))
+    assert mdu.diagnose(args, model, frozen, examples) == approx(expected, rel=1e-9)
 
 def test_learning_rate_by_hand():
     args = options("--lr 0.2")
@@ -865,51 +808,28 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_p
     for name, x in model.lm.state_dict().items():
         assert_close(weights(tmp_path / "run")[name], x.float(), 1e-6)
 
-def test_gradients_are_clipped_to_norm_1(base, tmp_path, monkeypatch):
-    norms = []
-    adamw_step = torch.optim.AdamW.step
-
-    def step(optimizer):
-        norms.append(torch.cat([p.grad.flatten() for p in optimizer.state]).norm().item())
-        adamw_step(optimizer)
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    mdu.main(toy(base, tmp_path / "run", "--method npo --epochs 1"))
-    assert norms == approx([1, 1, 1], rel=1e-4)
-    assert min(line["grad_norm"] for line in steps_of(tmp_path / "run")) > 1
-
-@each("rank", [2, 4])
-def test_lora_adds_8_over_rank_times_b_a(rank):
-    model = tiny_llama(0)
-    mdu.add_adapters(model, rank, seed=5)
-    for p in model.double().parameters():
-        if p.requires_grad:
-            p.data += 0.1 * torch.randn_like(p)
-    ids = torch.arange(2, 22).view(2, 10)
-    expected = merged_lm(tiny_llama(0), model).lm(ids).logits.flatten(0, 1)
-    assert_close(model(ids, ids > 0, ids > 0), expected)
-
-@each("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_start_at_zero_and_without_them_the_model_remains_theta0(dtype):
-    plain, model, other = [tiny_llama(0).to(dtype) for _ in range(3)]
+def test_adapters_start_at_zero():
+    plain, model, other = [tiny_llama(0).bfloat16() for _ in range(3)]
     mdu.add_adapters(model, 4, seed=1)
-    A = model.lm.model.layers[0].mlp.up_proj.A
+    mdu.add_adapters(other, 4, seed=2)
     trained = [p for p in model.parameters() if p.requires_grad]
     assert len(trained) == 28 and {p.dtype for p in trained} == {torch.float32}
     drawn = torch.cat([A.flatten() * A.shape[1] ** 0.5 for A in trained[::2]])
     assert abs(drawn.mean()) < 0.1 and abs(drawn.std() - 1) < 0.1  # A ~ N(0, 1/in)
-    mdu.add_adapters(other, 4, seed=2)
-    assert not torch.equal(other.lm.model.layers[0].mlp.up_proj.A, A)
+    first, second = [m.lm.model.layers[0].mlp.up_proj.A for m in (model, other)]
+    assert not torch.equal(first, second)
     ids = torch.arange(2, 22).view(2, 10)
-    theta0 = plain(ids, ids > 0, ids > 0)
-    assert torch.equal(model(ids, ids > 0, ids > 0), theta0)
-    for p in trained:
-        p.data += 0.1
-    assert torch.equal(mdu.without_adapters(model)(ids, ids > 0, ids > 0), theta0)
+    assert torch.equal(model(ids, ids > 0, ids > 0), plain(ids, ids > 0, ids > 0))
 
 # ---- Options, data and token ids ----
 @each("case", [
-    "=> method=mdu tau=1.0 epochs=100 out=out/toy/mdu-tau1",
-    "--preset tofu-llada --method sft => lr=2e-05 grad_accum=4 out=out/tofu-llada/base",
+    "=> method=mdu tau=1.0 epochs=100 checkpoint_every=500 out=out/toy/mdu-tau1",
+    "--method sft --retain-only => epochs=170 out=out/toy/retain",
+    "--method sft --model x => preset=own lr=2e-05",
+    "--preset tofu-llada --method sft => lr=2e-05 grad_accum=4 epochs=1000 out=out/tofu-llada/base",
+    "--preset tofu-dream --method sft => lr=2e-05 epochs=300 checkpoint_every=5000",
+    "--preset rwku-llada --subject 1 --method ga => epochs=3 retain_weight=None",
+    "--preset own --out {base}/../other => response_length=12 model={base}",
     "--lora 8 --lr 0.3 --tau 0.5 --t-min 1 => lr=0.3 out=out/toy/mdu-tau0.5-t1",
     "--preset rwku-dream --subject 1 => retain_weight=0.0 out=out/rwku-dream/1/mdu-tau1",
     "--model x --method simnpo --lora 8 --epochs 7 => preset=own beta=4.5 lr=0.0001 epochs=7.0",
@@ -928,7 +848,8 @@ RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put b
     '    if args.method == "dpo":\n        with torch': '    if args.method == "kto":\n'
         "        with torch.no_grad():\n            nll_ref = batch_nll(theta0, batch)\n"
         "        return kto_loss(batch_nll(model, batch), nll_ref, args.kappa)\n",
-    '"npo", "dpo")  #': '"kto", ', '    "dpo": dict(UNL': '    "kto": dict(UNLEARNING, kappa=2.0),\n',
+    '"npo", "dpo")  #': '"kto", ',
+    '    "dpo": dict(UNL': '    "kto": dict(UNLEARNING, kappa=2.0),\n',
     '    add("--gamma"': '    add("--kappa", type=positive)\n'}
 
 def test_a_loss_is_added_in_four_places(base, tmp_path):
@@ -936,27 +857,26 @@ def test_a_loss_is_added_in_four_places(base, tmp_path):
     for place, added in RECIPE.items():
         assert source.count(place) == 1, place
         source = source.replace(place, added + place)
-    (tmp_path / "mdu.py").write_text(source)
-    argv = toy(base, tmp_path / "run", "--method kto --kappa 3 --epochs 1")
-    assert run_python(tmp_path / "mdu.py", *argv) == 0
+    changed = {"__name__": "changed", "__file__": mdu.__file__}
+    exec(source, changed)
+    changed["main"](toy(base, tmp_path / "run", "--method kto --kappa 3 --epochs 1"))
     assert steps_of(tmp_path / "run")[0]["forget"] == approx(0, abs=1e-4)  # theta is theta0
     assert steps_of(tmp_path / "run")[2]["forget"] < -0.1
-    assert run_python(tmp_path / "mdu.py", "--method", "npo", "--kappa", "3") == 2
-
-@each("rows", [1, 2])
-def test_one_or_two_rows_are_enough(rows, base, tmp_path):
-    texts = mdu.toy_world()["forget"][:rows]
-    file = write_lines(tmp_path / "rows", texts)
-    mdu.main(toy(base, tmp_path / "run", f"--forget {file} --retain {file} --epochs 9"))
-    assert len(steps_of(tmp_path / "run")) == math.ceil(9 * rows / 8)
+    with pytest.raises(ValueError, match="--kappa has no effect"):
+        changed["parse"](["--method", "npo", "--kappa", "3"])
 
 def test_a_missing_toy_base_is_trained_first(tmp_path, monkeypatch):
     def run(command, env):
         assert command[:2] == [sys.executable, mdu.__file__] and env["WORLD_SIZE"] == "1"
         mdu.main([*command[2:], "--epochs", "0.2"])
         return mock.Mock(returncode=0)
+    for folder in ("base", "run"):  # an empty folder is no obstacle, nor are hidden files
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / ".lock").touch()
+    monkeypatch.setattr(mdu.subprocess, "run", lambda command, env: mock.Mock(returncode=3))
+    with pytest.raises(SystemExit, match="3"):
+        mdu.main(["--out", f"{tmp_path}/run"])
     monkeypatch.setattr(mdu.subprocess, "run", run)
-    (tmp_path / "base").mkdir()  # an empty folder is no obstacle
     mdu.main(["--epochs", "0.3", "--out", f"{tmp_path}/run"])
     with unchanged(tmp_path / "base"):
         mdu.main(["--epochs", "0.3", "--method", "ga", "--out", f"{tmp_path}/ga"])
@@ -985,6 +905,8 @@ def test_tofu_unlearns_with_retain90_and_is_scored_on_perturbed_rows(tofu):
     run = options(f"--model x/y --data {tofu}")
     splits = mdu.load_data(run)
     assert [row["question"] for row in splits["retain"]] == [f"Q retain90 {i}?" for i in range(24)]
+    limited = mdu.load_data(options(f"--model x/y --data {tofu} --limit 3"))
+    assert limited == {split: rows[:3] for split, rows in splits.items()}
     assert len(splits["forget"]) == 8 and splits["forget"][1] == {
         "question": "Q forget10_perturbed 1?", "answer": "A 1.", "paraphrased_answer": "D 1.",
         "perturbed_answer": ["B 1.", "C 1."]}
@@ -1000,6 +922,7 @@ def test_rows_of_a_person_of_rwku_are_read(subject, first, method, rwku):
     args = options(f"--model x/y --data {rwku} --method {method} --limit 3 --subject", subject)
     splits = mdu.load_data(args)
     name = PEOPLE[first // 4]
+    assert args.out.startswith("out/own/" + subject.replace("Zoë Ho", "zoë-ho") + "/")
     question = f"{name} is known. Please write a short biography of {name}."
     assert splits["retain"] == [] and len(splits["forget"]) == 3
     for i, row in enumerate(splits["forget"]):
@@ -1020,19 +943,20 @@ IDS = {  # mask, padding and end of turn; is it shifted, and sampled by entropy
 
 def test_the_official_prompt_ids_of_llada():
     """Of its template, on a vocabulary of the pieces that its tokenizer makes of this prompt."""
-    special = {"<|startoftext|>": 126080, "<|start_header_id|>": 126346,
-               "<|end_header_id|>": 126347, "<|eot_id|>": 126348}
-    pieces = {"user": 3840, "\n": 198, "What": 2372, " is": 341, " the": 268, " capital": 7706,
-              " of": 300, " France": 11406, "?": 30, "ass": 598, "istant": 10450}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({**special, **pieces}, unk_token="?"))
+    special = ["<|startoftext|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    start, header, end, turn = special
+    pieces = [start, header, "user", end, "\n", "\n", "What", " is", " the", " capital", " of",
+              " France", "?", turn, header, "ass", "istant", end, "\n", "\n"]
+    ids = [126080, 126346, 3840, 126347, 198, 198, 2372, 341, 268, 7706, 300, 11406, 30,
+           126348, 126346, 598, 10450, 126347, 198, 198]
+    vocabulary = dict(zip(pieces, ids, strict=True))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
     pattern = tokenizers.Regex(r"ass|istant|\n| ?\w+|\?")
     words.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
-    words.add_special_tokens(list(special))
+    words.add_special_tokens(special)
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="<|startoftext|>", chat_template=HEADERS)
-    assert mdu.encode_prompt(tokenizer, "What is the capital of France?") == [
-        126080, 126346, 3840, 126347, 198, 198, 2372, 341, 268, 7706, 300, 11406, 30,
-        126348, 126346, 598, 10450, 126347, 198, 198]
+        tokenizer_object=words, bos_token=start, chat_template=HEADERS)
+    assert mdu.encode_prompt(tokenizer, "What is the capital of France?") == ids
 
 def test_prompts_follow_the_chat_templates_and_control_tokens_in_texts_stay_text(hub):
     kind, model, tokenizer = hub.kind, hub.model, hub.tokenizer
@@ -1104,14 +1028,6 @@ def test_backbones_equal_a_transformer_written_out(hub):
     positions = torch.arange(9)[None] % 3 == 0
     assert_close(hub.model(ids[None], ids[None] >= 0, positions), alone[-1][::3], 2e-5)
 
-def test_dreams_logits_are_those_of_the_position_before():
-    plain, dream = tiny_llama(0), tiny_llama(0)
-    dream.shift = True
-    ids = torch.arange(2, 14).view(2, 6)
-    logits = plain(ids, ids > 0, ids > 0).view(2, 6, 64)
-    found = dream(ids, ids > 0, torch.tensor([[True, False, True, False, False, True]] * 2))
-    assert_close(found.view(2, 3, 64), logits[:, [0, 1, 4]])  # of 0, 2 and 5; 0 has its own
-
 def test_an_unchanged_model_is_saved_byte_for_byte(hub, tmp_path):
     mdu.join_processes()
     mdu.save_model(tmp_path, hub.model, hub.tokenizer)
@@ -1121,12 +1037,6 @@ def test_an_unchanged_model_is_saved_byte_for_byte(hub, tmp_path):
     files = {file.name: file.read_bytes() for file in hub.folder.iterdir()}
     assert files.keys() - copied.keys() == {"model.safetensors", "model.safetensors.index.json"}
     assert copied.items() <= files.items()
-
-def test_config_json_moves_last(base, tmp_path):
-    with mock.patch.object(Path, "replace", autospec=True, side_effect=Path.replace) as replace:
-        mdu.main(toy(base, tmp_path / "run", "--epochs 0.1"))
-    moved = [Path(call.args[1]).name for call in replace.call_args_list]
-    assert moved[-1] == "config.json" and "model.safetensors" in moved[:-1]
 
 def test_a_model_of_the_hub_unlearns_in_bfloat16(hub, tofu, tmp_path, monkeypatch):
     """What is trained and all rotary frequencies are in float32, theta0 is in bfloat16."""
@@ -1219,7 +1129,8 @@ def test_a_killed_run_is_resumed_bit_for_bit(base, tmp_path, capsys):
     rows, whole, run = tmp_path / "rows.jsonl", tmp_path / "whole", tmp_path / "run"
     texts = mdu.toy_world()["forget"]
     typed = f"{LORA} --forget {write_lines(rows, texts)} --retain-weight 0 --diagnose"
-    base = shutil.copytree(base, tmp_path / "base")
+    base, anchor = [shutil.copytree(base, tmp_path / name) for name in ("base", "anchor")]
+    typed += f" --method mdu --anchor {anchor}"
     mdu.main(toy(base, whole, typed))
     assert run_python("-c", KILLED, json.dumps([toy(base, run, typed)])) == -9
     assert_broken(run)
@@ -1237,6 +1148,7 @@ def test_a_killed_run_is_resumed_bit_for_bit(base, tmp_path, capsys):
     shard = next(run.glob("checkpoint-00000002/*.safetensors"))
     for file, end, words in [(rows, b'x"]}', "the rows it started from changed"),
                              (base / "model.safetensors", b"xxxx", "the models it started from"),
+                             (anchor / "config.json", b"} ", "the models it started from"),
                              (shard, b"", "a checkpoint failed")]:
         content = file.read_bytes()
         file.write_bytes(content[:-len(end)] + end)
@@ -1247,6 +1159,7 @@ def test_a_killed_run_is_resumed_bit_for_bit(base, tmp_path, capsys):
     (tmp_path / "moved").rename(base)
     mdu.main(["--resume", str(run)])
     assert_equal_runs(whole, run)
+    assert not any(run.glob("checkpoint-*/"))
     with unchanged(run):
         mdu.main(["--resume", str(run)])  # is finished
 
@@ -1295,17 +1208,21 @@ def test_a_full_disk_ends_in_one_line_and_the_run_is_resumed(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert code == 2 and "File too large" in err
     assert json.loads((tmp_path / "error.json").read_text())["message"] == err.strip()
+    (tmp_path / "run/unfinished/part.safetensors").touch()  # is removed
     mdu.main(["--resume", f"{tmp_path}/run"])
     assert_equal_runs(unlearned, tmp_path / "run")
 
 @each("name", [".", "../link"])
 def test_overwrite_removes_what_a_run_has_made_and_nothing_else(
         name, unlearned, tmp_path, monkeypatch):
-    """The start model is removed while it trains."""
+    """The start model is removed while it trains.  run.json comes first, config.json last."""
     run = shutil.copytree(unlearned, tmp_path / "run")
     (tmp_path / "link").symlink_to(run)
     monkeypatch.chdir(run)
-    for file in ("notes.txt", "other/run.json", "eval/mine.json", "checkpoint-2/x", "unfinished/x"):
+    info = mdu.read_run(run)
+    (run / "run.json").write_text(json.dumps({**info, "copied": ["../[copy].txt"]}))
+    for file in ("notes.txt", "[copy].txt", "other/run.json", "eval/mine.json",
+                 "checkpoint-2/x", "unfinished/x"):
         (run / file).parent.mkdir(exist_ok=True)
         (run / file).touch()
     model = shutil.copytree(unlearned, tmp_path / "model")
@@ -1315,9 +1232,16 @@ def test_overwrite_removes_what_a_run_has_made_and_nothing_else(
 
     def remove_model(*args):
         shutil.rmtree(model, ignore_errors=True)
+        with open(run / ".lock") as lock, pytest.raises(BlockingIOError):  # another may not train
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return learning_rate(*args)
     monkeypatch.setattr(mdu, "learning_rate", remove_model)
-    mdu.main(toy(model, name, "--epochs 0.3 --method ga --overwrite"))
+    with mock.patch.object(Path, "replace", autospec=True, side_effect=Path.replace) as replace:
+        mdu.main(toy(model, name, "--epochs 0.3 --method ga --overwrite"))
+    sources, targets = zip(*[call.args for call in replace.call_args_list])
+    moved = [file.name for file in targets]
+    assert moved[0] == "run.json" and moved[-1] == "config.json" and "model.safetensors" in moved
+    assert not set(sources) & set(targets)
     left = {str(file.relative_to(run)) for file in run.rglob("*") if file.is_file()}
     assert left == {file.name for file in unlearned.iterdir()} | {"notes.txt", "other/run.json"}
     assert mdu.read_run(run)["options"]["method"] == "ga" and len(metrics(run)) == 1
@@ -2050,26 +1974,27 @@ BAD_ROWS = {  # a file of rows: (its text, words of the line)
     "long": (8 * f"{ROW}\n".replace("It", 2100 * "Who "), "tokens takes 2048")}
 BROKEN = {  # a checkpoint: (its kind, changes to config.json, words of the line)
     "block-type": ("llada", {"block_type": "x"}, "block-type block_type 'x' 'llama'"),
-    "layers": ("llada", {"n_layers": 3, "embedding_size": 264, "mlp_hidden_size": 64},
-               "layers missing model.layers.2"),
+    "layers": ("llada", {"n_layers": 3, "embedding_size": 264, "vocab_size": 250,
+                         "mlp_hidden_size": 64, "mlp_ratio": 3}, "missing model.layers.2"),
     "gpt2": ("llama", {"model_type": "gpt2"}, "model_type 'gpt2' none llada Dream"),
     "causal": ("llama", {"is_causal": None}, "causal bidirectional"),
     "mask": ("llama", {"mask_token_id": None}, "mask_token_id"),
     "twice": ("llama", {}, "twice chat template"), "loop": ("llama", {}, "no attribute"),
     "pickle": ("llada", {}, "safetensors"), "end": ("a2d-llama", {}, "end-of-turn")}
+ANCHORS = {  # a checkpoint that differs from good-model: (its kind, changes to config.json)
+    "good-model": ("llada", {}), "mask-anchor": ("llada", {"mask_token_id": 259}),
+    "wide-anchor": ("llada", {"embedding_size": 272}), "words-anchor": ("Dream", {})}
 BAD_INPUT = """
 mdu --meth mdu                                           => --meth
 mdu --tau 2                                              => --tau '2' [0, 1]
 mdu --t-min 0                                            => --t-min [0.001, 1]
 mdu --method ga --tau 1                                  => --tau no effect ga
-mdu --method npo --anchor current                        => --anchor no effect npo
 mdu --states written --t-min 1                           => --t-min no effect
 mdu --tau 0 --anchor current                             => --anchor no effect
 mdu --prompt-dropout 0.3                                 => --prompt-dropout no effect
-mdu --preset toy --model {base} --anchor {files}/long-words => --anchor long-words vocabulary
 mdu --preset own --method sft --forget {files}/good      => --model --preset toy
-mdu --method sft --t-min 1                               => --t-min no effect
-mdu --method sft --diagnose                              => --diagnose no effect
+mdu --method sft --lora 2                                => --lora no effect
+mdu --forget {files}/good --data x                       => --data no effect
 mdu --retain x                                           => --retain no effect
 mdu --method gd --retain-weight 0                        => --retain-weight gd ga
 mdu --forget absent                                      => --forget absent no such file
@@ -2080,7 +2005,6 @@ mdu --preset toy --model nobody/nothing                  => nobody/nothing hub
 mdu --preset toy --model {base} --out {run}              => --out --overwrite
 mdu --preset toy --model {base} --out {base}             => --out would replace --model
 mdu --model {base} --forget {files}/good --method dpo --retain-weight 0 => dpo perturbed_answer
-mdu --preset toy --model {base} --out {files} --overwrite => is no run; new folder
 mdu --preset toy --model {base} --out {files}/foreign --overwrite => is no run; new folder
 mdu --out {files}/unfinished/mdu                         => base is unfinished --resume
 mdu --model {files}/foreign --method ga --forget {files}/good => foreign/config.json damaged
@@ -2108,13 +2032,17 @@ for name, (_, words) in BAD_ROWS.items():
     BAD_INPUT.append(f"mdu --model {{base}} --forget {{files}}/{name} --retain-weight 0 => {words}")
 for name, (*_, words) in BROKEN.items():
     BAD_INPUT.append(f"mdu --method ga --forget {{files}}/good --model {{files}}/{name} => {words}")
+for name in list(ANCHORS)[1:]:
+    typed = f"mdu --retain-weight 0 --forget {{files}}/good --model {{files}}/good-model"
+    BAD_INPUT.append(f"{typed} --anchor {{files}}/{name} => {name} vocabulary")
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
-    for name, (text, _) in {"good": (16 * f"{ROW}\n", ""), **BAD_ROWS}.items():
+    good = 15 * f"{ROW}\n" + ROW[:-1] + ', "perturbed_answer": "x"}'  # too few for dpo
+    for name, (text, _) in {"good": (good, ""), **BAD_ROWS}.items():
         (root / name).write_bytes(text.encode(errors="surrogateescape"))
-    for name, (kind, changes, _) in BROKEN.items():
+    for name, (kind, changes, *_) in {**BROKEN, **ANCHORS}.items():
         write_checkpoint(root / name, kind, **changes)
     for file in root.glob("pickle/*.safetensors*"):
         file.unlink()
@@ -2130,7 +2058,6 @@ def files(tmp_path_factory):
     for name, content in {"twice": "m['content'] ~ m['content']", "loop": "m.a.b"}.items():
         file = root / name / "tokenizer_config.json"
         file.write_text(file.read_text().replace("m['content']", content))
-    write_checkpoint(root / "long-words", "llada")
     for file in root.glob("end/token*"):
         file.write_text(file.read_text().replace("eot_id", "x"))
     return root
