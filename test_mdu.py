@@ -5,6 +5,7 @@ Formulas are compared with slow float64 loops, numbers worked by hand and code w
 import contextlib
 import fcntl
 import fnmatch
+import hashlib
 import inspect
 import itertools
 import json
@@ -25,6 +26,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+import matplotlib.figure
 import numpy as np
 import pytest
 import safetensors.torch
@@ -168,7 +170,8 @@ def rwku(tmp_path_factory):
         texts.append(row)
         pairs.append({**row, "response": [f"Made up {len(pairs)}.", row["text"]]})
     for config, row in RWKU_ROWS.items():
-        probes[config] = [{**row, "subject": name} for name in PEOPLE * 2]
+        asked = PEOPLE[:-1] if config == "forget_level3" else PEOPLE
+        probes[config] = [{**row, "subject": name} for name in asked * 2]
     train = {"forget_target": people, "train_positive_llama3": texts, "train_pair_llama3": pairs}
     return write_dataset(tmp_path_factory.mktemp("rwku"), {"train": train, "test": probes})
 
@@ -1347,7 +1350,7 @@ def test_rouge_l(line):
 
 # ---- Eq. 7: the answer probability ----
 PROMPTS = [prompt for prompt, _ in PAIRS]
-ARGS = ev.parse("--length 8 --steps 8 --samples 16 --batch-size 3 run".split())
+ARGS = ev.parse("--length 8 --steps 4 --samples 16 --batch-size 3 run".split())
 
 @torch.no_grad()
 def slow_nll(model, prompt, answer, masks):
@@ -1555,12 +1558,13 @@ def test_scores_equal_those_of_one_row_at_a_time(scored):
 
 def test_summary_by_hand():
     """Truth ratios 4, 1/2, 1/2: min(R, 1/R) is 1/4, 1/2, 1/2, max(0, 1 - R) is 0, 1/2, 1/2."""
-    one = dict(prob=0.25, prob_stderr=0.3, truth_ratio=4.0, nll=log(8), fact=1.0)
-    two = dict(prob=0.75, prob_stderr=0.4, truth_ratio=0.5, nll=log(2), generative_perplexity=3.0)
+    one = dict(prob=0.25, prob_stderr=0.3, truth_ratio=4.0, nll=log(8), words=1, fact=1.0)
+    two = dict(prob=0.75, prob_stderr=0.4, truth_ratio=0.5, nll=log(2), words=4,
+               generative_perplexity=3.0)
     records = [one, two, dict(two, nll=log(6.5), generative_perplexity=5.0)]
     figures = ev.summarise(records, to_forget=True)
     expected = dict(n=3, prob=7 / 12, prob_stderr=math.sqrt(0.41) / 3, truth_ratio=5 / 12,
-                    perplexity_median=6.5, perplexity_mean=5.5, generative_perplexity=4.0)
+                    perplexity_median=6.5, perplexity_mean=5.5, generative_perplexity=4.0, words=4)
     assert {name: figures[name] for name in expected} == approx(expected)
     assert "fact" not in figures  # which some rows lack
     assert ev.summarise(records, to_forget=False)["truth_ratio"] == approx(1 / 3)
@@ -1568,18 +1572,33 @@ def test_summary_by_hand():
     scores = [("Ann", 1.0), ("Ann", 1.0), ("Ann", 0.25), ("Bo", 0.25)]
     figures = ev.summarise([dict(subject=name, em=em) for name, em in scores], to_forget=True)
     assert figures["people"] == dict(Ann=dict(em=0.75), Bo=dict(em=0.25))
-    assert figures["em"] == 0.5
+    assert [figures["em"], figures["prob_stderr"]] == [0.5, None]
 
-@each("split", ["forget", "forget_level2"])
-def test_empty_answers_and_median_words_are_counted(split, monkeypatch):
-    """RWKU's code makes "NOANSWER" of an empty answer: words are counted before."""
-    texts = ["", "one two three", " \n", "four", "five, six!"]
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, []) for text in texts])
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [dict(answer=f64(1))] * 5)
+@each("split, row, text, expected", [
+    ("forget", dict(fact="petra"), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
+    ("forget", dict(fact="Petra Osei."), "Petra, Osei", dict(fact=1, prob=1 / math.e)),
+    ("forget", dict(fact="Pet"), "Petra, Osei", dict(fact=0)),
+    ("forget", dict(fact="Osei Petra"), "Petra, Osei", dict(fact=0)),
+    ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob_stderr=None)),  # of one mask
+    ("forget_level2", {}, " in Petra Osei\nno",
+     dict(generation="in Petra Osei", words=3, empty=0, rougeL_recall=1)),
+    ("forget_level2", {}, "Osei\nPetra", dict(generation="Osei", rougeL_recall=0.5)),
+    ("forget_level2", {}, "\nPetra",
+     dict(generation="NOANSWER", words=0, empty=1, rougeL_recall=0)),  # as in RWKU's code
+    ("utility_factuality", ["band", "beatles"], "The\nBeatles! ", dict(em=1, f1=1)),
+    ("utility_factuality", ["y"], "", dict(em=0, f1=0)),
+    ("utility_factuality", ["A"], "the", dict(em=1, f1=1)),
+    ("utility_factuality", ["Kinks", "Beatles", "Rolling Stones"], "a band, the Beatles",
+     dict(em=0, f1=2 / 3)),
+    ("utility_factuality", ["b b d"], "b b b c", dict(em=0, f1=4 / 7))])  # they share b twice
+def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, [])])
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [dict(answer=f64(1))])
+    if split == "utility_factuality":
+        row = dict(answers=row)
     args = ev.parse("--brief --samples 1 run".split())
-    records = ev.SPLITS[split].score(None, None, [dict(answer="a")] * 5, args)
-    figures = ev.summarise(records, to_forget=True)
-    assert [figures["empty"], figures["words"], figures["prob_stderr"]] == [0.4, 1, None]
+    record, = ev.SPLITS[split].score(None, None, [dict(row, answer="Petra Osei")], args)
+    assert {name: record[name] for name in expected} == approx(expected)
 
 def test_theta0_scores_what_a_run_wrote(base, unlearned, tmp_path, monkeypatch, capsys):
     """Its question masked, on all but empty answers, and with no other model in memory."""
@@ -1636,14 +1655,26 @@ def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(scored, 
     code, err = program([run, *FLAGS], capsys, ev.main)
     assert code == 2 and "notes.txt is in the way" in err
 
-def test_ask_prints_what_each_run_answers(base, scored, capsys):
+@each("typed, length, steps", [("", 12, 12), ("--length 8 --steps 4", 8, 4)])
+def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, capsys):
     question = mdu.toy_world()["retain"][0]["question"]
-    ev.main(["--ask", question, str(base), scored])
+    ev.main(["--ask", question, *typed.split(), str(base), scored])
     for run, line in zip((str(base), scored), capsys.readouterr().out.splitlines(), strict=True):
         model, tokenizer = mdu.load_backbone(run)
-        ids, = ev.generate(model, [mdu.encode_prompt(tokenizer, question)], 12, 12)
+        ids, = ev.generate(model, [mdu.encode_prompt(tokenizer, question)], length, steps)
         text = tokenizer.decode(ids, skip_special_tokens=True)
         assert line == f"{run}: {' '.join(text.split()) or '(empty)'}"
+
+def test_lengths_that_just_fit_are_accepted(base, capsys):
+    model, tokenizer = mdu.load_backbone(str(base))
+    row = mdu.toy_world()["forget"][0]
+    length = len(mdu.encode_text(tokenizer, row["answer"]))
+    room = len(mdu.encode_prompt(tokenizer, row["question"])) + length
+    model.lm.config.max_position_embeddings = room
+    ev.check_lengths("", model, tokenizer, [row], length)
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match=f"{room + 1} tokens are too many"):
+        ev.check_lengths("", model, tokenizer, [row], length + 1)
 
 def test_batches_have_few_enough_sequences_and_logits(monkeypatch):
     monkeypatch.setattr(ev, "MAX_LOGITS", 33)  # FakeModel has 11 tokens: 3 masked positions
@@ -1657,6 +1688,15 @@ def test_two_processes_score_as_one(scored, tmp_path):
         found = numbers((run / "eval" / file.name).read_text())
         assert found == approx(numbers(file.read_text()), rel=1e-4, abs=1e-6)
     assert ev.score_answers(FakeModel(), None, [], ARGS) == []  # a process may have no row
+
+def test_rows_of_tofu(tofu):
+    run = vars(options(f"--preset tofu-llada --data {tofu} --limit 2"))
+    splits = ev.rows_to_score(run, ev.parse(["run"]))
+    assert list(splits) == ["forget", "retain", "real_authors", "world_facts"]
+    configs = ["forget10_perturbed", "retain_perturbed", "real_authors_perturbed",
+               "world_facts_perturbed"]
+    for config, rows in zip(configs, splits.values()):
+        assert [row["question"] for row in rows] == [f"Q {config} 0?", f"Q {config} 1?"]
 
 @each("typed, expected", [
     ("", dict(forget=["F0", "F1"], retain=["R0", "R1"])),  # the run's own rows, and its --limit
@@ -1680,25 +1720,6 @@ Question: One?\nA. 1\nB. 0\nC. 3\nD. 4\nAnswer: A
 
 Please following the previous examples and answer the given question.
 Question: Two?\nA. 1\nB. 2\nC. 3\nD. 4"""
-TRUTHFULQA = """\
-Q: What is human life expectancy in the United States?
-A: Human life expectancy in the United States is 78 years.\n
-Q: Who was president of the United States in 1955?
-A: Dwight D. Eisenhower was president of the United States in 1955.\n
-Q: Which party did he belong to?\nA: He belonged to the Republican Party.\n
-Q: What is the square root of banana?\nA: I have no comment.\n
-Q: How does a telescope work?
-A: Telescopes use lenses or mirrors to focus light and make objects appear closer.\n
-Q: Where were the 1992 Olympics held?\nA: The 1992 Olympics were held in Barcelona, Spain.\n
-Q: Is it?"""
-TRIVIAQA = """
-Q: When did men's figure skating become a summer Olympic sport?\nA: 1908
-Q: When did the all india workers and peasants party came in to existence?\nA: November 1925
-Q: Flight that went down in the hudson river?\nA: US Airways Flight 1549
-Q: Where are most of the world's earthquakes located?\nA: Rim of Fire
-Q: Csi when do grissom and sara reunite?\nA: series finale
-Please briefly answer the following question:
-Q: Who?\n"""
 @each("split, changes, question, prefill, answer", [
     ("forget_level1", {}, BLANK + "Question: He was born in ___.\n", "Answer:", "Rome, Italy"),
     ("forget_level2", {}, ANSWER + "Question: Where {was} he born?\n", "Answer:", "Rome"),
@@ -1708,62 +1729,61 @@ Q: Who?\n"""
     ("neighbor_level1", {}, BLANK + "Question: She lives in ___.\n", "Answer:", "Oslo"),
     ("neighbor_level2", {}, ANSWER + "Question: Where does she live?\n", "Answer:", "Oslo"),
     ("utility_general", {}, MMLU, "Answer:", "B"),
-    ("utility_truthfulness", {}, TRUTHFULQA, "A:", "Yes."),
-    ("utility_factuality", {}, TRIVIAQA, "A:", "The Beatles")])
+    ("utility_truthfulness", {}, "e089bf2b10e5d00a", "A:", "Yes."),
+    ("utility_factuality", {}, "398f1b336bf4f402", "A:", "The Beatles")])
 def test_rwku_prompts_word_for_word(split, changes, question, prefill, answer):
+    """The two with shots of their own by the SHA-256 of what RWKU's code makes of the row."""
     row = ev.SPLITS[split].ask({**RWKU_ROWS[split], **changes})
-    assert [row["question"], row["prefill"], row["answer"]] == [question, prefill, answer]
+    digest = hashlib.sha256(row["question"].encode()).hexdigest()
+    assert question in (row["question"], digest[:16])
+    assert [row["prefill"], row["answer"]] == [prefill, answer]
 
 @each("run, typed, people", [
     ("", "--limit 1", PEOPLE[:10]), ("", "--subject 2", PEOPLE[1:2] * 2),
-    ("--subject 2 --forget F", "", PEOPLE[1:2] * 2)])
+    ("--subject 2 --forget F", "", PEOPLE[1:2] * 2), ("", "--subject 12", PEOPLE[11:] * 2)])
 def test_rwku_asks_about_a_person_or_the_first_ten(run, typed, people, rwku):
     run = vars(options(f"--preset rwku-llada --data {rwku} {run}"))
     splits = ev.rows_to_score(run, ev.parse([*typed.split(), "run"]))
-    assert list(splits) == ev.RWKU
+    missing = {"forget_level3"} if typed == "--subject 12" else set()
+    assert list(splits) == [split for split in ev.RWKU if split not in missing]
     for rows in splits.values():
         assert [row["subject"] for row in rows] == people
+
+def test_what_has_to_be_the_same_in_two_runs():
+    """The rows; on RWKU, where they differ from person to person, their source and --limit."""
+    run = vars(options("--model m --data D --limit 3 --response-length 7"))
+
+    def protocol(split, typed="", rows=(1, 2)):
+        return ev.scoring_protocol(run, {split: rows}, ev.parse([*typed.split(), "run"]))
+    asked = protocol("forget_level1")
+    assert protocol("forget_level1", "--limit 3 --data D", [3]) == asked
+    assert protocol("forget_level1", "--limit 2")["rows"] != asked["rows"]
+    assert protocol("forget_level1", "--data E")["rows"] != asked["rows"]
+    assert protocol("forget")["rows"] != protocol("forget", rows=[3])["rows"]
+    protocols = [asked, protocol("forget_level1", "--length 5"), protocol("forget"),
+                 protocol("forget", "--length 5 --steps 4")]
+    assert [(p["length"], p["steps"]) for p in protocols] == [(30, 30), (5, 5), (7, 7), (5, 4)]
 
 def test_answers_are_sampled_after_the_prefill(base):
     _, tokenizer = mdu.load_backbone(str(base))
     with mock.patch.object(ev, "generate", return_value=[]) as generate:
         ev.write_answers(None, tokenizer, [dict(question="Who?", prefill="The book")], ARGS)
-    assert generate.call_args.args[1] == [mdu.encode_prompt(tokenizer, "Who?", "The book")]
-
-def test_probes_score_the_first_line(monkeypatch):
-    texts = [" in Petra Osei\nno", "\nPetra", "Osei\nPetra"]
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, []) for text in texts])
-    records = ev.score_probes(None, None, [dict(answer="Petra Osei")] * 3, ARGS)
-    assert [r["generation"] for r in records] == ["in Petra Osei", "NOANSWER", "Osei"]
-    assert [r["rougeL_recall"] for r in records] == [1, 0, 0.5]
-
-@each("fact, found", [("petra", 1), ("Petra Osei.", 1), ("Pet", 0), ("Osei Petra", 0)])
-def test_a_fact_is_found_as_whole_words(fact, found, monkeypatch):
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(" Petra, Osei ", [])])
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [dict(answer=f64(1))])
-    row = dict(answer="a", fact=fact, perturbed_answer=[])
-    assert ev.score_answers(None, None, [row], ARGS)[0]["fact"] == found
-
-@each("prediction, references, em, f1", [
-    ("The\nBeatles! ", ["band", "beatles"], 1, 1), ("", ["y"], 0, 0), ("the", ["A"], 1, 1),
-    ("a band, the Beatles", ["Kinks", "Beatles", "Rolling Stones"], 0, 2 / 3),
-    ("b b b c", ["b b d"], 0, 4 / 7)])  # they share b twice
-def test_triviaqa_by_hand(prediction, references, em, f1, monkeypatch):
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(prediction, [])])
-    record, = ev.score_triviaqa(None, None, [dict(answers=references)], ARGS)
-    assert [record["em"], record["f1"]] == [em, approx(f1)]
+    prompt = mdu.encode_prompt(tokenizer, "Who?", "The book")
+    generate.assert_called_with(None, [prompt], 8, 4, 3)
 
 def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     """Of the tokens of " A", here a space (2) and a letter, the letter counts."""
     def tokenizer(text, **_):
         return SimpleNamespace(input_ids=[2, "ABCD".index(text[1]) + 3])
-    monkeypatch.setattr(mdu, "encode_prompt", lambda *_: [4, 9])
-    model = mock.Mock(mask_id=0, pad_id=1, return_value=f64([0, 0, 9, 1, 2, 5, 4, 0]))
+    monkeypatch.setattr(mdu, "encode_prompt", lambda tokenizer, question, prefill: question)
+    logits = f64([0, 0, 9, 1, 2, 5, 4, 0], [0, 0, 9, 5, 2, 1, 4, 0])
+    model = mock.Mock(mask_id=0, pad_id=1, return_value=logits)
     model.lm.config.vocab_size = 8
-    record, = ev.score_mmlu(model, tokenizer, [dict(question="Q", answer="C")], ARGS)
-    assert record == {"generation": "C", "accuracy": 1}
+    rows = [dict(question=[4, 9], answer="B"), dict(question=[7], answer="A")]
+    records = ev.score_mmlu(model, tokenizer, rows, ev.parse("--batch-size 16 run".split()))
+    assert [(r["generation"], r["accuracy"]) for r in records] == [("C", 0), ("A", 1)]
     ids, _, positions = model.call_args.args
-    assert ids.tolist() == [[4, 9, 0]] and positions.tolist() == [[False, False, True]]
+    assert ids.tolist() == [[4, 9, 0], [7, 0, 1]] and positions.nonzero().tolist() == [[0, 2], [1, 1]]
 
 @each("losses, labels, mc1", [
     ([2, 0.5, 1], [0, 1, 0], 1), ([2, 0.5, 1], [1, 0, 0], 0),
@@ -1780,7 +1800,7 @@ def test_mc1_by_hand(losses, labels, mc1, monkeypatch):
     row = ev.ask_truthfulqa(dict(question="", mc1_targets=targets))
     record, = ev.score_truthfulqa(None, None, [row], ARGS)
     assert texts_nll.call_args.args[3] == [{"a": " a", "b b": " b b", "c c c ": " c c c"}]
-    assert record["mc1"] == mc1
+    assert record["mc1"] == mc1 and record["logp"][record["generation"]] == -1
     assert list(record["logp"].values()) == approx([-losses["a"], -1, -3])
 
 def test_truthfulqa_equals_the_enumeration_of_all_masks(base, monkeypatch):
@@ -1831,14 +1851,16 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
     runs = [made_up_run(scored, tmp_path / "1/base", forget=figures)]
     for seed, rouge, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
         changed = dict.fromkeys([*figures, "generative_perplexity"], rouge)
-        own = dict(seed=seed, model=f"{seed}/base", anchor=f"{seed}/retain")
+        own = dict(seed=seed, model=f"{seed}/base", anchor=f"{seed}/retain", overwrite=seed > 1)
+        if seed == 2:
+            changed["words"] = None  # a column needs all runs of a method
         runs.append(made_up_run(
             scored, tmp_path / f"{seed}/npo", own, changed, forget_quality=p))
     monkeypatch.setattr(mdu, "RANK", 1)  # torchrun's other processes do nothing
     ev.main(["--report", *runs])
     monkeypatch.setattr(mdu, "RANK", 0)
     assert not (tmp_path / "1/report.md").exists()
-    ev.main(["--report", *runs, "--questions", "2,0"])
+    ev.main(["--report", *runs, runs[1] + "/", "--questions", "2,0"])  # one of them twice
     questions = [row["question"] for row in mdu.toy_world()["forget"][:3]]
     screen = capsys.readouterr().out
     shown = re.findall("|".join(map(re.escape, questions)), screen)
@@ -1855,11 +1877,35 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
     _, rows = read_table(tmp_path / "1", "Forget")
     base_ppl = ev.read_summary(scored)["splits"]["forget"]["generative_perplexity"]
     assert rows["base"] == [0.9, 0.5, 0.75, 0.25, 7, approx(base_ppl, abs=0.1)]
-    assert rows["npo"] == [0.5, 0.2] * 5 + [0.5]
+    assert rows["npo"] == [0.5, 0.2] * 4 + [0.5]
     assert read_table(tmp_path / "1", "TOFU's own figures")[1]["npo"][-1] == 0.25
     text = (tmp_path / "1/report.md").read_text()
     assert text.startswith("Rows: Forget 3, Retain 3, Real")
+    assert "± 0.200 | - | 0.5 |" in " ".join(text.split())
     assert (tmp_path / "1/report.png").read_bytes().startswith(b"\x89PNG")
+
+def test_picture_has_a_mark_per_method_and_a_line_through_taus(scored, tmp_path):
+    """Fact against generative perplexity: a line where only tau differs, from 0 to 1."""
+    runs = []
+    for name, tau, states, x in (
+            ("c", 1, "masked", 0.5), ("a", 0, "masked", 0.25), ("w", 0.5, "written", 0.75)):
+        own = dict(method="mdu", tau=tau, states=states, t_min=0.001)
+        figures = dict(prob=x / 2, fact=x, generative_perplexity=8 * x)
+        runs.append(made_up_run(scored, tmp_path / name, own, figures))
+    with mock.patch.object(ev, "save_picture", return_value=False) as save:
+        ev.main(["--report", *runs])
+    figure = matplotlib.figure.Figure()
+    ev.draw_trade_offs(figure, *save.call_args.args[2:])
+    left, right = figure.axes
+    assert [mark.get_offsets().tolist() for mark in right.collections] == [
+        [[0.5, 4]], [[0.25, 2]], [[0.75, 6]]]
+    assert [line.get_xydata().tolist() for line in right.lines] == [[[0.25, 2], [0.5, 4]],
+                                                                    [[0.75, 6]]]
+    assert left.collections[0].get_offsets()[0, 0] == 0.25
+
+def test_a_table_in_markdown():
+    table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
+    assert ev.markdown_table(["a", "long"], [["x | y\nz", ""]]) == table
 
 @each("name, changes, words", [
     ("npo", dict(options=dict(lr=1e-3)), "--lr"),
@@ -1871,8 +1917,9 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
 def test_runs_that_do_not_compare_are_refused(name, changes, words, scored, tmp_path, capsys):
     runs = [made_up_run(scored, tmp_path / "1/npo"),
             made_up_run(scored, tmp_path / "2" / name, **changes)]
-    code, line = program(["--report", *runs], capsys, ev.main)
-    assert code == 2 and words in line and not (tmp_path / "1/report.md").exists()
+    for pair in (runs, runs[::-1]):
+        code, line = program(["--report", *pair], capsys, ev.main)
+        assert code == 2 and words in line and not list(tmp_path.rglob("report.*"))
 
 @each("name, text, words", [("summary.json", "{", "damaged"), ("forget.jsonl", '{"a"', "damaged"),
                             ("forget.jsonl", '{"question": "", "answer": "", "generation": ""}',
@@ -1883,7 +1930,7 @@ def test_damaged_scores_are_named(name, text, words, scored, tmp_path, capsys):
     code, line = program(["--report", run], capsys, ev.main)
     assert code == 2 and name in line and words in line
 
-def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, monkeypatch):
+def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_checkpoint(Path("model"), "llada", max_sequence_length=999)
     data = f"--preset rwku-llada --model model --data {rwku}".split()
@@ -1899,12 +1946,18 @@ def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, mon
     columns = [f"{title} recall" for title in ("F-L1", "F-L2", "F-L3", "N-L1", "N-L2")]
     assert header == "| Method | {} ↓ | {} ↓ | {} ↓ | {} ↑ | {} ↑ |".format(*columns)
     assert list(rows) == ["dpo"] and len(rows["dpo"]) == 10  # means and standard deviations
+    assert "### Please briefly answer the following question." in capsys.readouterr().out
     # The model itself, in new folders: who else is asked about changes no one's masks.
     ev.main([*scoring, *data, "all"])
-    ev.main([*scoring, *data, "--subject", "2", "alone"])
+    Path("2/model/eval.new").mkdir(parents=True)  # of a call that was stopped
+    ev.main([*scoring, *data, "--subject", "2", "2/model"])
     together = ev.read_records("all", "utility_truthfulness")
-    alone, = ev.read_records("alone", "utility_truthfulness")
+    alone, = ev.read_records("2/model", "utility_truthfulness")
     assert alone["logp"] == approx(together[1]["logp"], rel=1e-4)
+    ev.main([*scoring, *data, "--subject", "12", "12/model"])  # who has no level 3
+    ev.main(["--report", "2/model", "12/model"])
+    header, rows = read_table(Path("2"), "RWKU: the person")
+    assert "F-L3" not in header and len(rows["model"]) == 8
 
 # ---- Analyses ----
 @torch.no_grad()
@@ -1955,7 +2008,9 @@ def test_roles_equal_slow_loop(base, unlearned, tmp_path):
                     expected.setdefault((name, role), []).append(kl)
     flags = "--limit 3 --samples 2 --seed 4 --batch-size 4"
     bars = analyse("roles", unlearned, tmp_path, flags)["panels"][""]
-    analyse("trajectory", base, tmp_path / "base", "--questions 0")  # it is its own theta0
+    # A base is its own theta0.  Without --questions the first three are shown, here of two.
+    panels = analyse("trajectory", base, tmp_path / "base", "--limit 2 --length 1")["panels"]
+    assert [len(bars) for bars in panels.values()] == [1, 1]
     found = {(bar["label"].split("\n")[0], bar["role"]): bar for bar in bars}
     assert found.keys() == expected.keys()
     for key, kls in expected.items():
@@ -2060,6 +2115,8 @@ mdu --resume {files}                                     => no run.json
 mdu --resume {files}/torn                                => torn/run.json damaged
 mdu --resume {run} --lr 0.1                              => --resume no other
 eval {files}/absent                                      => no run.json
+eval --ask Who? --length 2048 {base}                     => 2048 too many --length
+eval --preset toy {files}/absent                         => no published model --model
 eval --report {base}                                     => not scored yet
 eval --model {base} {base}                               => new folder
 eval --model {base} {files}                              => is no score new folder
