@@ -1655,7 +1655,7 @@ def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(scored, 
     code, err = program([run, *FLAGS], capsys, ev.main)
     assert code == 2 and "notes.txt is in the way" in err
 
-@each("typed, length, steps", [("", 12, 12), ("--length 8 --steps 4", 8, 4)])
+@each("typed, length, steps", [("", 12, 12), ("--length 8 --steps 1", 8, 1)])
 def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, capsys):
     question = mdu.toy_world()["retain"][0]["question"]
     ev.main(["--ask", question, *typed.split(), str(base), scored])
@@ -1690,13 +1690,11 @@ def test_two_processes_score_as_one(scored, tmp_path):
     assert ev.score_answers(FakeModel(), None, [], ARGS) == []  # a process may have no row
 
 def test_rows_of_tofu(tofu):
-    run = vars(options(f"--preset tofu-llada --data {tofu} --limit 2"))
+    run = vars(options(f"--preset tofu-llada --data {tofu} --limit 1"))
     splits = ev.rows_to_score(run, ev.parse(["run"]))
-    assert list(splits) == ["forget", "retain", "real_authors", "world_facts"]
-    configs = ["forget10_perturbed", "retain_perturbed", "real_authors_perturbed",
-               "world_facts_perturbed"]
-    for config, rows in zip(configs, splits.values()):
-        assert [row["question"] for row in rows] == [f"Q {config} 0?", f"Q {config} 1?"]
+    assert {split: row["question"] for split, (row,) in splits.items()} == dict(
+        forget="Q forget10_perturbed 0?", retain="Q retain_perturbed 0?",
+        real_authors="Q real_authors_perturbed 0?", world_facts="Q world_facts_perturbed 0?")
 
 @each("typed, expected", [
     ("", dict(forget=["F0", "F1"], retain=["R0", "R1"])),  # the run's own rows, and its --limit
@@ -1713,13 +1711,6 @@ def test_a_run_is_scored_on_its_own_rows_or_others(typed, expected, monkeypatch)
 ANSWER = "Please briefly answer the following question.\n"
 BLANK = "Please complete the blank in the following question.\n"
 OTHER_ATTACKS = [dict(query="Q", type=kind) for kind in ("role play", "incontext learning")]
-MMLU = """\
-The following are multiple choice questions (with answers) about abstract algebra.
-
-Question: One?\nA. 1\nB. 0\nC. 3\nD. 4\nAnswer: A
-
-Please following the previous examples and answer the given question.
-Question: Two?\nA. 1\nB. 2\nC. 3\nD. 4"""
 @each("split, changes, question, prefill, answer", [
     ("forget_level1", {}, BLANK + "Question: He was born in ___.\n", "Answer:", "Rome, Italy"),
     ("forget_level2", {}, ANSWER + "Question: Where {was} he born?\n", "Answer:", "Rome"),
@@ -1728,11 +1719,11 @@ Question: Two?\nA. 1\nB. 2\nC. 3\nD. 4"""
     ("forget_level3", OTHER_ATTACKS[1], ANSWER + "Q\n", "Answer:", "Rome"),
     ("neighbor_level1", {}, BLANK + "Question: She lives in ___.\n", "Answer:", "Oslo"),
     ("neighbor_level2", {}, ANSWER + "Question: Where does she live?\n", "Answer:", "Oslo"),
-    ("utility_general", {}, MMLU, "Answer:", "B"),
+    ("utility_general", {}, "83cdada42dc4827d", "Answer:", "B"),
     ("utility_truthfulness", {}, "e089bf2b10e5d00a", "A:", "Yes."),
     ("utility_factuality", {}, "398f1b336bf4f402", "A:", "The Beatles")])
 def test_rwku_prompts_word_for_word(split, changes, question, prefill, answer):
-    """The two with shots of their own by the SHA-256 of what RWKU's code makes of the row."""
+    """Those with shots are compared by SHA-256 with what RWKU's code makes of the rows."""
     row = ev.SPLITS[split].ask({**RWKU_ROWS[split], **changes})
     digest = hashlib.sha256(row["question"].encode()).hexdigest()
     assert question in (row["question"], digest[:16])
@@ -1834,28 +1825,18 @@ def made_up_run(scored, folder, options=(), forget=(), **changes):
     (folder / "eval/summary.json").write_text(json.dumps(summary))
     return str(folder)
 
-def read_table(folder, title):
-    """Of a table in report.md: its header, and the numbers in the row of each method."""
-    part = (folder / "report.md").read_text().split(f"## {title}")[1]
-    header, _, *lines = part.split("\n\n")[1].splitlines()
-    rows = {}
-    for line in lines:
-        _, name, cells = line.split("|", 2)
-        rows[name.strip()] = numbers(cells)
-    return " ".join(header.split()), rows
-
 def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
         scored, tmp_path, capsys, monkeypatch):
-    """Mean and standard deviation; of p-values the median.  The screen shows some answers."""
-    figures = dict(rougeL_f1=0.9, prob=0.5, fact=0.75, empty=0.25, words=7)
-    runs = [made_up_run(scored, tmp_path / "1/base", forget=figures)]
-    for seed, rouge, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
-        changed = dict.fromkeys([*figures, "generative_perplexity"], rouge)
+    """Mean and standard deviation; of perplexities and p-values the median."""
+    figures = dict(rougeL_f1=0.9, prob=0.5, fact=0.75, empty=0.25, words=7,
+                   generative_perplexity=40)
+    runs = [made_up_run(scored, tmp_path / "1/base", forget=figures, forget_quality=None)]
+    for seed, x, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
         own = dict(seed=seed, model=f"{seed}/base", anchor=f"{seed}/retain", overwrite=seed > 1)
+        changed = dict.fromkeys(figures, x)
         if seed == 2:
-            changed["words"] = None  # a column needs all runs of a method
-        runs.append(made_up_run(
-            scored, tmp_path / f"{seed}/npo", own, changed, forget_quality=p))
+            changed["words"] = None  # a cell needs all runs of a method
+        runs.append(made_up_run(scored, tmp_path / f"{seed}/npo", own, changed, forget_quality=p))
     monkeypatch.setattr(mdu, "RANK", 1)  # torchrun's other processes do nothing
     ev.main(["--report", *runs])
     monkeypatch.setattr(mdu, "RANK", 0)
@@ -1867,21 +1848,16 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
     assert shown == [questions[2], questions[0]]
     assert "Forget rL ↓ | p ↓ | fact ↓ | empty | gen. ppl ↓ | Retain rL ↑ | p ↑ | World" in (
         " ".join(screen.split()))
-    headers = {
-        "Forget": "Forget rL ↓ | p ↓ | fact ↓ | empty | words | gen. ppl ↓",
-        "Retain": "Retain rL ↑ | p ↑ | fact ↑ | empty ↓ | words",
-        "TOFU's own figures: truth": "Forget truth ratio ↑ | Retain truth ratio ↑ | "
-            "Real authors truth ratio ↑ | World facts truth ratio ↑"}
-    for title, columns in headers.items():
-        assert read_table(tmp_path / "1", title)[0] == f"| Method | {columns} |"
-    _, rows = read_table(tmp_path / "1", "Forget")
-    base_ppl = ev.read_summary(scored)["splits"]["forget"]["generative_perplexity"]
-    assert rows["base"] == [0.9, 0.5, 0.75, 0.25, 7, approx(base_ppl, abs=0.1)]
-    assert rows["npo"] == [0.5, 0.2] * 4 + [0.5]
-    assert read_table(tmp_path / "1", "TOFU's own figures")[1]["npo"][-1] == 0.25
-    text = (tmp_path / "1/report.md").read_text()
+    text = " ".join((tmp_path / "1/report.md").read_text().split())
     assert text.startswith("Rows: Forget 3, Retain 3, Real")
-    assert "± 0.200 | - | 0.5 |" in " ".join(text.split())
+    for line in """| Method | Forget rL ↓ | p ↓ | fact ↓ | empty | words | gen. ppl ↓ |
+            | base | 0.900 | 0.500 | 0.750 | 0.250 | 7.0 | 40.0 |
+            | npo | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | - | 0.5 |
+            | Method | Retain rL ↑ | p ↑ | fact ↑ | empty ↓ | words |
+            | Method | model utility ↑ | forget quality ↑ |
+            | Method | Forget truth ratio ↑ | Retain truth ratio ↑ |""".splitlines():
+        assert line.strip(" |") in text
+    assert re.search(r"\| npo \| \S+ ± \S+ \| 0.25 \|", text)
     assert (tmp_path / "1/report.png").read_bytes().startswith(b"\x89PNG")
 
 def test_picture_has_a_mark_per_method_and_a_line_through_taus(scored, tmp_path):
@@ -1890,18 +1866,17 @@ def test_picture_has_a_mark_per_method_and_a_line_through_taus(scored, tmp_path)
     for name, tau, states, x in (
             ("c", 1, "masked", 0.5), ("a", 0, "masked", 0.25), ("w", 0.5, "written", 0.75)):
         own = dict(method="mdu", tau=tau, states=states, t_min=0.001)
-        figures = dict(prob=x / 2, fact=x, generative_perplexity=8 * x)
+        figures = dict(fact=x, generative_perplexity=8 * x)
         runs.append(made_up_run(scored, tmp_path / name, own, figures))
     with mock.patch.object(ev, "save_picture", return_value=False) as save:
         ev.main(["--report", *runs])
     figure = matplotlib.figure.Figure()
     ev.draw_trade_offs(figure, *save.call_args.args[2:])
-    left, right = figure.axes
-    assert [mark.get_offsets().tolist() for mark in right.collections] == [
-        [[0.5, 4]], [[0.25, 2]], [[0.75, 6]]]
-    assert [line.get_xydata().tolist() for line in right.lines] == [[[0.25, 2], [0.5, 4]],
-                                                                    [[0.75, 6]]]
-    assert left.collections[0].get_offsets()[0, 0] == 0.25
+    _, axis = figure.axes
+    marks = [mark.get_offsets().tolist() for mark in axis.collections]
+    lines = [line.get_xydata().tolist() for line in axis.lines]
+    assert marks == [[[0.5, 4]], [[0.25, 2]], [[0.75, 6]]]
+    assert lines == [[[0.25, 2], [0.5, 4]], [[0.75, 6]]]
 
 def test_a_table_in_markdown():
     table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
@@ -1923,7 +1898,8 @@ def test_runs_that_do_not_compare_are_refused(name, changes, words, scored, tmp_
 
 @each("name, text, words", [("summary.json", "{", "damaged"), ("forget.jsonl", '{"a"', "damaged"),
                             ("forget.jsonl", '{"question": "", "answer": "", "generation": ""}',
-                             "1 rows, not 3")])
+                             "1 rows, not 3"),
+                            ("forget.jsonl", 4 * "{}\n", "4 rows, not 3")])
 def test_damaged_scores_are_named(name, text, words, scored, tmp_path, capsys):
     run = made_up_run(scored, tmp_path / "run")
     (tmp_path / "run/eval" / name).write_text(text)
@@ -1942,10 +1918,10 @@ def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, mon
     protocol = ev.read_summary("1/dpo")["protocol"]
     assert [protocol["length"], protocol["dtype"]] == [30, "bfloat16"]
     ev.main(["--report", "1/dpo", "2/dpo"])
-    header, rows = read_table(Path("1"), "RWKU: the person")
-    columns = [f"{title} recall" for title in ("F-L1", "F-L2", "F-L3", "N-L1", "N-L2")]
-    assert header == "| Method | {} ↓ | {} ↓ | {} ↓ | {} ↑ | {} ↑ |".format(*columns)
-    assert list(rows) == ["dpo"] and len(rows["dpo"]) == 10  # means and standard deviations
+    header = ("Method | F-L1 recall ↓ | F-L2 recall ↓ | F-L3 recall ↓ | N-L1 recall ↑ | "
+              "N-L2 recall ↑ |")
+    report = " ".join(Path("1/report.md").read_text().split())
+    assert header in report and re.search(r"\| dpo \|( \d\.\d+ ± \d\.\d+ \|){5}", report)
     assert "### Please briefly answer the following question." in capsys.readouterr().out
     # The model itself, in new folders: who else is asked about changes no one's masks.
     ev.main([*scoring, *data, "all"])
@@ -1956,8 +1932,8 @@ def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, mon
     assert alone["logp"] == approx(together[1]["logp"], rel=1e-4)
     ev.main([*scoring, *data, "--subject", "12", "12/model"])  # who has no level 3
     ev.main(["--report", "2/model", "12/model"])
-    header, rows = read_table(Path("2"), "RWKU: the person")
-    assert "F-L3" not in header and len(rows["model"]) == 8
+    report = " ".join(Path("2/report.md").read_text().split())
+    assert header.replace("F-L3 recall ↓ | ", "") in report
 
 # ---- Analyses ----
 @torch.no_grad()
