@@ -1915,11 +1915,12 @@ def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, mon
     # The model itself, in new folders: who else is asked about changes no one's masks.
     ev.main([*scoring, *data, "all"])
     Path("2/model/eval.new").mkdir(parents=True)  # of a call that was stopped
-    ev.main([*scoring, *data, "--subject", "2", "2/model"])
+    ev.main([*scoring, *data, "--subject", "2", "--limit", "2", "2/model"])
     together = ev.read_records("all", "utility_truthfulness")
-    alone, = ev.read_records("2/model", "utility_truthfulness")
-    assert alone["logp"] == approx(together[1]["logp"], rel=1e-4)
-    ev.main([*scoring, *data, "--subject", "12", "12/model"])  # who has no level 3
+    alone = ev.read_records("2/model", "utility_truthfulness")
+    assert alone[0]["logp"] == approx(together[1]["logp"], rel=1e-4)
+    assert [record["seed"] for record in alone] == [[0, 10, 0], [0, 10, 1]]
+    ev.main([*scoring, *data, "--subject", "12", "--limit", "2", "12/model"])  # without a level 3
     ev.main(["--report", "2/model", "12/model"])
     report = " ".join(Path("2/report.md").read_text().split())
     assert header.replace("F-L3 recall ↓ | ", "") in report
