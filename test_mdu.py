@@ -1654,7 +1654,9 @@ def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(scored, 
     code, err = program([run, *FLAGS], capsys, ev.main)
     assert code == 2 and "notes.txt is in the way" in err
 
-@each("typed, length, steps", [("", 12, 12), ("--length 8 --steps 1", 8, 1)])
+@each("typed, length, steps", [
+    ("", 12, 12), ("--length 8 --steps 1", 8, 1),
+    ("--length 2038 --steps 1", 2038, 1)])  # all that 10 tokens of prompt leave
 def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, capsys):
     question = mdu.toy_world()["retain"][0]["question"]
     ev.main(["--ask", question, *typed.split(), str(base), scored])
