@@ -1870,6 +1870,15 @@ def test_a_table_in_markdown():
     table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
     assert ev.markdown_table(["a", "long"], [["x | y\nz", ""]]) == table
 
+def test_forget_quality_compares_with_the_retain_run(scored, tmp_path):
+    """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
+    retain = made_up_run(scored, tmp_path / "retain")
+    records = [dict(row, nll_perturbed=[99]) for row in ev.read_records(retain, "forget")]
+    write_lines(Path(retain, "eval/forget.jsonl"), records)
+    run = shutil.copytree(scored, tmp_path / "run")
+    ev.main([str(run), *FLAGS, "--retain-run", retain])
+    assert ev.read_summary(run)["forget_quality"] == approx(2 / 20)
+
 @each("name, changes, words", [
     ("npo", dict(options=dict(lr=1e-3)), "--lr"),
     ("npo", dict(options=dict(anchor="current")), "--anchor"),
