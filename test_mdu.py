@@ -1762,7 +1762,8 @@ def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     records = ev.score_mmlu(model, tokenizer, rows, ev.parse("--batch-size 16 run".split()))
     assert [(r["generation"], r["accuracy"]) for r in records] == [("C", 0), ("A", 1)]
     ids, _, positions = model.call_args.args
-    assert ids.tolist() == [[4, 9, 0], [7, 0, 1]] and positions.nonzero().tolist() == [[0, 2], [1, 1]]
+    assert ids.tolist() == [[4, 9, 0], [7, 0, 1]]
+    assert positions.nonzero().tolist() == [[0, 2], [1, 1]]
 
 @each("losses, labels, mc1", [
     ([2, 0.5, 1], [0, 1, 0], 1), ([2, 0.5, 1], [1, 0, 0], 0),
