@@ -5,6 +5,7 @@ Formulas are compared with slow float64 loops, numbers worked by hand and code w
 import contextlib
 import fcntl
 import fnmatch
+import hashlib
 import inspect
 import itertools
 import json
@@ -25,6 +26,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+import matplotlib.figure
 import numpy as np
 import pytest
 import safetensors.torch
@@ -168,7 +170,8 @@ def rwku(tmp_path_factory):
         texts.append(row)
         pairs.append({**row, "response": [f"Made up {len(pairs)}.", row["text"]]})
     for config, row in RWKU_ROWS.items():
-        probes[config] = [{**row, "subject": name} for name in PEOPLE * 2]
+        asked = PEOPLE[:-1] if config == "forget_level3" else PEOPLE
+        probes[config] = [{**row, "subject": name} for name in asked * 2]
     train = {"forget_target": people, "train_positive_llama3": texts, "train_pair_llama3": pairs}
     return write_dataset(tmp_path_factory.mktemp("rwku"), {"train": train, "test": probes})
 
@@ -1271,7 +1274,7 @@ def test_rouge_l(line):
 
 # ---- Eq. 7: the answer probability ----
 PROMPTS = [prompt for prompt, _ in PAIRS]
-ARGS = ev.parse("--length 8 --steps 8 --samples 16 --batch-size 3 run".split())
+ARGS = ev.parse("--length 8 --steps 4 --samples 16 --batch-size 3 run".split())
 
 @torch.no_grad()
 def slow_nll(model, prompt, answer, masks):
@@ -1439,6 +1442,11 @@ def scored(base, tmp_path_factory):
     with unchanged(run):
         yield str(run)
 
+def slow_perplexity(theta0, prompt, ids, i):
+    """Of the answer to forget row i, its question masked; scored with FLAGS."""
+    masks = ev.draw_masks(len(ids), 4, [5, 0, i])
+    return math.exp(slow_nll(theta0, [theta0.mask_id] * len(prompt), ids, masks).mean())
+
 def test_scores_equal_those_of_one_row_at_a_time(scored):
     """Losses by a forward pass per mask of (--seed, split, row), without an end token."""
     model, tokenizer = mdu.load_backbone(scored)
@@ -1454,24 +1462,19 @@ def test_scores_equal_those_of_one_row_at_a_time(scored):
             nll = losses(row["answer"])
             p = math.exp(-nll.mean())
             answer = ev.read_answer(model, tokenizer, ev.generate(model, [prompt], 8, 8)[0])
-            text = answer.text.strip()
-            _, recall, f1 = ev.rouge_l(row["answer"], text)
-            right = losses(row.get("paraphrased_answer", row["answer"])).mean()
-            ratios = [math.exp(right - losses(wrong).mean()) for wrong in row["perturbed_answer"]]
+            generation = answer.text.strip()
+            _, recall, f1 = ev.rouge_l(row["answer"], generation)
             expected = dict(
                 rougeL_recall=recall, rougeL_f1=f1, nll=-log(p), prob=p,
-                prob_stderr=p * nll.std(ddof=1) / 2, truth_ratio=np.mean(ratios))
-            if number == 0:  # of a base by itself, its question masked
-                masks = ev.draw_masks(len(answer.ids), 4, [5, 0, i])
-                nll = slow_nll(model, [model.mask_id] * len(prompt), answer.ids, masks)
-                expected["generative_perplexity"] = math.exp(nll.mean())
-            if number > 1:
-                expected["prob_options"] = 1 / (1 + sum(ratios))
-            else:
-                expected["nll_paraphrased"] = right
-            assert ("prob_options" in record) == (number > 1)
+                prob_stderr=p * nll.std(ddof=1) / 2)
+            if number == 0:  # of a base by itself
+                expected["generative_perplexity"] = slow_perplexity(model, prompt, answer.ids, i)
+            if number < 2:
+                expected["nll_paraphrased"] = losses(row["paraphrased_answer"]).mean()
             assert {name: record[name] for name in expected} == approx(expected, rel=1e-4)
-            copied = dict(question=row["question"], answer=row["answer"], generation=text,
+            wrong = [losses(text).mean() for text in row["perturbed_answer"]]
+            assert record["nll_perturbed"] == approx(wrong, rel=1e-4)
+            copied = dict(question=row["question"], answer=row["answer"], generation=generation,
                           generation_ids=answer.ids)
             assert copied.items() <= record.items()
         assert summary["splits"][split] == ev.summarise(records, split == "forget")
@@ -1479,12 +1482,13 @@ def test_scores_equal_those_of_one_row_at_a_time(scored):
 
 def test_summary_by_hand():
     """Truth ratios 4, 1/2, 1/2: min(R, 1/R) is 1/4, 1/2, 1/2, max(0, 1 - R) is 0, 1/2, 1/2."""
-    one = dict(prob=0.25, prob_stderr=0.3, truth_ratio=4.0, nll=log(8), fact=1.0)
-    two = dict(prob=0.75, prob_stderr=0.4, truth_ratio=0.5, nll=log(2), generative_perplexity=3.0)
+    one = dict(prob=0.25, prob_stderr=0.3, truth_ratio=4.0, nll=log(8), words=1, fact=1.0)
+    two = dict(prob=0.75, prob_stderr=0.4, truth_ratio=0.5, nll=log(2), words=4,
+               generative_perplexity=3.0)
     records = [one, two, dict(two, nll=log(6.5), generative_perplexity=5.0)]
     figures = ev.summarise(records, to_forget=True)
     expected = dict(n=3, prob=7 / 12, prob_stderr=math.sqrt(0.41) / 3, truth_ratio=5 / 12,
-                    perplexity_median=6.5, perplexity_mean=5.5, generative_perplexity=4.0)
+                    perplexity_median=6.5, perplexity_mean=5.5, generative_perplexity=4.0, words=4)
     assert {name: figures[name] for name in expected} == approx(expected)
     assert "fact" not in figures  # which some rows lack
     assert ev.summarise(records, to_forget=False)["truth_ratio"] == approx(1 / 3)
@@ -1492,21 +1496,34 @@ def test_summary_by_hand():
     scores = [("Ann", 1.0), ("Ann", 1.0), ("Ann", 0.25), ("Bo", 0.25)]
     figures = ev.summarise([dict(subject=name, em=em) for name, em in scores], to_forget=True)
     assert figures["people"] == dict(Ann=dict(em=0.75), Bo=dict(em=0.25))
-    assert figures["em"] == 0.5
+    assert [figures["em"], figures["prob_stderr"]] == [0.5, None]
 
-@each("split", ["forget", "forget_level2"])
-def test_empty_answers_and_median_words_are_counted(split, monkeypatch):
-    """RWKU's code makes "NOANSWER" of an empty answer: words are counted before."""
-    texts = ["", "one two three", " \n", "four", "five, six!"]
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, []) for text in texts])
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [dict(answer=f64(1))] * 5)
+@each("split, row, text, expected", [
+    ("forget", dict(fact="petra"), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
+    ("forget", dict(fact="Petra Osei."), "Petra, Osei", dict(fact=1)),
+    ("forget", dict(fact="Pet"), "Petra, Osei", dict(fact=0)),
+    ("forget", dict(fact="Osei Petra"), "Petra, Osei", dict(fact=0)),
+    ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob_stderr=None)),  # of one mask
+    ("forget_level2", {}, " in Petra Osei\nno",
+     dict(generation="in Petra Osei", words=3, empty=0, rougeL_recall=1)),
+    ("forget_level2", {}, "Osei\nPetra", dict(generation="Osei", rougeL_recall=0.5)),
+    ("forget_level2", {}, "\nPetra",
+     dict(generation="NOANSWER", words=0, empty=1, rougeL_recall=0)),  # as in RWKU's code
+    ("utility_factuality", dict(answers=["band", "beatles"]), "The\nBeatles! ", dict(em=1, f1=1)),
+    ("utility_factuality", dict(answers=["y"]), "", dict(em=0, f1=0)),
+    ("utility_factuality", dict(answers=["A"]), "the", dict(em=1, f1=1)),
+    ("utility_factuality", dict(answers=["Kinks", "Beatles", "Rolling Stones"]),
+     "a band, the Beatles", dict(em=0, f1=2 / 3)),
+    ("utility_factuality", dict(answers=["b b d"]), "b b b c", dict(em=0, f1=4 / 7))])  # b twice
+def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, [])])
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [dict(answer=f64(1))])
     args = ev.parse("--brief --samples 1 run".split())
-    records = ev.SPLITS[split].score(None, None, [dict(answer="a")] * 5, args)
-    figures = ev.summarise(records, to_forget=True)
-    assert [figures["empty"], figures["words"], figures["prob_stderr"]] == [0.4, 1, None]
+    record, = ev.SPLITS[split].score(None, None, [dict(row, answer="Petra Osei")], args)
+    assert {name: record[name] for name in expected} == approx(expected)
 
 def test_theta0_scores_what_a_run_wrote(base, unlearned, tmp_path, monkeypatch, capsys):
-    """Its question masked, on all but empty answers, and with no other model in memory."""
+    """On all but empty answers, and with no other model in memory."""
     run = shutil.copytree(unlearned, tmp_path / "run")
     theta0, tokenizer = mdu.load_backbone(str(base))
     load_backbone, alive = mdu.load_backbone, weakref.WeakSet()
@@ -1521,23 +1538,24 @@ def test_theta0_scores_what_a_run_wrote(base, unlearned, tmp_path, monkeypatch, 
     monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
     command = [str(run), "--brief", *FLAGS, "--length", "5"]
     ev.main(command)
-    perplexities = []
-    for i, row in enumerate(mdu.toy_world()["forget"][:3]):
-        prompt = [theta0.mask_id] * len(mdu.encode_prompt(tokenizer, row["question"]))
-        masks = ev.draw_masks(len(answers[i].ids), 4, [5, 0, i])
-        perplexities.append(math.exp(slow_nll(theta0, prompt, answers[i].ids, masks).mean()))
-    found = [record.get("generative_perplexity") for record in ev.read_records(run, "forget")]
-    assert found[0] is None and found[1:] == approx(perplexities[1:], rel=1e-4)
+    records = ev.read_records(run, "forget")
+    assert "generative_perplexity" not in records[0]
+    for i in (1, 2):
+        prompt = mdu.encode_prompt(tokenizer, records[i]["question"])
+        perplexity = slow_perplexity(theta0, prompt, answers[i].ids, i)
+        assert records[i]["generative_perplexity"] == approx(perplexity, rel=1e-4)
     figures = ev.read_summary(run)["splits"]["forget"]
-    assert figures.pop("generative_perplexity") == approx(np.mean(perplexities[1:]), rel=1e-4)
+    assert "generative_perplexity" in figures and "truth_ratio" not in figures
+    del figures["generative_perplexity"]
     # Without theta0 there is a line instead, and the rest is as before.
     info = (run / "run.json").read_text()
     (run / "run.json").write_text(info.replace(str(base), "/gone/base"))
-    ev.main(command)
+    ev.main([*command, "--length", "7"])
     assert ev.read_summary(run)["splits"]["forget"] == figures
     lines = capsys.readouterr().out
     assert lines.count("no generative perplexity") == 1
     assert "Forget: 3 of 3 true answers are longer than the 5 tokens" in lines
+    assert "longer than the 7 tokens" not in lines  # all have 7
 
 def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(scored, tmp_path, capsys):
     run = shutil.copytree(scored, tmp_path / "run")
@@ -1582,12 +1600,15 @@ def test_a_stopped_call_is_continued_with_the_same_weights_only(scored, tmp_path
         assert "stopped" in program([run, *FLAGS], capsys, ev.main)[1]
     assert list(read_all(run / "eval").values()) == list(before)
 
-def test_ask_prints_what_each_run_answers(base, scored, capsys):
+@each("typed, length, steps", [
+    ("", 12, 12), ("--length 8 --steps 1", 8, 1),
+    ("--length 2038 --steps 1", 2038, 1)])  # all that 10 tokens of prompt leave
+def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, capsys):
     question = mdu.toy_world()["retain"][0]["question"]
-    ev.main(["--ask", question, str(base), scored])
+    ev.main(["--ask", question, *typed.split(), str(base), scored])
     for run, line in zip((str(base), scored), capsys.readouterr().out.splitlines(), strict=True):
         model, tokenizer = mdu.load_backbone(run)
-        ids, = ev.generate(model, [mdu.encode_prompt(tokenizer, question)], 12, 12)
+        ids, = ev.generate(model, [mdu.encode_prompt(tokenizer, question)], length, steps)
         text = tokenizer.decode(ids, skip_special_tokens=True)
         assert line == f"{run}: {' '.join(text.split()) or '(empty)'}"
 
@@ -1604,6 +1625,13 @@ def test_two_processes_score_as_one(scored, tmp_path):
         assert found == approx(numbers(file.read_text()), rel=1e-4, abs=1e-6)
     assert ev.score_answers(FakeModel(), None, [], ARGS) == []  # a process may have no row
 
+def test_rows_of_tofu(tofu):
+    run = vars(options(f"--preset tofu-llada --data {tofu} --limit 1"))
+    splits = ev.rows_to_score(run, ev.parse(["run"]))
+    assert {split: row["question"] for split, (row,) in splits.items()} == dict(
+        forget="Q forget10_perturbed 0?", retain="Q retain_perturbed 0?",
+        real_authors="Q real_authors_perturbed 0?", world_facts="Q world_facts_perturbed 0?")
+
 @each("typed, expected", [
     ("", dict(forget=["F0", "F1"], retain=["R0", "R1"])),  # the run's own rows, and its --limit
     ("--limit 1 --forget R --retain F", dict(forget=["R0"], retain=["F0"])),
@@ -1619,32 +1647,6 @@ def test_a_run_is_scored_on_its_own_rows_or_others(typed, expected, monkeypatch)
 ANSWER = "Please briefly answer the following question.\n"
 BLANK = "Please complete the blank in the following question.\n"
 OTHER_ATTACKS = [dict(query="Q", type=kind) for kind in ("role play", "incontext learning")]
-MMLU = """\
-The following are multiple choice questions (with answers) about abstract algebra.
-
-Question: One?\nA. 1\nB. 0\nC. 3\nD. 4\nAnswer: A
-
-Please following the previous examples and answer the given question.
-Question: Two?\nA. 1\nB. 2\nC. 3\nD. 4"""
-TRUTHFULQA = """\
-Q: What is human life expectancy in the United States?
-A: Human life expectancy in the United States is 78 years.\n
-Q: Who was president of the United States in 1955?
-A: Dwight D. Eisenhower was president of the United States in 1955.\n
-Q: Which party did he belong to?\nA: He belonged to the Republican Party.\n
-Q: What is the square root of banana?\nA: I have no comment.\n
-Q: How does a telescope work?
-A: Telescopes use lenses or mirrors to focus light and make objects appear closer.\n
-Q: Where were the 1992 Olympics held?\nA: The 1992 Olympics were held in Barcelona, Spain.\n
-Q: Is it?"""
-TRIVIAQA = """
-Q: When did men's figure skating become a summer Olympic sport?\nA: 1908
-Q: When did the all india workers and peasants party came in to existence?\nA: November 1925
-Q: Flight that went down in the hudson river?\nA: US Airways Flight 1549
-Q: Where are most of the world's earthquakes located?\nA: Rim of Fire
-Q: Csi when do grissom and sara reunite?\nA: series finale
-Please briefly answer the following question:
-Q: Who?\n"""
 @each("split, changes, question, prefill, answer", [
     ("forget_level1", {}, BLANK + "Question: He was born in ___.\n", "Answer:", "Rome, Italy"),
     ("forget_level2", {}, ANSWER + "Question: Where {was} he born?\n", "Answer:", "Rome"),
@@ -1653,12 +1655,15 @@ Q: Who?\n"""
     ("forget_level3", OTHER_ATTACKS[1], ANSWER + "Q\n", "Answer:", "Rome"),
     ("neighbor_level1", {}, BLANK + "Question: She lives in ___.\n", "Answer:", "Oslo"),
     ("neighbor_level2", {}, ANSWER + "Question: Where does she live?\n", "Answer:", "Oslo"),
-    ("utility_general", {}, MMLU, "Answer:", "B"),
-    ("utility_truthfulness", {}, TRUTHFULQA, "A:", "Yes."),
-    ("utility_factuality", {}, TRIVIAQA, "A:", "The Beatles")])
+    ("utility_general", {}, "83cdada42dc4827d", "Answer:", "B"),
+    ("utility_truthfulness", {}, "e089bf2b10e5d00a", "A:", "Yes."),
+    ("utility_factuality", {}, "398f1b336bf4f402", "A:", "The Beatles")])
 def test_rwku_prompts_word_for_word(split, changes, question, prefill, answer):
+    """Those with shots are compared by SHA-256 with what RWKU's code makes of the rows."""
     row = ev.SPLITS[split].ask({**RWKU_ROWS[split], **changes})
-    assert [row["question"], row["prefill"], row["answer"]] == [question, prefill, answer]
+    digest = hashlib.sha256(row["question"].encode()).hexdigest()
+    assert question in (row["question"], digest[:16])
+    assert [row["prefill"], row["answer"]] == [prefill, answer]
 
 @each("run, typed, people", [
     ("", "--limit 1", PEOPLE[:10]), ("", "--subject 2", PEOPLE[1:2] * 2),
@@ -1672,46 +1677,41 @@ def test_rwku_asks_about_a_person_or_the_first_ten(run, typed, people, rwku):
     own = vars(options("--model m --forget F --retain R"))  # no preset: RWKU has its name
     assert list(ev.rows_to_score(own, ev.parse(["--data", str(rwku), "run"]))) == ev.RWKU
 
+def test_what_has_to_be_the_same_in_two_runs():
+    """The rows; on RWKU, where they differ from person to person, their source and --limit."""
+    run = vars(options("--model m --data D --limit 3 --response-length 7"))
+
+    def protocol(split, typed="", rows=(1, 2)):
+        return ev.scoring_protocol(run, {split: rows}, ev.parse([*typed.split(), "run"]))
+    asked = protocol("forget_level1")
+    assert protocol("forget_level1", "--limit 3 --data D", [3]) == asked
+    assert protocol("forget_level1", "--limit 2")["rows"] != asked["rows"]
+    assert protocol("forget_level1", "--data E")["rows"] != asked["rows"]
+    protocols = [asked, protocol("forget_level1", "--length 5"), protocol("forget"),
+                 protocol("forget", "--length 5 --steps 4")]
+    assert [(p["length"], p["steps"]) for p in protocols] == [(30, 30), (5, 5), (7, 7), (5, 4)]
+
 def test_answers_are_sampled_after_the_prefill(base):
     _, tokenizer = mdu.load_backbone(str(base))
     with mock.patch.object(ev, "generate", return_value=[]) as generate:
         ev.write_answers(None, tokenizer, [dict(question="Who?", prefill="The book")], ARGS)
-    assert generate.call_args.args[1] == [mdu.encode_prompt(tokenizer, "Who?", "The book")]
-
-def test_probes_score_the_first_line(monkeypatch):
-    texts = [" in Petra Osei\nno", "\nPetra", "Osei\nPetra"]
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, []) for text in texts])
-    records = ev.score_probes(None, None, [dict(answer="Petra Osei")] * 3, ARGS)
-    assert [r["generation"] for r in records] == ["in Petra Osei", "NOANSWER", "Osei"]
-    assert [r["rougeL_recall"] for r in records] == [1, 0, 0.5]
-
-@each("fact, found", [("petra", 1), ("Petra Osei.", 1), ("Pet", 0), ("Osei Petra", 0)])
-def test_a_fact_is_found_as_whole_words(fact, found, monkeypatch):
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(" Petra, Osei ", [])])
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [dict(answer=f64(1))])
-    row = dict(answer="a", fact=fact, perturbed_answer=[])
-    assert ev.score_answers(None, None, [row], ARGS)[0]["fact"] == found
-
-@each("prediction, references, em, f1", [
-    ("The\nBeatles! ", ["band", "beatles"], 1, 1), ("", ["y"], 0, 0), ("the", ["A"], 1, 1),
-    ("a band, the Beatles", ["Kinks", "Beatles", "Rolling Stones"], 0, 2 / 3),
-    ("b b b c", ["b b d"], 0, 4 / 7)])  # they share b twice
-def test_triviaqa_by_hand(prediction, references, em, f1, monkeypatch):
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(prediction, [])])
-    record, = ev.score_triviaqa(None, None, [dict(answers=references)], ARGS)
-    assert [record["em"], record["f1"]] == [em, approx(f1)]
+    prompt = mdu.encode_prompt(tokenizer, "Who?", "The book")
+    generate.assert_called_with(None, [prompt], 8, 4, 3)
 
 def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     """Of the tokens of " A", here a space (2) and a letter, the letter counts."""
     def tokenizer(text, **_):
         return SimpleNamespace(input_ids=[2, "ABCD".index(text[1]) + 3])
-    monkeypatch.setattr(mdu, "encode_prompt", lambda *_: [4, 9])
-    model = mock.Mock(mask_id=0, pad_id=1, return_value=f64([0, 0, 9, 1, 2, 5, 4, 0]))
+    monkeypatch.setattr(mdu, "encode_prompt", lambda tokenizer, question, prefill: question)
+    logits = f64([0, 0, 9, 1, 2, 5, 4, 0], [0, 0, 9, 5, 2, 1, 4, 0])
+    model = mock.Mock(mask_id=0, pad_id=1, return_value=logits)
     model.lm.config.vocab_size = 8
-    record, = ev.score_mmlu(model, tokenizer, [dict(question="Q", answer="C")], ARGS)
-    assert record == {"generation": "C", "accuracy": 1}
+    rows = [dict(question=[4, 9], answer="B"), dict(question=[7], answer="A")]
+    records = ev.score_mmlu(model, tokenizer, rows, ev.parse("--batch-size 16 run".split()))
+    assert [(r["generation"], r["accuracy"]) for r in records] == [("C", 0), ("A", 1)]
     ids, _, positions = model.call_args.args
-    assert ids.tolist() == [[4, 9, 0]] and positions.tolist() == [[False, False, True]]
+    assert ids.tolist() == [[4, 9, 0], [7, 0, 1]]
+    assert positions.nonzero().tolist() == [[0, 2], [1, 1]]
 
 @each("losses, labels, mc1", [
     ([2, 0.5, 1], [0, 1, 0], 1), ([2, 0.5, 1], [1, 0, 0], 0),
@@ -1728,7 +1728,7 @@ def test_mc1_by_hand(losses, labels, mc1, monkeypatch):
     row = ev.ask_truthfulqa(dict(question="", mc1_targets=targets))
     record, = ev.score_truthfulqa(None, None, [row], ARGS)
     assert texts_nll.call_args.args[3] == [{"a": " a", "b b": " b b", "c c c ": " c c c"}]
-    assert record["mc1"] == mc1
+    assert record["mc1"] == mc1 and record["logp"][record["generation"]] == -1
     assert list(record["logp"].values()) == approx([-losses["a"], -1, -3])
 
 def test_truthfulqa_equals_the_enumeration_of_all_masks(base, monkeypatch):
@@ -1762,75 +1762,95 @@ def made_up_run(scored, folder, options=(), forget=(), **changes):
     (folder / "eval/summary.json").write_text(json.dumps(summary))
     return str(folder)
 
-def read_table(folder, title):
-    """Of a table in report.md: its header, and the numbers in the row of each method."""
-    part = (folder / "report.md").read_text().split(f"## {title}")[1]
-    header, _, *lines = part.split("\n\n")[1].splitlines()
-    rows = {}
-    for line in lines:
-        _, name, cells = line.split("|", 2)
-        rows[name.strip()] = numbers(cells)
-    return " ".join(header.split()), rows
-
 def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
         scored, tmp_path, capsys, monkeypatch):
-    """Mean and standard deviation; of p-values the median.  The screen shows some answers."""
-    figures = dict(rougeL_f1=0.9, prob=0.5, fact=0.75, empty=0.25, words=7)
-    runs = [made_up_run(scored, tmp_path / "1/base", forget=figures)]
-    for seed, rouge, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
-        changed = dict.fromkeys([*figures, "generative_perplexity"], rouge)
-        own = dict(seed=seed, model=f"{seed}/base", anchor=f"{seed}/retain")
-        runs.append(made_up_run(
-            scored, tmp_path / f"{seed}/npo", own, changed, forget_quality=p))
+    """Mean and standard deviation; of perplexities and p-values the median."""
+    figures = dict(rougeL_f1=0.9, prob=0.5, fact=0.75, empty=0.25, words=7,
+                   generative_perplexity=40)
+    runs = [made_up_run(scored, tmp_path / "1/base", forget=figures, forget_quality=None)]
+    for seed, x, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
+        own = dict(seed=seed, model=f"{seed}/base", anchor=f"{seed}/retain", overwrite=seed > 1)
+        changed = dict.fromkeys(figures, x)
+        if seed == 2:
+            changed["words"] = None  # a cell needs all runs of a method
+        runs.append(made_up_run(scored, tmp_path / f"{seed}/npo", own, changed, forget_quality=p))
     monkeypatch.setattr(mdu, "RANK", 1)  # torchrun's other processes do nothing
     ev.main(["--report", *runs])
     monkeypatch.setattr(mdu, "RANK", 0)
     assert not (tmp_path / "1/report.md").exists()
-    ev.main(["--report", *runs, "--questions", "2,0"])
+    ev.main(["--report", *runs, runs[1] + "/", "--questions", "2,0"])  # one of them twice
     questions = [row["question"] for row in mdu.toy_world()["forget"][:3]]
     screen = capsys.readouterr().out
     shown = re.findall("|".join(map(re.escape, questions)), screen)
     assert shown == [questions[2], questions[0]]
     assert "Forget rL ↓ | p ↓ | fact ↓ | empty | gen. ppl ↓ | Retain rL ↑ | p ↑ | World" in (
         " ".join(screen.split()))
-    headers = {
-        "Forget": "Forget rL ↓ | p ↓ | fact ↓ | empty | words | gen. ppl ↓",
-        "Retain": "Retain rL ↑ | p ↑ | fact ↑ | empty ↓ | words",
-        "TOFU's own figures by split": "Forget recall ↓ | truth ratio ↑ | Retain recall ↑ | "
-            "truth ratio ↑ | Real authors recall ↑ | truth ratio ↑ | p of options ↑ | "
-            "World facts recall ↑ | truth ratio ↑ | p of options ↑"}
-    for title, columns in headers.items():
-        assert read_table(tmp_path / "1", title)[0] == f"| Method | {columns} |"
-    _, rows = read_table(tmp_path / "1", "Forget")
-    base_ppl = ev.read_summary(scored)["splits"]["forget"]["generative_perplexity"]
-    assert rows["base"] == [0.9, 0.5, 0.75, 0.25, 7, approx(base_ppl, abs=0.1)]
-    assert rows["npo"] == [0.5, 0.2] * 5 + [0.5]
-    assert read_table(tmp_path / "1", "TOFU's own figures")[1]["npo"][-1] == 0.25
-    text = (tmp_path / "1/report.md").read_text()
+    text = " ".join((tmp_path / "1/report.md").read_text().split())
     assert text.startswith("Rows: Forget 3, Retain 3, Real")
+    for line in """| Method | Forget rL ↓ | p ↓ | fact ↓ | empty | words | gen. ppl ↓ |
+            | base | 0.900 | 0.500 | 0.750 | 0.250 | 7.0 | 40.0 |
+            | npo | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | - | 0.5 |
+            | Method | Retain rL ↑ | p ↑ | fact ↑ | empty ↓ | words |
+            | Method | model utility ↑ | forget quality ↑ |
+            | Method | Forget recall ↓ | truth ratio ↑ | Retain recall ↑ | truth""".splitlines():
+        assert line.strip() in text
+    assert re.search(r"\| npo \| \S+ ± \S+ \| 0.25 \|", text)
     assert (tmp_path / "1/report.png").read_bytes().startswith(b"\x89PNG")
+
+def test_picture_has_a_mark_per_method(scored, tmp_path):
+    """Fact against generative perplexity: 15 methods, no two of one colour and form."""
+    runs = []
+    for i in range(15):
+        figures = dict(fact=i / 16, generative_perplexity=2 + i)
+        runs.append(made_up_run(scored, tmp_path / f"run{i}", {}, figures))
+    with mock.patch.object(ev, "save_picture", return_value=False) as save:
+        ev.main(["--report", *runs])
+    figure = matplotlib.figure.Figure()
+    ev.draw_trade_offs(figure, *save.call_args.args[2:])
+    _, axis = figure.axes
+    marks = [mark.get_offsets().tolist() for mark in axis.collections]
+    assert marks == [[[i / 16, 2 + i]] for i in range(15)]
+    forms = {repr(mark.get_paths()[0].vertices.tolist()) for mark in axis.collections}
+    colours = {tuple(mark.get_edgecolor()[0]) for mark in axis.collections}
+    assert len(forms) == len(colours) == 15
+
+def test_a_table_in_markdown():
+    table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
+    assert ev.markdown_table(["a", "long"], [["x | y\nz", ""]]) == table
+
+def test_forget_quality_compares_with_the_retain_run(scored, tmp_path):
+    """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
+    retain = made_up_run(scored, tmp_path / "retain")
+    records = [dict(row, nll_perturbed=[99]) for row in ev.read_records(retain, "forget")]
+    write_lines(Path(retain, "eval/forget.jsonl"), records)
+    run = shutil.copytree(scored, tmp_path / "run")
+    ev.main([str(run), *FLAGS, "--retain-run", retain])
+    assert ev.read_summary(run)["forget_quality"] == approx(2 / 20)
 
 @each("name, changes, words", [
     ("npo", dict(options=dict(lr=1e-3)), "--lr"),
     ("npo", dict(options=dict(anchor="current")), "--anchor"),
     ("npo", dict(trained_on=dict(forget="other")), "rows"),
-    ("ga", dict(protocol=dict(samples=64)), "'samples': 64"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
     ("ga", dict(forget=dict(people=dict(Ann={}))), "different people")])
 def test_runs_that_do_not_compare_are_refused(name, changes, words, scored, tmp_path, capsys):
     runs = [made_up_run(scored, tmp_path / "1/npo"),
             made_up_run(scored, tmp_path / "2" / name, **changes)]
-    code, line = program(["--report", *runs], capsys, ev.main)
-    assert code == 2 and words in line and not (tmp_path / "1/report.md").exists()
+    for pair in (runs, runs[::-1]):
+        code, line = program(["--report", *pair], capsys, ev.main)
+        assert code == 2 and words in line and not list(tmp_path.rglob("report.*"))
 
-@each("name, text", [("summary.json", "{"), ("forget.jsonl", '{"a"')])
-def test_damaged_scores_are_named(name, text, scored, tmp_path, capsys):
+@each("name, text, words", [("summary.json", "{", "damaged"), ("forget.jsonl", '{"a"', "damaged"),
+                            ("forget.jsonl", '{"question": "", "answer": "", "generation": ""}',
+                             "1 rows, not 3"),
+                            ("forget.jsonl", 4 * "{}\n", "4 rows, not 3")])
+def test_damaged_scores_are_named(name, text, words, scored, tmp_path, capsys):
     run = made_up_run(scored, tmp_path / "run")
     (tmp_path / "run/eval" / name).write_text(text)
     code, line = program(["--report", run], capsys, ev.main)
     assert code == 2 and name in line and "damaged" in line
 
-def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, monkeypatch):
+def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_checkpoint(Path("model"), "llada", max_sequence_length=999)
     data = f"--preset rwku-llada --model model --data {rwku}".split()
@@ -1842,16 +1862,23 @@ def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, mon
     protocol = ev.read_summary("1/dpo")["protocol"]
     assert [protocol["length"], protocol["dtype"]] == [30, "bfloat16"]
     ev.main(["--report", "1/dpo", "2/dpo"])
-    header, rows = read_table(Path("1"), "RWKU: the person")
-    columns = [f"{title} recall" for title in ("F-L1", "F-L2", "F-L3", "N-L1", "N-L2")]
-    assert header == "| Method | {} ↓ | {} ↓ | {} ↓ | {} ↑ | {} ↑ |".format(*columns)
-    assert list(rows) == ["dpo"] and len(rows["dpo"]) == 10  # means and standard deviations
+    header = ("Method | F-L1 recall ↓ | F-L2 recall ↓ | F-L3 recall ↓ | N-L1 recall ↑ | "
+              "N-L2 recall ↑ |")
+    report = " ".join(Path("1/report.md").read_text().split())
+    assert header in report and re.search(r"\| dpo \|( \d\.\d+ ± \d\.\d+ \|){5}", report)
+    assert "### Please briefly answer the following question." in capsys.readouterr().out
     # The model itself, in new folders: who else is asked about changes no one's masks.
     ev.main([*scoring, *data, "all"])
-    ev.main([*scoring, *data, "--subject", "2", "alone"])
+    Path("2/model/eval.new").mkdir(parents=True)  # of a call that was stopped
+    ev.main([*scoring, *data, "--subject", "2", "--limit", "2", "2/model"])
     together = ev.read_records("all", "utility_truthfulness")
-    alone, = ev.read_records("alone", "utility_truthfulness")
-    assert alone["logp"] == approx(together[1]["logp"], rel=1e-4)
+    alone = ev.read_records("2/model", "utility_truthfulness")
+    assert alone[0]["logp"] == approx(together[1]["logp"], rel=1e-4)
+    assert [record["seed"] for record in alone] == [[0, 10, 0], [0, 10, 1]]
+    ev.main([*scoring, *data, "--subject", "12", "--limit", "2", "12/model"])  # without a level 3
+    ev.main(["--report", "2/model", "12/model"])
+    report = " ".join(Path("2/report.md").read_text().split())
+    assert header.replace("F-L3 recall ↓ | ", "") in report
 
 # ---- Analyses ----
 @torch.no_grad()
@@ -1908,6 +1935,10 @@ def test_roles_equal_slow_loop(base, unlearned, tmp_path, monkeypatch):
     ev.main("--analysis roles --limit 1 --samples 1 run".split())
     own_bars = json.loads(Path("analysis/roles.json").read_text())["panels"][""]
     assert len({bar["role"] for bar in own_bars}) == len(own_bars)  # theta0 is shown once
+    # A base is its own theta0.  Without --questions the first three are shown, here of two.
+    shutil.rmtree("run")
+    panels = analyse("trajectory", base, tmp_path / "base", "--limit 2 --length 1")["panels"]
+    assert [len(bars) for bars in panels.values()] == [1, 1]
     found = {(bar["label"].split("\n")[0], bar["role"]): bar for bar in bars}
     assert found.keys() == expected.keys()
     for key, kls in expected.items():
@@ -1918,7 +1949,6 @@ def test_trajectory_and_rollout_show_the_samplers_states(base, unlearned, tmp_pa
     """Random theta and theta0; theta denoises 12 tokens in 6 steps, the fourth is the end token."""
     model, tokenizer = mdu.new_toy(mdu.toy_world(), 1)
     frozen, _ = mdu.new_toy(mdu.toy_world(), 2)
-    assert not torch.equal(model.lm.lm_head.weight, frozen.lm.lm_head.weight)
 
     def load_backbone(name, dtype):
         return {str(base): frozen}.get(name, model), tokenizer
@@ -2012,8 +2042,9 @@ mdu --resume {files}                                     => no run.json
 mdu --resume {files}/torn                                => torn/run.json damaged
 mdu --resume {run} --lr 0.1                              => --resume no other
 eval {files}/absent                                      => no run.json
+eval --ask Who? --length 2048 {base}                     => 2048 too many --length
+eval --preset toy {files}/absent                         => no published model --model
 eval --report {base}                                     => not scored yet
-eval --model {base} {base}                               => new folder
 eval --model {base} {files}                              => is no score new folder
 eval {files}/unfinished/base                             => unfinished --resume
 eval --report --samples 3 {base}                         => --samples has no effect
@@ -2024,7 +2055,6 @@ eval --analysis roles {run} {run}                        => one folder name
 eval --analysis rollout --questions 1,999 {run}          => --questions 999
 eval --brief --samples 1 --steps 1 --length 2048 {base}  => 2048 too many --length
 eval --samples 4 --seed 5 --length 8 --retain-run {scored} {base} => rows not same way
-eval --forget {files}/absent {base}                      => --forget absent no such file
 eval --limit 3 --seed 5 --length 8 --retain-run {scored} {base} => 'samples': 128
 eval --samples 4 --limit 3 --seed 5 --length 8 --brief --retain-run {scored} {base} => perturbed
 """.strip().splitlines()
@@ -2115,21 +2145,16 @@ def test_make_trains_what_it_scores(target, tmp_path):
             assert all(fnmatch.filter(trained, run.rstrip("/")) for run in args.runs)
     assert len(trained) > 2
 
-@each("code", EXAMPLES)
-def test_python_examples_of_the_readme_run(code, tmp_path, monkeypatch):
-    """With a small random model.  One of two models changes; a loss that is shown is mdu.py's."""
-    write_tokenizer(tmp_path, "a2d-qwen3")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, sep_token="<|im_end|>")
-    config = transformers.BertConfig(vocab_size=264, hidden_size=24, num_hidden_layers=1)
-    lm = transformers.BertForMaskedLM(config)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
-    monkeypatch.setattr(transformers.AutoModelForMaskedLM, "from_pretrained", lambda name: lm)
-    names = dict(torch=torch, F=F, math=math)
-    exec(code, names)
-    if "def mdu_loss" in code:
-        arguments = to_dtype(loss_arguments("mdu tau .3"), torch.float32)
-        assert_close(names["mdu_loss"](**arguments), mdu.mdu_loss(**arguments), 1e-6)
-    models = [value for value in names.values() if isinstance(value, torch.nn.Module)]
-    if models:
-        theta, theta0 = [torch.nn.utils.parameters_to_vector(m.parameters()) for m in models]
-        assert theta.isfinite().all() and not torch.equal(theta, theta0)
+@each("name", ["mdu tau 0", "mdu tau .3", "mdu tau 1"])
+@each("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_of_the_readme_is_that_of_mdu(name, dtype):
+    """Copied into a file with torch, F and math alone, gradients included."""
+    code, = EXAMPLES
+    scope = dict(torch=torch, F=F, math=math)
+    exec(code, scope)
+    arguments = to_dtype(loss_arguments(name), dtype)
+    found, grads = evaluate(scope["mdu_loss"], arguments)
+    expected, expected_grads = evaluate(mdu.mdu_loss, arguments)
+    assert found.dtype == torch.float32
+    assert_close(found, expected, 1e-6)
+    assert_close(grads["logits"], expected_grads["logits"], 1e-6)
