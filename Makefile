@@ -17,7 +17,7 @@ install: .venv/installed  ## a virtual environment with the pinned packages, mat
 demo: install  ## a toy base model, every method, scores: table and picture in out/toy (SEED=2: another seed)
 	@$(PYTHON) mdu.py --method sft $(TOY)/base
 	@$(MAKE) --no-print-directory --jobs=2 baselines sweep
-	@$(PYTHON) eval.py --report $(RUNS:%=$(OUT)/%) --questions 3,4,7
+	@$(PYTHON) eval.py --report $(RUNS:%=$(OUT)/%) --questions 3
 baselines:
 	@for m in $(BASELINES); do $(PYTHON) mdu.py --method $$m $(TOY)/$$m || exit 1; done
 	@$(PYTHON) eval.py $(SCORE) $(addprefix $(OUT)/,base $(BASELINES))
