@@ -471,6 +471,25 @@ def test_tokens_with_a_number_below_t_are_masked():
 
 TOKENS_01 = SimpleNamespace(mask_id=0, pad_id=1)
 
+def test_masks_estimate_the_exact_loss():
+    """E[1/t sum -log p], integrated over t, is n times the mean over Eq. 7's masks."""
+    n, N = 3, 2 ** 16
+    torch.manual_seed(4)
+    masks, chances = all_masks(n)
+    log_odds = torch.randn(len(masks), n).double()  # of each token under each mask
+    nll = F.softplus(-log_odds)
+    exact = 0.0
+    for i, mask in enumerate(masks):
+        exact += n * chances[i] * nll[i][mask].mean().item()
+    points = torch.quasirandom.SobolEngine(n + 1, scramble=True, seed=0).draw(N).double()
+    t = 0.001 + 0.999 * points[:, 0]
+    ids = torch.zeros(N, n, dtype=torch.long)
+    _, masked = mdu.mask_tokens(ids, ids == 0, 1, t, points[:, 1:])
+    numbers = (masked * torch.tensor([4, 2, 1])).sum(1)
+    z = log_odds[numbers - 1][masked]
+    loss = mdu.sft_loss(torch.stack([z, 0 * z], dim=1), ids[masked], masked, t)
+    assert loss.mean().item() == approx(exact, rel=0.004)
+
 def make_examples():
     """10 to forget and 7 to retain; the first token of a prompt names the example."""
     others = [[8, 9, 1], [9, 9, 1], [10, 9, 1]]
@@ -565,6 +584,31 @@ def test_prompt_dropout_masks_questions_and_leaves_their_answers_unpadded():
 
 # ---- States of the authors' code: what the model still writes ----
 WORDS = torch.arange(64) != 9  # token 9 is no word
+
+def test_still_written_by_hand():
+    """Each row's first token is its number.  Decoded is its script, from the last position on."""
+    script = [[5, 5, 4, 7], [9, 6, 2], [7, 8], [6, 5, 6]]
+    answers = [[4, 5, 6, 9], [9, 6, 3], [4, 6], [6, 6, 3]]
+    expected = [[1, 1, 0, 0],  # 4 has moved, 5 is written twice, 6 is forgotten
+                [0, 1, 0],  # 9 is written, but no word
+                [0, 0],  # nothing is left
+                [1, 1, 0]]  # a word that the answer has twice
+    seen = []
+
+    def model(ids, attention_mask, masked):
+        seen.append(masked.sum(1).tolist())
+        logits = torch.zeros(*ids.shape, 11)
+        for b, tokens in enumerate(script):
+            for i, token in enumerate(tokens, 1):
+                logits[b, i, token] = 5 + i
+        return logits[masked]
+    model.mask_id, model.by_entropy, model.is_word = MASK, False, WORDS
+    mdu.join_processes()
+    pairs = [([b], answer) for b, answer in enumerate(answers)]
+    batch = mdu.Batch(*mdu.collate(pairs, PAD), None, None, None)
+    written = mdu.still_written(model, batch)
+    assert [row[r].int().tolist() for row, r in zip(written, batch.response)] == expected
+    assert seen == [[4, 3, 2, 3], [3, 2, 1, 2], [2, 1, 0, 1], [1, 0, 0, 0]]
 
 @each("by_entropy", [False, True])
 @each("size", [1, 3, 20])
