@@ -1622,6 +1622,21 @@ def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(scored, 
     code, err = program([run, *FLAGS], capsys, ev.main)
     assert code == 2 and "notes.txt is in the way" in err
 
+def test_a_run_is_scored_by_one_program_at_a_time(scored, tmp_path, capsys):
+    run = shutil.copytree(scored, tmp_path / "run")
+    with open(run / ".lock", "w") as lock, unchanged(run):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, err = program([run, *FLAGS], capsys, ev.main)
+        assert code == 2 and "in use" in err
+
+    def score_rows(*args):
+        with open(run / ".lock") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        raise ValueError("stopped")
+    with mock.patch.object(ev, "score_rows", score_rows):
+        assert "stopped" in program([run, *FLAGS], capsys, ev.main)[1]
+    ev.main([str(run), *FLAGS])  # free again
+
 def test_a_stopped_call_is_continued_with_the_same_weights_only(scored, tmp_path, capsys):
     run = shutil.copytree(scored, tmp_path / "run")
     score_rows = ev.score_rows
