@@ -502,9 +502,10 @@ def draw(typed, steps):
     """-> the rows to forget and to retain of several steps, one after the other."""
     args = options(typed)
     examples = make_examples()
+    split = "train" if args.method == "sft" else "forget"
     forget, retain = [], []
     for step in steps:
-        drawn = mdu.draw_step(args, examples, step, TOKENS_01)
+        drawn = mdu.draw_step(args, examples, split, step, TOKENS_01)
         forget += drawn[0]
         retain += drawn[1]
     return forget, retain
@@ -650,7 +651,7 @@ def test_the_first_look_equals_one_sequence_at_a_time(states, silent_anchor, cap
         head = anchor.lm.lm_head.weight.data
         head[0] *= 99
         head[1] = -head[0]  # one of the two is the likeliest everywhere
-    draws, _ = mdu.draw_step(args, make_examples(), 3, TOKENS_01)
+    draws, _ = mdu.draw_step(args, make_examples(), "forget", 3, TOKENS_01)
     own, given, silent = [], [], []
     for row in draws:
         _, true = slow_logp(model, row.prompt, row, states)
@@ -760,7 +761,8 @@ def test_losses_and_gradients_of_a_step_equal_one_sequence_at_a_time(typed):
     mdu.join_processes()
     args = options(f"--method {typed} --batch-size 3 --grad-accum 4 --response-length 9")
     args.retain_weight = 0.7 * (args.retain_weight or 0)
-    forget, retain = mdu.draw_step(args, make_examples(), 3, TOKENS_01)
+    split = "train" if args.method == "sft" else "forget"
+    forget, retain = mdu.draw_step(args, make_examples(), split, 3, TOKENS_01)
     forget, retain = forget[:10], retain[:10]  # 10 of a step's 12 rows: the last micro-batch has 1
     assert args.t_min == 0.7 or any(row.t <= row.uniform.min() for row in forget)
     likely = range(64)
@@ -805,12 +807,11 @@ def test_diagnose_equals_one_sequence_at_a_time(t_min):
     lowest = []
     model, frozen = tiny_llama(0), tiny_llama(1)
     sums = np.zeros(3)
-    for index, (prompt, answer, *_) in enumerate(examples["forget"]):
-        rng = mdu.rng_for(args.seed, "diagnose", index)
-        t = t_min + (1 - t_min) * rng.random()
-        row = mdu.Draw(prompt, answer, t, rng.random(len(answer), np.float32))
-        lowest.append(row.uniform.min() - t)
-        for i, (seen, tau) in enumerate([(prompt, 1), ([0] * len(prompt), 1), (prompt, 0)]):
+    for index in range(10):
+        row = mdu.draw_example(args, examples, "forget", index, model)
+        lowest.append(row.uniform.min() - row.t)
+        masked = [0] * len(row.prompt)
+        for i, (seen, tau) in enumerate([(row.prompt, 1), (masked, 1), (row.prompt, 0)]):
             sums[i] += slow_row_kl(model, frozen, row, seen, tau).item()
     assert t_min == 0.6 or max(lowest) > 0  # a row of which t masks nothing
     expected = dict(zip(["base", "anchor", "uniform"], sums / 10))
@@ -840,7 +841,7 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_p
     examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
     moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()}
     for step, lr in enumerate([1e-4, 1e-4, 0.5e-4], 1):  # one step of warm-up, then half a cosine
-        rows = mdu.draw_step(args, examples, step - 1, model)
+        rows = mdu.draw_step(args, examples, "forget", step - 1, model)
         forget, retain = slow_step(args, model, frozen, *rows)
         grads = torch.autograd.grad(forget + args.retain_weight * retain, list(moments))
         norm = torch.cat([grad.flatten() for grad in grads]).norm().item()
