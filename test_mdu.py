@@ -2141,7 +2141,8 @@ def files(tmp_path_factory):
             "other/run.json":
                 '{"options": {"method": "sft", "model": null}, "rows": {"forget": "other"}}',
             "other/config.json": "{}",
-            "unfinished/base/run.json": '{"options": {}, "rows": {}}', "torn/run.json": '{"opt',
+            "unfinished/base/run.json":
+                '{"options": {"preset": "toy", "response_length": 12}, "rows": {}}', "torn/run.json": '{"opt',
             "foreign/run.json": '{"id": 7}', "foreign/config.json": "[]"}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
