@@ -879,14 +879,19 @@ def test_adapters_start_at_zero():
     "--preset rwku-llada --subject 1 --method ga => epochs=3 retain_weight=None",
     "--preset own --out {base}/../other => response_length=12 model={base}",
     "--lora 8 --lr 0.3 --tau 0.5 --t-min 1 => lr=0.3 out=out/toy/mdu-tau0.5-t1",
-    "--preset rwku-dream --subject 1 => retain_weight=0.0 out=out/rwku-dream/1/mdu-tau1",
+    f"--preset rwku-dream --subject 1 => retain_weight=0.0 out=out/rwku-dream/1/mdu-tau1 "
+    f"model={mdu.DREAM}",
+    f"--preset rwku-llada --subject 1 --out {{base}}/../x => model={mdu.LLADA} response_length=128",
+    f"--preset rwku-qwen --subject 2 --method sft => model={mdu.QWEN}",
+    "--preset tofu-llada => model={here}/out/tofu-llada/base response_length=128",
+    "--forget f.jsonl --method sft => preset=own model=None",
     "--model x --method simnpo --lora 8 --epochs 7 => preset=own beta=4.5 lr=0.0001 epochs=7.0",
     "--tau 0.5 --states written --anchor current => out=out/toy/mdu-tau0.5-written-current",
     "--anchor {base} --method mdu => anchor={base} out=out/toy/mdu-tau1-base",
     "--model {base} => preset=toy response_length=12 lr=0.0003 t_min=0.001 retain_only=None",
     "--model {base} --preset own => preset=own response_length=12 lr=1e-05"])
 def test_defaults_come_from_method_then_preset_then_command_line(case, base):
-    typed, expected = case.format(base=base).split("=> ")
+    typed, expected = case.format(base=base, here=Path.cwd()).split("=> ")
     found = {f"{name}={value}" for name, value in vars(options(typed)).items()}
     assert set(expected.split()) <= found, found
 
