@@ -1601,6 +1601,17 @@ def test_theta0_scores_what_a_run_wrote(base, unlearned, tmp_path, monkeypatch, 
     assert "Forget: 3 of 3 true answers are longer than the 5 tokens" in lines
     assert "longer than the 7 tokens" not in lines  # all have 7
 
+def stop_scoring(run, capsys, score_rows=mock.Mock(side_effect=ValueError("stopped"))):
+    with mock.patch.object(ev, "score_rows", score_rows):
+        assert "stopped" in program([run, *FLAGS], capsys, ev.main)[1]
+
+def score_again(run):
+    """The splits that a call scores."""
+    with mock.patch.object(ev, "score_rows", wraps=ev.score_rows) as score:
+        ev.main([str(run), *FLAGS])
+    assert not (run / "eval.new").exists()
+    return [call.args[2] for call in score.call_args_list]
+
 def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(scored, tmp_path, capsys):
     run = shutil.copytree(scored, tmp_path / "run")
     largest = max(file.stat().st_size for file in (run / "eval").glob("*.jsonl"))
@@ -1611,10 +1622,7 @@ def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(scored, 
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert code == 2 and "too large" in err
         finished = [file.stem for file in (run / "eval.new").glob("*.jsonl")]
-        with mock.patch.object(ev, "score_rows", wraps=ev.score_rows) as score:
-            ev.main([str(run), *FLAGS])
-    assert finished and {*finished, *[call.args[2] for call in score.call_args_list]} == {*ev.TOFU}
-    assert len(finished) + score.call_count == 4
+        assert finished and sorted(finished + score_again(run)) == sorted(ev.TOFU)
     shutil.copytree(run / "eval", run / "eval.new")  # of another protocol than the next call's
     ev.main([str(run), *FLAGS, "--seed", "6"])
     assert ev.read_records(run, "forget")[0]["seed"] == [6, 0, 0]
@@ -1633,9 +1641,8 @@ def test_a_run_is_scored_by_one_program_at_a_time(scored, tmp_path, capsys):
         with open(run / ".lock") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         raise ValueError("stopped")
-    with mock.patch.object(ev, "score_rows", score_rows):
-        assert "stopped" in program([run, *FLAGS], capsys, ev.main)[1]
-    ev.main([str(run), *FLAGS])  # free again
+    stop_scoring(run, capsys, score_rows)
+    score_again(run)  # the lock is free
 
 def test_a_stopped_call_is_continued_with_the_same_weights_only(scored, tmp_path, capsys):
     run = shutil.copytree(scored, tmp_path / "run")
@@ -1644,32 +1651,35 @@ def test_a_stopped_call_is_continued_with_the_same_weights_only(scored, tmp_path
     def score_one_split(model, tokenizer, split, *rest):
         mdu.require(split == "forget", "stopped")
         return score_rows(model, tokenizer, split, *rest)
-    with unchanged(run / "eval"), mock.patch.object(ev, "score_rows", score_one_split):
-        assert "stopped" in program([run, *FLAGS], capsys, ev.main)[1]
+    with unchanged(run / "eval"):
+        stop_scoring(run, capsys, score_one_split)
     halved = {name: x / 2 for name, x in weights(run).items()}
     safetensors.torch.save_file(halved, run / "model.safetensors", {"format": "pt"})
-    with mock.patch.object(ev, "score_rows", wraps=score_rows) as score:
-        ev.main([str(run), *FLAGS])
-    assert score.call_count == 4 and not (run / "eval.new").exists()
-    # Stopped between the two renames: the finished scores are kept when the next call begins.
+    assert len(score_again(run)) == 4
+    # Stopped while the old scores were removed: the next call first puts the new ones in place.
     before = read_all(run / "eval").values()
     (run / "eval").rename(run / "eval.new")
-    shutil.copytree(Path(scored, "eval"), run / "eval.old")
-    with mock.patch.object(ev, "score_rows", side_effect=ValueError("stopped")):
-        assert "stopped" in program([run, *FLAGS], capsys, ev.main)[1]
+    (run / "eval").mkdir()
+    shutil.copy(Path(scored, "eval/forget.jsonl"), run / "eval")
+    stop_scoring(run, capsys)
     assert list(read_all(run / "eval").values()) == list(before)
 
-@each("typed, length, steps", [
-    ("", 12, 12), ("--length 8 --steps 1", 8, 1),
-    ("--length 2038 --steps 1", 2038, 1)])  # all that 10 tokens of prompt leave
-def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, capsys):
+@each("typed, length, steps, lines", [
+    ("", 12, 12, 1), ("--length 8 --steps 1", 8, 1, 1),
+    ("--length 2038 --steps 1", 2038, 1, 2)])  # all that 10 tokens of prompt leave
+def test_ask_prints_what_each_run_answers(typed, length, steps, lines, base, scored, capsys):
+    """And says so where more tokens are generated than the 12 that the run was trained with."""
     question = mdu.toy_world()["retain"][0]["question"]
     ev.main(["--ask", question, *typed.split(), str(base), scored])
-    for run, line in zip((str(base), scored), capsys.readouterr().out.splitlines(), strict=True):
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2 * lines
+    for run, line in zip((str(base), scored), printed[lines - 1::lines]):
         model, tokenizer = mdu.load_backbone(run)
         ids, = ev.generate(model, [mdu.encode_prompt(tokenizer, question)], length, steps)
         text = tokenizer.decode(ids, skip_special_tokens=True)
         assert line == f"{run}: {' '.join(text.split()) or '(empty)'}"
+    if lines == 2:
+        assert "2038 tokens" in printed[0] and printed[0].endswith("was 12")
 
 def test_batches_have_few_enough_sequences_and_logits(monkeypatch):
     monkeypatch.setattr(ev, "MAX_LOGITS", 33)  # FakeModel has 11 tokens: 3 masked positions
@@ -1701,6 +1711,16 @@ def test_a_run_is_scored_on_its_own_rows_or_others(typed, expected, monkeypatch)
     monkeypatch.setattr(mdu, "read_jsonl", read_jsonl)
     run = vars(options("--model m --limit 2 --forget F --retain R"))
     assert ev.rows_to_score(run, ev.parse([*typed.split(), "run"])) == expected
+
+def test_a_published_model_is_that_of_the_preset_or_of_model(base):
+    """A run hands down its response length; the preset names the rows."""
+    found = []
+    for typed in ("--preset tofu-dream", f"--preset rwku-qwen --model {base}", "--model A/B"):
+        source = ev.find_source("new", ev.parse([*typed.split(), "new"]))
+        assert source.theta0 == source.model and source.trained_on is None
+        found.append((source.model, source.options["data"], source.options["response_length"]))
+    assert found == [(mdu.DREAM, "locuslab/TOFU", 128), (str(base), "jinzhuoran/RWKU", 12),
+                     ("A/B", None, 128)]
 
 # ---- RWKU ----
 ANSWER = "Please briefly answer the following question.\n"
@@ -1741,7 +1761,8 @@ def test_what_has_to_be_the_same_in_two_runs():
     run = vars(options("--model m --data D --limit 3 --response-length 7"))
 
     def protocol(split, typed="", rows=(1, 2)):
-        return ev.scoring_protocol(run, {split: rows}, ev.parse([*typed.split(), "run"]))
+        args = ev.with_run_options(ev.parse([*typed.split(), "run"]), run, {split: rows})
+        return ev.scoring_protocol(args, run, {split: rows})
     asked = protocol("forget_level1")
     assert protocol("forget_level1", "--limit 3 --data D", [3]) == asked
     assert protocol("forget_level1", "--limit 2")["rows"] != asked["rows"]
@@ -1872,6 +1893,10 @@ def test_picture_has_a_mark_per_method(scored, tmp_path):
     forms = {repr(mark.get_paths()[0].vertices.tolist()) for mark in axis.collections}
     colours = {tuple(mark.get_edgecolor()[0]) for mark in axis.collections}
     assert len(forms) == len(colours) == 15
+    # Without a perplexity, as of empty answers, the picture is drawn all the same.
+    silent = made_up_run(scored, tmp_path / "silent", {}, dict(generative_perplexity=None))
+    ev.main(["--report", silent])
+    assert (tmp_path / "report.png").exists()
 
 def test_a_table_in_markdown():
     table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
@@ -2012,7 +2037,8 @@ def test_trajectory_and_rollout_show_the_samplers_states(base, unlearned, tmp_pa
     def load_backbone(name, dtype):
         return {str(base): frozen}.get(name, model), tokenizer
     monkeypatch.setattr(mdu, "load_backbone", load_backbone)
-    monkeypatch.setattr(ev, "answer_length", lambda model, ids: 3)
+    monkeypatch.setattr(ev, "read_answer", lambda model, tokenizer, ids: ev.Answer(
+        tokenizer.decode(ids[:3], skip_special_tokens=True), ids[:3]))
     row = mdu.toy_world()["forget"][0]
     prompt = mdu.encode_prompt(tokenizer, row["question"])
     ids, response, attention_mask = mdu.collate([(prompt, [0] * 12)], 1)
@@ -2104,6 +2130,7 @@ eval {files}/absent                                      => no run.json
 eval --ask Who? --length 2048 {base}                     => 2048 too many --length
 eval --preset toy {files}/absent                         => no published model --model
 eval --report {base}                                     => not scored yet
+eval --report {files}/unfinished/base                    => unfinished --resume
 eval --model {base} {files}                              => is no score new folder
 eval {files}/unfinished/base                             => unfinished --resume
 eval --report --samples 3 {base}                         => --samples has no effect
