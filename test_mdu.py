@@ -1601,6 +1601,10 @@ def test_theta0_scores_what_a_run_wrote(base, unlearned, tmp_path, monkeypatch, 
     assert "Forget: 3 of 3 true answers are longer than the 5 tokens" in lines
     assert "longer than the 7 tokens" not in lines  # all have 7
 
+@pytest.fixture
+def run(scored, tmp_path):
+    return shutil.copytree(scored, tmp_path / "run")
+
 def stop_scoring(run, capsys, score_rows=mock.Mock(side_effect=ValueError("stopped"))):
     with mock.patch.object(ev, "score_rows", score_rows):
         assert "stopped" in program([run, *FLAGS], capsys, ev.main)[1]
@@ -1612,8 +1616,7 @@ def score_again(run):
     assert not (run / "eval.new").exists()
     return [call.args[2] for call in score.call_args_list]
 
-def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(scored, tmp_path, capsys):
-    run = shutil.copytree(scored, tmp_path / "run")
+def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(run, capsys):
     largest = max(file.stat().st_size for file in (run / "eval").glob("*.jsonl"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with unchanged(run / "eval"):
@@ -1630,8 +1633,7 @@ def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(scored, 
     code, err = program([run, *FLAGS], capsys, ev.main)
     assert code == 2 and "notes.txt is in the way" in err
 
-def test_a_run_is_scored_by_one_program_at_a_time(scored, tmp_path, capsys):
-    run = shutil.copytree(scored, tmp_path / "run")
+def test_a_run_is_scored_by_one_program_at_a_time(run, capsys):
     with open(run / ".lock", "w") as lock, unchanged(run):
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, err = program([run, *FLAGS], capsys, ev.main)
@@ -1644,8 +1646,7 @@ def test_a_run_is_scored_by_one_program_at_a_time(scored, tmp_path, capsys):
     stop_scoring(run, capsys, score_rows)
     score_again(run)  # the lock is free
 
-def test_a_stopped_call_is_continued_with_the_same_weights_only(scored, tmp_path, capsys):
-    run = shutil.copytree(scored, tmp_path / "run")
+def test_a_stopped_call_is_continued_with_the_same_weights_only(run, scored, capsys):
     score_rows = ev.score_rows
 
     def score_one_split(model, tokenizer, split, *rest):
@@ -1686,8 +1687,8 @@ def test_batches_have_few_enough_sequences_and_logits(monkeypatch):
     found = list(ev.batches(FakeModel(), [1, 1, 2, 1, 4, 1, 0, 0, 0], 3, ""))
     assert found == [[0, 1], [2, 3], [4], [5, 6, 7], [8]]
 
-def test_two_processes_score_as_one(scored, tmp_path):
-    run = shutil.copytree(scored, tmp_path / "run", ignore=shutil.ignore_patterns("eval"))
+def test_two_processes_score_as_one(run, scored):
+    shutil.rmtree(run / "eval")
     assert run_python(*TORCHRUN, ev.__file__, run, *FLAGS) == 0
     for file in Path(scored, "eval").iterdir():
         found = numbers((run / "eval" / file.name).read_text())
@@ -1893,21 +1894,20 @@ def test_picture_has_a_mark_per_method(scored, tmp_path):
     forms = {repr(mark.get_paths()[0].vertices.tolist()) for mark in axis.collections}
     colours = {tuple(mark.get_edgecolor()[0]) for mark in axis.collections}
     assert len(forms) == len(colours) == 15
-    # Without a perplexity, as of empty answers, the picture is drawn all the same.
-    silent = made_up_run(scored, tmp_path / "silent", {}, dict(generative_perplexity=None))
-    ev.main(["--report", silent])
+    # Without perplexities, as where all answers are empty, the picture is drawn all the same.
+    figures = dict(generative_perplexity=None)
+    ev.main(["--report", *[made_up_run(scored, tmp_path / name, {}, figures) for name in "ab"]])
     assert (tmp_path / "report.png").exists()
 
 def test_a_table_in_markdown():
     table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
     assert ev.markdown_table(["a", "long"], [["x | y\nz", ""]]) == table
 
-def test_forget_quality_compares_with_the_retain_run(scored, tmp_path):
+def test_forget_quality_compares_with_the_retain_run(run, scored, tmp_path):
     """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
     retain = made_up_run(scored, tmp_path / "retain")
     records = [dict(row, nll_perturbed=[99]) for row in ev.read_records(retain, "forget")]
     write_lines(Path(retain, "eval/forget.jsonl"), records)
-    run = shutil.copytree(scored, tmp_path / "run")
     ev.main([str(run), *FLAGS, "--retain-run", retain])
     assert ev.read_summary(run)["forget_quality"] == approx(2 / 20)
 
@@ -1998,7 +1998,7 @@ def analyse(name, run, folder, typed=""):
     assert name == "rollout" or file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     return json.loads(file.read_text())
 
-def test_roles_equal_slow_loop(base, unlearned, tmp_path, monkeypatch):
+def test_roles_equal_slow_loop(base, unlearned, tmp_path):
     model, tokenizer = mdu.load_backbone(str(unlearned))
     frozen, _ = mdu.load_backbone(str(base))
     expected = {}
@@ -2014,20 +2014,18 @@ def test_roles_equal_slow_loop(base, unlearned, tmp_path, monkeypatch):
                     expected.setdefault((name, role), []).append(kl)
     flags = "--limit 3 --samples 2 --seed 4 --batch-size 4"
     bars = analyse("roles", unlearned, tmp_path, flags)["panels"][""]
-    analyse("trajectory", base, tmp_path / "base", "--questions 0")  # it is its own theta0
-    monkeypatch.chdir(tmp_path / "base")
-    ev.main("--analysis roles --limit 1 --samples 1 run".split())
-    own_bars = json.loads(Path("analysis/roles.json").read_text())["panels"][""]
-    assert len({bar["role"] for bar in own_bars}) == len(own_bars)  # theta0 is shown once
-    # A base is its own theta0.  Without --questions the first three are shown, here of two.
-    shutil.rmtree("run")
-    panels = analyse("trajectory", base, tmp_path / "base", "--limit 2 --length 1")["panels"]
-    assert [len(bars) for bars in panels.values()] == [1, 1]
     found = {(bar["label"].split("\n")[0], bar["role"]): bar for bar in bars}
     assert found.keys() == expected.keys()
     for key, kls in expected.items():
         assert found[key]["kl"] == approx(np.mean(kls), rel=1e-4)
         assert found[key]["masked tokens"] == len(kls)
+
+def test_analyses_of_a_base_which_is_its_own_theta0(base, tmp_path):
+    """It is shown once.  Without --questions the first three are shown, here of two."""
+    bars = analyse("roles", base, tmp_path / "1", "--limit 1 --samples 1")["panels"][""]
+    assert bars and len({bar["role"] for bar in bars}) == len(bars)
+    panels = analyse("trajectory", base, tmp_path / "2", "--limit 2 --length 1")["panels"]
+    assert [len(bars) for bars in panels.values()] == [1, 1]
 
 def test_trajectory_and_rollout_show_the_samplers_states(base, unlearned, tmp_path, monkeypatch):
     """Random theta and theta0; theta denoises 12 tokens in 6 steps, the fourth is the end token."""
