@@ -1385,7 +1385,9 @@ def test_generate_equals_slow_sampler(length, steps, counts, by_entropy, boost):
     """The mask token is never written, even where it is the most probable one (boost 4)."""
     model = FakeModel(boost, by_entropy)
     expected = [slow_sampler(model, prompt, counts) for prompt in PROMPTS]
-    assert ev.generate(model, PROMPTS, length, steps, batch_size=3) == expected
+    with mock.patch.object(mdu, "denoise_step", wraps=mdu.denoise_step) as step:
+        assert ev.generate(model, PROMPTS, length, steps, batch_size=3) == expected
+    assert step.call_count == len(counts) * math.ceil(len(PROMPTS) / 3)  # no step without a token
 
 @each("ids, n", [([4, 5, 6], 3), ([4, 8, 5, 9], 1), ([4, 5, 9, 8], 2), ([], 0)])
 def test_an_answer_ends_before_the_first_end_or_padding_token(ids, n):
