@@ -1391,7 +1391,9 @@ def test_generate_equals_slow_sampler(length, steps, counts, by_entropy, boost):
     """The mask token is never written, even where it is the most probable one (boost 4)."""
     model = FakeModel(boost, by_entropy)
     expected = [slow_sampler(model, prompt, counts) for prompt in PROMPTS]
-    assert ev.generate(model, PROMPTS, length, steps, batch_size=3) == expected
+    with mock.patch.object(mdu, "denoise_step", wraps=mdu.denoise_step) as step:
+        assert ev.generate(model, PROMPTS, length, steps, batch_size=3) == expected
+    assert step.call_count == len(counts) * math.ceil(len(PROMPTS) / 3)  # no step without a token
 
 @each("ids, n", [([4, 5, 6], 3), ([4, 8, 5, 9], 1), ([4, 5, 9, 8], 2), ([], 0)])
 def test_an_answer_ends_before_the_first_end_or_padding_token(ids, n):
@@ -1607,8 +1609,22 @@ def test_theta0_scores_what_a_run_wrote(base, unlearned, tmp_path, monkeypatch, 
     assert "Forget: 3 of 3 true answers are longer than the 5 tokens" in lines
     assert "longer than the 7 tokens" not in lines  # all have 7
 
-def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(scored, tmp_path, capsys):
-    run = shutil.copytree(scored, tmp_path / "run")
+@pytest.fixture
+def run(scored, tmp_path):
+    return shutil.copytree(scored, tmp_path / "run")
+
+def stop_scoring(run, capsys, score_rows=mock.Mock(side_effect=ValueError("stopped"))):
+    with mock.patch.object(ev, "score_rows", score_rows):
+        assert "stopped" in program([run, *FLAGS], capsys, ev.main)[1]
+
+def score_again(run):
+    """The splits that a call scores."""
+    with mock.patch.object(ev, "score_rows", wraps=ev.score_rows) as score:
+        ev.main([str(run), *FLAGS])
+    assert not (run / "eval.new").exists()
+    return [call.args[2] for call in score.call_args_list]
+
+def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(run, capsys):
     largest = max(file.stat().st_size for file in (run / "eval").glob("*.jsonl"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with unchanged(run / "eval"):
@@ -1617,10 +1633,7 @@ def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(scored, 
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert code == 2 and "too large" in err
         finished = [file.stem for file in (run / "eval.new").glob("*.jsonl")]
-        with mock.patch.object(ev, "score_rows", wraps=ev.score_rows) as score:
-            ev.main([str(run), *FLAGS])
-    assert finished and {*finished, *[call.args[2] for call in score.call_args_list]} == {*ev.TOFU}
-    assert len(finished) + score.call_count == 4
+        assert finished and sorted(finished + score_again(run)) == sorted(ev.TOFU)
     shutil.copytree(run / "eval", run / "eval.new")  # of another protocol than the next call's
     ev.main([str(run), *FLAGS, "--seed", "6"])
     assert ev.read_records(run, "forget")[0]["seed"] == [6, 0, 0]
@@ -1628,8 +1641,7 @@ def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(scored, 
     code, err = program([run, *FLAGS], capsys, ev.main)
     assert code == 2 and "notes.txt is in the way" in err
 
-def test_a_run_is_scored_by_one_program_at_a_time(scored, tmp_path, capsys):
-    run = shutil.copytree(scored, tmp_path / "run")
+def test_a_run_is_scored_by_one_program_at_a_time(run, capsys):
     with open(run / ".lock", "w") as lock, unchanged(run):
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, err = program([run, *FLAGS], capsys, ev.main)
@@ -1639,51 +1651,53 @@ def test_a_run_is_scored_by_one_program_at_a_time(scored, tmp_path, capsys):
         with open(run / ".lock") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         raise ValueError("stopped")
-    with mock.patch.object(ev, "score_rows", score_rows):
-        assert "stopped" in program([run, *FLAGS], capsys, ev.main)[1]
-    ev.main([str(run), *FLAGS])  # free again
+    stop_scoring(run, capsys, score_rows)
+    score_again(run)  # the lock is free
 
-def test_a_stopped_call_is_continued_with_the_same_weights_only(scored, tmp_path, capsys):
-    run = shutil.copytree(scored, tmp_path / "run")
+def test_a_stopped_call_is_continued_with_the_same_weights_only(run, scored, capsys):
     score_rows = ev.score_rows
 
     def score_one_split(model, tokenizer, split, *rest):
         mdu.require(split == "forget", "stopped")
         return score_rows(model, tokenizer, split, *rest)
-    with unchanged(run / "eval"), mock.patch.object(ev, "score_rows", score_one_split):
-        assert "stopped" in program([run, *FLAGS], capsys, ev.main)[1]
+    with unchanged(run / "eval"):
+        stop_scoring(run, capsys, score_one_split)
     halved = {name: x / 2 for name, x in weights(run).items()}
     safetensors.torch.save_file(halved, run / "model.safetensors", {"format": "pt"})
-    with mock.patch.object(ev, "score_rows", wraps=score_rows) as score:
-        ev.main([str(run), *FLAGS])
-    assert score.call_count == 4 and not (run / "eval.new").exists()
-    # Stopped between the two renames: the finished scores are kept when the next call begins.
+    assert len(score_again(run)) == 4
+    # Stopped while the old scores were removed: the next call first puts the new ones in place.
     before = read_all(run / "eval").values()
     (run / "eval").rename(run / "eval.new")
-    shutil.copytree(Path(scored, "eval"), run / "eval.old")
-    with mock.patch.object(ev, "score_rows", side_effect=ValueError("stopped")):
-        assert "stopped" in program([run, *FLAGS], capsys, ev.main)[1]
+    (run / "eval").mkdir()
+    shutil.copy(Path(scored, "eval/forget.jsonl"), run / "eval")
+    stop_scoring(run, capsys)
     assert list(read_all(run / "eval").values()) == list(before)
 
 @each("typed, length, steps", [
     ("", 12, 12), ("--length 8 --steps 1", 8, 1),
     ("--length 2038 --steps 1", 2038, 1)])  # all that 10 tokens of prompt leave
 def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, capsys):
+    """And says so where more tokens are generated than the 12 that the run was trained with."""
     question = mdu.toy_world()["retain"][0]["question"]
     ev.main(["--ask", question, *typed.split(), str(base), scored])
-    for run, line in zip((str(base), scored), capsys.readouterr().out.splitlines(), strict=True):
+    printed = capsys.readouterr().out.splitlines()
+    for run in (str(base), scored):
+        if length > 12:
+            warning = printed.pop(0)
+            assert warning.startswith(f"{run}: generates 2038") and warning.endswith("was 12")
         model, tokenizer = mdu.load_backbone(run)
         ids, = ev.generate(model, [mdu.encode_prompt(tokenizer, question)], length, steps)
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        assert line == f"{run}: {' '.join(text.split()) or '(empty)'}"
+        assert printed.pop(0) == f"{run}: {' '.join(text.split()) or '(empty)'}"
+    assert not printed
 
 def test_batches_have_few_enough_sequences_and_logits(monkeypatch):
     monkeypatch.setattr(ev, "MAX_LOGITS", 33)  # FakeModel has 11 tokens: 3 masked positions
     found = list(ev.batches(FakeModel(), [1, 1, 2, 1, 4, 1, 0, 0, 0], 3, ""))
     assert found == [[0, 1], [2, 3], [4], [5, 6, 7], [8]]
 
-def test_two_processes_score_as_one(scored, tmp_path):
-    run = shutil.copytree(scored, tmp_path / "run", ignore=shutil.ignore_patterns("eval"))
+def test_two_processes_score_as_one(run, scored):
+    shutil.rmtree(run / "eval")
     assert run_python(*TORCHRUN, ev.__file__, run, *FLAGS) == 0
     for file in Path(scored, "eval").iterdir():
         found = numbers((run / "eval" / file.name).read_text())
@@ -1707,6 +1721,16 @@ def test_a_run_is_scored_on_its_own_rows_or_others(typed, expected, monkeypatch)
     monkeypatch.setattr(mdu, "read_jsonl", read_jsonl)
     run = vars(options("--model m --limit 2 --forget F --retain R"))
     assert ev.rows_to_score(run, ev.parse([*typed.split(), "run"])) == expected
+
+def test_a_published_model_is_that_of_the_preset_or_of_model(base):
+    """A run hands down its response length; the preset names the rows."""
+    found = []
+    for typed in ("--preset tofu-dream", f"--preset rwku-qwen --model {base}", "--model A/B"):
+        source = ev.find_source("new", ev.parse([*typed.split(), "new"]))
+        assert source.theta0 == source.model and source.trained_on is None
+        found.append((source.model, source.options["data"], source.options["response_length"]))
+    assert found == [(mdu.DREAM, "locuslab/TOFU", 128), (str(base), "jinzhuoran/RWKU", 12),
+                     ("A/B", None, 128)]
 
 # ---- RWKU ----
 ANSWER = "Please briefly answer the following question.\n"
@@ -1747,7 +1771,8 @@ def test_what_has_to_be_the_same_in_two_runs():
     run = vars(options("--model m --data D --limit 3 --response-length 7"))
 
     def protocol(split, typed="", rows=(1, 2)):
-        return ev.scoring_protocol(run, {split: rows}, ev.parse([*typed.split(), "run"]))
+        args = ev.with_run_options(ev.parse([*typed.split(), "run"]), run, {split: rows})
+        return ev.scoring_protocol(args, run, {split: rows})
     asked = protocol("forget_level1")
     assert protocol("forget_level1", "--limit 3 --data D", [3]) == asked
     assert protocol("forget_level1", "--limit 2")["rows"] != asked["rows"]
@@ -1878,17 +1903,20 @@ def test_picture_has_a_mark_per_method(scored, tmp_path):
     forms = {repr(mark.get_paths()[0].vertices.tolist()) for mark in axis.collections}
     colours = {tuple(mark.get_edgecolor()[0]) for mark in axis.collections}
     assert len(forms) == len(colours) == 15
+    # Without perplexities, as where all answers are empty, the picture is drawn all the same.
+    figures = dict(generative_perplexity=None)
+    ev.main(["--report", *[made_up_run(scored, tmp_path / name, {}, figures) for name in "ab"]])
+    assert (tmp_path / "report.png").exists()
 
 def test_a_table_in_markdown():
     table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
     assert ev.markdown_table(["a", "long"], [["x | y\nz", ""]]) == table
 
-def test_forget_quality_compares_with_the_retain_run(scored, tmp_path):
+def test_forget_quality_compares_with_the_retain_run(run, scored, tmp_path):
     """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
     retain = made_up_run(scored, tmp_path / "retain")
     records = [dict(row, nll_perturbed=[99]) for row in ev.read_records(retain, "forget")]
     write_lines(Path(retain, "eval/forget.jsonl"), records)
-    run = shutil.copytree(scored, tmp_path / "run")
     ev.main([str(run), *FLAGS, "--retain-run", retain])
     assert ev.read_summary(run)["forget_quality"] == approx(2 / 20)
 
@@ -1979,7 +2007,7 @@ def analyse(name, run, folder, typed=""):
     assert name == "rollout" or file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     return json.loads(file.read_text())
 
-def test_roles_equal_slow_loop(base, unlearned, tmp_path, monkeypatch):
+def test_roles_equal_slow_loop(base, unlearned, tmp_path):
     model, tokenizer = mdu.load_backbone(str(unlearned))
     frozen, _ = mdu.load_backbone(str(base))
     expected = {}
@@ -1995,20 +2023,18 @@ def test_roles_equal_slow_loop(base, unlearned, tmp_path, monkeypatch):
                     expected.setdefault((name, role), []).append(kl)
     flags = "--limit 3 --samples 2 --seed 4 --batch-size 4"
     bars = analyse("roles", unlearned, tmp_path, flags)["panels"][""]
-    analyse("trajectory", base, tmp_path / "base", "--questions 0")  # it is its own theta0
-    monkeypatch.chdir(tmp_path / "base")
-    ev.main("--analysis roles --limit 1 --samples 1 run".split())
-    own_bars = json.loads(Path("analysis/roles.json").read_text())["panels"][""]
-    assert len({bar["role"] for bar in own_bars}) == len(own_bars)  # theta0 is shown once
-    # A base is its own theta0.  Without --questions the first three are shown, here of two.
-    shutil.rmtree("run")
-    panels = analyse("trajectory", base, tmp_path / "base", "--limit 2 --length 1")["panels"]
-    assert [len(bars) for bars in panels.values()] == [1, 1]
     found = {(bar["label"].split("\n")[0], bar["role"]): bar for bar in bars}
     assert found.keys() == expected.keys()
     for key, kls in expected.items():
         assert found[key]["kl"] == approx(np.mean(kls), rel=1e-4)
         assert found[key]["masked tokens"] == len(kls)
+
+def test_analyses_of_a_base_which_is_its_own_theta0(base, tmp_path):
+    """It is shown once.  Without --questions the first three are shown, here of two."""
+    bars = analyse("roles", base, tmp_path / "1", "--limit 1 --samples 1")["panels"][""]
+    assert bars and len({bar["role"] for bar in bars}) == len(bars)
+    panels = analyse("trajectory", base, tmp_path / "2", "--limit 2 --length 1")["panels"]
+    assert [len(bars) for bars in panels.values()] == [1, 1]
 
 def test_trajectory_and_rollout_show_the_samplers_states(base, unlearned, tmp_path, monkeypatch):
     """Random theta and theta0; theta denoises 12 tokens in 6 steps, the fourth is the end token."""
@@ -2018,7 +2044,8 @@ def test_trajectory_and_rollout_show_the_samplers_states(base, unlearned, tmp_pa
     def load_backbone(name, dtype):
         return {str(base): frozen}.get(name, model), tokenizer
     monkeypatch.setattr(mdu, "load_backbone", load_backbone)
-    monkeypatch.setattr(ev, "answer_length", lambda model, ids: 3)
+    monkeypatch.setattr(ev, "read_answer", lambda model, tokenizer, ids: ev.Answer(
+        tokenizer.decode(ids[:3], skip_special_tokens=True), ids[:3]))
     row = mdu.toy_world()["forget"][0]
     prompt = mdu.encode_prompt(tokenizer, row["question"])
     ids, response, attention_mask = mdu.collate([(prompt, [0] * 12)], 1)
@@ -2110,6 +2137,7 @@ eval {files}/absent                                      => no run.json
 eval --ask Who? --length 2048 {base}                     => 2048 too many --length
 eval --preset toy {files}/absent                         => no published model --model
 eval --report {base}                                     => not scored yet
+eval --report {files}/unfinished/base                    => unfinished --resume
 eval --model {base} {files}                              => is no score new folder
 eval {files}/unfinished/base                             => unfinished --resume
 eval --report --samples 3 {base}                         => --samples has no effect
