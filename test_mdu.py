@@ -2175,7 +2175,8 @@ def files(tmp_path_factory):
                 '{"options": {"method": "sft", "model": null}, "rows": {"forget": "other"}}',
             "other/config.json": "{}",
             "unfinished/base/run.json":
-                '{"options": {"preset": "toy", "response_length": 12}, "rows": {}}', "torn/run.json": '{"opt',
+                '{"options": {"preset": "toy", "response_length": 12}, "rows": {}}',
+            "torn/run.json": '{"opt',
             "foreign/run.json": '{"id": 7}', "foreign/config.json": "[]"}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
