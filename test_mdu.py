@@ -664,7 +664,7 @@ def test_the_first_look_equals_one_sequence_at_a_time(states, silent_anchor, cap
     shown = capsys.readouterr().out
     assert f"true tokens {np.mean(given):.2f} (model {np.mean(own):.2f})" in shown
     assert silent_anchor == (np.mean(silent) > 0.5) == ("answers may become empty" in shown)
-    assert silent_anchor == ("gives the answers away" not in shown)
+    assert silent_anchor == ("knows the answers" not in shown)
 
 @each("typed, loads", [
     ("--tau 0", 1), ("--tau 1", 2), ("--anchor current", 1), ("--anchor {base}", 2),
