@@ -1879,7 +1879,8 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
     assert text.startswith("Rows: Forget 3, Retain 3, Real")
     for line in """| Method | Forget rL ↓ | recall ↓ | p ↓ | fact ↓ | empty | words | gen. ppl ↓ |
             | base | 0.900 | 0.800 | 0.500 | 0.750 | 0.250 | 7.0 | 40.0 |
-            | npo | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | - | 0.5 |
+            | npo | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ±
+            ± 0.200 | - | 0.5 |
             | Method | Retain rL ↑ | recall ↑ | p ↑ | fact ↑ | empty ↓ | words |
             | Method | model utility ↑ | forget quality ↑ |
             | Method | Forget truth ratio ↑ | Retain truth ratio ↑ |""".splitlines():
