@@ -1960,6 +1960,7 @@ def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, mon
               "N-L2 recall ↑ |")
     report = " ".join(Path("1/report.md").read_text().split())
     assert header in report and re.search(r"\| dpo \|( \d\.\d+ ± \d\.\d+ \|){5}", report)
+    assert "MMLU accuracy ↑ | TruthfulQA MC1 ↑ | TriviaQA EM ↑ | F1 ↑" in report
     assert "### Please briefly answer the following question." in capsys.readouterr().out
     # The model itself, in new folders: who else is asked about changes no one's masks.
     ev.main([*scoring, *data, "all"])
