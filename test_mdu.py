@@ -1777,6 +1777,7 @@ def test_what_has_to_be_the_same_in_two_runs():
     assert protocol("forget_level1", "--limit 3 --data D", [3]) == asked
     assert protocol("forget_level1", "--limit 2")["rows"] != asked["rows"]
     assert protocol("forget_level1", "--data E")["rows"] != asked["rows"]
+    assert protocol("forget", "", [3])["rows"] != protocol("forget")["rows"]
     protocols = [asked, protocol("forget_level1", "--length 5"), protocol("forget"),
                  protocol("forget", "--length 5 --steps 4")]
     assert [(p["length"], p["steps"]) for p in protocols] == [(30, 30), (5, 5), (7, 7), (5, 4)]
@@ -2039,7 +2040,7 @@ def test_analyses_of_a_base_which_is_its_own_theta0(base, tmp_path):
     assert [len(bars) for bars in panels.values()] == [1, 1]
 
 def test_trajectory_and_rollout_show_the_samplers_states(base, unlearned, tmp_path, monkeypatch):
-    """Random theta and theta0; theta denoises 12 tokens in 6 steps, the fourth is the end token."""
+    """Random theta and theta0; theta denoises 12 tokens in 12 steps, the fourth is the end token."""
     model, tokenizer = mdu.new_toy(mdu.toy_world(), 1)
     frozen, _ = mdu.new_toy(mdu.toy_world(), 2)
 
@@ -2052,7 +2053,7 @@ def test_trajectory_and_rollout_show_the_samplers_states(base, unlearned, tmp_pa
     prompt = mdu.encode_prompt(tokenizer, row["question"])
     ids, response, attention_mask = mdu.collate([(prompt, [0] * 12)], 1)
     states = []  # the tokens of the response, and which are masked
-    for ids, masked in ev.denoise(model, ids, attention_mask, response, 6):
+    for ids, masked in ev.denoise(model, ids, attention_mask, response, 12):
         states.append((ids[response].tolist(), masked[response].tolist()))
     # The trajectory has the KL of each token at the step that fixes it.
     written = states[-1][0][:4]
@@ -2065,7 +2066,7 @@ def test_trajectory_and_rollout_show_the_samplers_states(base, unlearned, tmp_pa
                 kl, = kl_to_anchor(model, frozen, prompt, noised, only)
                 label = f"{tokenizer.decode([token]).strip()}\n{step}"
                 bars.append(dict(label=label, role=roles[place], kl=approx(kl, rel=1e-4)))
-    found = analyse("trajectory", unlearned, tmp_path / "1", "--questions 0 --steps 6")
+    found = analyse("trajectory", unlearned, tmp_path / "1", "--questions 0 --steps 12")
     assert found["panels"] == {row["question"]: bars}
     # Rollout: theta0 completes the first states with 1/4, 1/2 and 3/4 of the 4 tokens, promptless.
     lines = []
@@ -2076,14 +2077,15 @@ def test_trajectory_and_rollout_show_the_samplers_states(base, unlearned, tmp_pa
         noised, masked = states[k]
         ids = torch.tensor([[0] * len(prompt) + noised])
         at = torch.tensor([[False] * len(prompt) + masked])
-        filled, _ = ev.denoise(frozen, ids, torch.ones_like(at), at, 6 - k)[-1]
+        filled, _ = ev.denoise(frozen, ids, torch.ones_like(at), at, 12 - k)[-1]
         completion = ev.read_answer(model, tokenizer, filled[0, len(prompt):].tolist()).text
         state = tokenizer.decode(noised[:4])
-        lines.append([row["question"], row["answer"], f"{k}/6", state, completion])
-    found = analyse("rollout", unlearned, tmp_path / "2", "--questions 0 --steps 6")
+        lines.append([row["question"], row["answer"], f"{k}/12", state, completion])
+    assert len({line[2] for line in lines}) == 3
+    found = analyse("rollout", unlearned, tmp_path / "2", "--questions 0 --steps 12")
     assert found["table"][1:] == lines
     steps = [call.args[4] for call in ev.denoise.call_args_list]
-    assert steps[3:] == [6, *steps[:3]]
+    assert steps[3:] == [12, *steps[:3]]
 
 # ---- Bad input, README and Makefile ----
 ROW = '{"question": "Who is Bolti?", "answer": "It is {}."}'
