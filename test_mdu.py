@@ -2040,7 +2040,7 @@ def test_analyses_of_a_base_which_is_its_own_theta0(base, tmp_path):
     assert [len(bars) for bars in panels.values()] == [1, 1]
 
 def test_trajectory_and_rollout_show_the_samplers_states(base, unlearned, tmp_path, monkeypatch):
-    """Random theta and theta0; theta denoises 12 tokens in 12 steps, the fourth is the end token."""
+    """Random theta and theta0; theta denoises 12 tokens, of which the fourth is the end token."""
     model, tokenizer = mdu.new_toy(mdu.toy_world(), 1)
     frozen, _ = mdu.new_toy(mdu.toy_world(), 2)
 
