@@ -664,7 +664,23 @@ def test_the_first_look_equals_one_sequence_at_a_time(states, silent_anchor, cap
     shown = capsys.readouterr().out
     assert f"true tokens {np.mean(given):.2f} (model {np.mean(own):.2f})" in shown
     assert silent_anchor == (np.mean(silent) > 0.5) == ("answers may become empty" in shown)
-    assert silent_anchor == ("knows the answers" not in shown)
+
+@each("model_p, anchor_p, hint", [(0.9, 0.5, "the anchor knows the answers"), (0.9, 0.4, None),
+                                  (0.1, 0.1, "the model hardly knows these answers")])
+def test_the_first_look_says_what_model_and_anchor_know(model_p, anchor_p, hint, capsys):
+    class Sure(FakeModel):
+        def __init__(self, p):
+            super().__init__()
+            self.logits = torch.full((11,), (1 - p) / 10).log()
+            self.logits[6] = log(p)
+
+        def forward(self, ids, attention_mask, positions):
+            return self.logits.expand(int(positions.sum()), 11)
+    mdu.join_processes()
+    draws = [mdu.Draw([3, 4], [6, 6], 0.5, np.zeros(2, np.float32))]
+    mdu.first_look(options(), Sure(model_p), Sure(anchor_p), draws)
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == (hint is not None) and all(hint in line for line in lines)
 
 @each("typed, loads", [
     ("--tau 0", 1), ("--tau 1", 2), ("--anchor current", 1), ("--anchor {base}", 2),
@@ -1684,7 +1700,7 @@ def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, ca
     for run in (str(base), scored):
         if length > 12:
             warning = printed.pop(0)
-            assert warning.startswith(f"{run}: generates 2038") and warning.endswith("was 12")
+            assert warning.startswith(f"{run}: generates 2038") and "trained for 12" in warning
         model, tokenizer = mdu.load_backbone(run)
         ids, = ev.generate(model, [mdu.encode_prompt(tokenizer, question)], length, steps)
         text = tokenizer.decode(ids, skip_special_tokens=True)
@@ -1714,7 +1730,7 @@ def test_rows_of_tofu(tofu):
 @each("typed, expected", [
     ("", dict(forget=["F0", "F1"], retain=["R0", "R1"])),  # the run's own rows, and its --limit
     ("--limit 1 --forget R --retain F", dict(forget=["R0"], retain=["F0"])),
-    ("--retain R", dict(retain=["R0", "R1"]))])
+    ("--retain X", dict(forget=["F0", "F1"], retain=["X0", "X1"]))])
 def test_a_run_is_scored_on_its_own_rows_or_others(typed, expected, monkeypatch):
     def read_jsonl(option, file):
         return [file + "0", file + "1", file + "2"]
@@ -1878,6 +1894,7 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
         " ".join(screen.split()))
     text = " ".join((tmp_path / "1/report.md").read_text().split())
     assert text.startswith("Rows: Forget 3, Retain 3, Real")
+    assert f"## Answers: Forget ### {questions[0]} - True answer: " in text
     for line in """| Method | Forget rL ↓ | recall ↓ | p ↓ | fact ↓ | empty | words | gen. ppl ↓ |
             | base | 0.900 | 0.800 | 0.500 | 0.750 | 0.250 | 7.0 | 40.0 |
             | npo | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ±
@@ -2137,7 +2154,7 @@ mdu --model {files}/foreign --method ga --forget {files}/good => foreign/config.
 mdu --resume {files}                                     => no run.json
 mdu --resume {files}/torn                                => torn/run.json damaged
 mdu --resume {run} --lr 0.1                              => --resume no other
-eval {files}/absent                                      => no run.json
+eval {files}/absent                                      => no such folder
 eval --ask Who? --length 2048 {base}                     => 2048 too many --length
 eval --preset toy {files}/absent                         => no published model --model
 eval --report {base}                                     => not scored yet
