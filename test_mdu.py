@@ -872,6 +872,20 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_p
     for name, x in model.lm.state_dict().items():
         assert_close(weights(tmp_path / "run")[name], x.float(), 1e-6)
 
+@each("typed", ["", "--checkpoint-activations"])
+def test_activations_are_checkpointed_if_asked_for(typed, base):
+    model, _ = mdu.load_model(options(f"--model {base} {typed}"), {})
+    assert model.lm.is_gradient_checkpointing == bool(typed) and model.training
+
+def test_answers_longer_than_the_response_length_are_reported(base, capsys):
+    model, tokenizer = mdu.load_backbone(str(base))
+    splits = mdu.toy_world()
+    longest = max(len(tokenizer.encode(row["answer"])) for row in splits["forget"]) + 1  # its end
+    for length, lines in ((longest, 0), (longest - 1, 1)):
+        mdu.encode_splits(options(f"--model {base} --response-length {length}"), splits, model,
+                          tokenizer)
+        assert capsys.readouterr().out.count(f"up to {longest} tokens") == lines
+
 def test_adapters_start_at_zero():
     plain, model, other = [tiny_llama(0).bfloat16() for _ in range(3)]
     mdu.add_adapters(model, 4, seed=1)
