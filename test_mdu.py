@@ -875,7 +875,7 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_p
 @each("typed", ["", "--checkpoint-activations"])
 def test_activations_are_checkpointed_if_asked_for(typed, base):
     model, _ = mdu.load_model(options(f"--model {base} {typed}"), {})
-    assert model.lm.is_gradient_checkpointing == bool(typed) and model.training
+    assert model.lm.is_activation_checkpointing == bool(typed) and model.training
 
 def test_answers_longer_than_the_response_length_are_reported(base, capsys):
     model, tokenizer = mdu.load_backbone(str(base))
@@ -1828,9 +1828,10 @@ def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     model = mock.Mock(mask_id=0, pad_id=1, return_value=logits)
     model.lm.config.vocab_size = 8
     rows = [dict(question=[4, 9], answer="B"), dict(question=[7], answer="A")]
+    rows.append(dict(question=[5], answer="D"))  # a batch of its own: 16 // 8 rows make a batch
     records = ev.score_mmlu(model, tokenizer, rows, ev.parse("--batch-size 16 run".split()))
-    assert [(r["generation"], r["accuracy"]) for r in records] == [("C", 0), ("A", 1)]
-    ids, _, positions = model.call_args.args
+    assert [(r["generation"], r["accuracy"]) for r in records] == [("C", 0), ("A", 1), ("C", 0)]
+    (ids, _, positions), _ = [call.args for call in model.call_args_list]
     assert ids.tolist() == [[4, 9, 0], [7, 0, 1]]
     assert positions.nonzero().tolist() == [[0, 2], [1, 1]]
 
