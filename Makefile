@@ -3,10 +3,9 @@ PYTHON := .venv/bin/python
 SEED := 1
 OUT := out/demo
 SCORE := --brief --samples 32
-BASELINES := ga gd npo simnpo wga dpo
-DEMO := $(BASELINES) mdu-tau0 mdu-tau0.5 mdu-tau1
-FINETUNED := finetune default default-tau0.5 $(BASELINES) setting-2 question-masked setting-1 longer alone-2 alone-1 original
-RELEARNED := npo dpo setting-2 question-masked setting-1 longer original
+DEMO := ga gd npo simnpo wga dpo mdu-tau0 mdu-tau0.5 mdu-tau1
+FINETUNED := finetune default default-tau0.5 npo dpo setting-2 question-masked setting-1 original
+RELEARNED := npo dpo setting-2 question-masked setting-1 original
 export CUDA_VISIBLE_DEVICES :=
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## /make \1\t/p' Makefile
@@ -34,18 +33,15 @@ finetuned: install  ## unlearn a fine-tune, three seeds: table and picture in ou
 	  $$(tail -n 20 out/finetuned/$$seed/relearned/$$run/eval/forget.jsonl | grep -c '"fact": 1.0'); done; done
 finetuned-%:
 	@set -e; out=out/finetuned/$*; train="$(PYTHON) mdu.py --seed $*"; unlearn="$$train --model $$out/finetune"; \
-	setting1="--anchor $$out/original --anchor-prompt shown"; setting2="--states written --anchor current --tau 0.5"; \
 	$$train --method sft --retain-only --prompt-dropout 0.5 --epochs 340 --out $$out/original; \
 	$$train --method sft --model $$out/original --prompt-dropout 0.5 --epochs 170 --out $$out/finetune; \
 	$$unlearn --out $$out/default; \
 	$$unlearn --tau 0.5 --out $$out/default-tau0.5; \
-	for method in $(BASELINES); do $$unlearn --method $$method --out $$out/$$method; done; \
-	$$unlearn $$setting2 --out $$out/setting-2; \
+	$$unlearn --method npo --out $$out/npo; \
+	$$unlearn --method dpo --out $$out/dpo; \
+	$$unlearn --states written --anchor current --tau 0.5 --out $$out/setting-2; \
 	$$unlearn --anchor $$out/original --out $$out/question-masked; \
-	$$unlearn $$setting1 --out $$out/setting-1; \
-	$$unlearn $$setting1 --epochs 300 --out $$out/longer; \
-	$$unlearn $$setting2 --retain-weight 0 --out $$out/alone-2; \
-	$$unlearn $$setting1 --retain-weight 0 --out $$out/alone-1; \
+	$$unlearn --anchor $$out/original --anchor-prompt shown --out $$out/setting-1; \
 	$(PYTHON) eval.py $(SCORE) $$out/*/; \
 	again="$$train --method sft --limit 4 --batch-size 4 --epochs 30 --lr 5e-4"; \
 	for run in $(RELEARNED); do $$again --model $$out/$$run --out $$out/relearned/$$run; done; \
