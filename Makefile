@@ -52,7 +52,7 @@ ROWS := --forget "$(FORGET)" --retain "$(RETAIN)" --seed $(SEED)
 rows:
 	$(if $(filter 0 1,$(FORGET_ROWS)),$(error FORGET=$(FORGET) must be a file with at least 2 rows))
 	$(if $(shell test $(RETAIN_ROWS) -lt $(FORGET_ROWS) && echo few),$(error RETAIN=$(RETAIN) must be a file with at least as many rows as FORGET, $(FORGET_ROWS)))
-	@echo "$(FORGET_ROWS) rows to forget, $(RETAIN_ROWS) to retain: about $$((1 + $$(cat "$(FORGET)" "$(RETAIN)" | wc -w) / 1000)) minutes"
+	@echo "$(FORGET_ROWS) rows to forget, $(RETAIN_ROWS) to retain: about $$((1 + $$(cat "$(FORGET)" "$(RETAIN)" | wc -w) / 900)) minutes"
 rehearsal: rows install  ## FORGET=forget.jsonl RETAIN=retain.jsonl: your own rows with a small model, in out/rehearsal
 	@rm -rf out/rehearsal
 	$(PYTHON) mdu.py --preset toy --method sft --retain-only --prompt-dropout 0.3 --epochs 300 $(ROWS) --out out/rehearsal/original
