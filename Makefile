@@ -48,16 +48,18 @@ finetuned-%:
 	$(PYTHON) eval.py --brief --samples 1 --limit 24 $$out/relearned/*/
 FORGET_ROWS = $(shell cat "$(FORGET)" 2>/dev/null | grep -c '[^[:space:]]')
 RETAIN_ROWS = $(shell cat "$(RETAIN)" 2>/dev/null | grep -c '[^[:space:]]')
+# 300 epochs; of few rows more, for as many steps as with 40
+EPOCHS = $(shell n=$$(($(FORGET_ROWS) + $(RETAIN_ROWS))); echo $$((n < 40 ? 12000 / n : 300)))
 ROWS := --forget "$(FORGET)" --retain "$(RETAIN)" --seed $(SEED)
 rows:
 	$(if $(filter 0 1,$(FORGET_ROWS)),$(error FORGET=$(FORGET) must be a file with at least 2 rows))
 	$(if $(shell test $(RETAIN_ROWS) -lt $(FORGET_ROWS) && echo few),$(error RETAIN=$(RETAIN) must be a file with at least as many rows as FORGET, $(FORGET_ROWS)))
-	@echo "$(FORGET_ROWS) rows to forget, $(RETAIN_ROWS) to retain: about $$((1 + $$(cat "$(FORGET)" "$(RETAIN)" | wc -w) / 900)) minutes"
+	@echo "$(FORGET_ROWS) rows to forget, $(RETAIN_ROWS) to retain: about $$((1 + $(EPOCHS) * $$(cat "$(FORGET)" "$(RETAIN)" | wc -w) / 270000)) minutes"
 rehearsal: rows install  ## FORGET=forget.jsonl RETAIN=retain.jsonl: your own rows with a small model, in out/rehearsal
 	@rm -rf out/rehearsal
-	$(PYTHON) mdu.py --preset toy --method sft --retain-only --prompt-dropout 0.3 --epochs 300 $(ROWS) --out out/rehearsal/original
-	$(PYTHON) mdu.py --method sft --model out/rehearsal/original --prompt-dropout 0.3 --epochs 300 $(ROWS) --out out/rehearsal/finetune
-	$(PYTHON) mdu.py --model out/rehearsal/finetune --anchor out/rehearsal/original --anchor-prompt shown --epochs 300 $(ROWS) --out out/rehearsal/mdu
+	$(PYTHON) mdu.py --preset toy --method sft --retain-only --prompt-dropout 0.3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/original
+	$(PYTHON) mdu.py --method sft --model out/rehearsal/original --prompt-dropout 0.3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/finetune
+	$(PYTHON) mdu.py --model out/rehearsal/finetune --anchor out/rehearsal/original --anchor-prompt shown --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/mdu
 	$(PYTHON) eval.py $(SCORE) out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original
 	$(PYTHON) eval.py --report out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original
 figures: install  ## the paper's analyses of the demo's model: numbers and pictures in out/figures/analysis
