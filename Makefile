@@ -1,47 +1,71 @@
-.PHONY: help install demo table llada figures baselines sweep test clean
+.PHONY: help install demo table finetuned rows rehearsal figures test clean
 PYTHON := .venv/bin/python
 SEED := 1
-OUT := out/toy
+OUT := out/demo
 SCORE := --brief --samples 32
-BASELINES := ga gd npo simnpo wga dpo
-TAUS := 0 0.25 0.5 0.75 1
-MDU := $(TAUS:%=mdu-tau%) mdu-tau0.5-written-current
-RUNS := base $(BASELINES) $(MDU)
-TOY := --overwrite --seed $(SEED) --out $(OUT)
+DEMO := ga gd npo simnpo wga dpo mdu-tau0 mdu-tau0.5 mdu-tau1
+FINETUNED := finetune default default-tau0.5 npo dpo setting-2 question-masked setting-1 original
+RELEARNED := npo dpo setting-2 question-masked setting-1 original
 export CUDA_VISIBLE_DEVICES :=
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## /make \1\t/p' Makefile
 install: .venv/installed  ## a virtual environment with the pinned packages, matplotlib and pytest
 .venv/installed: requirements.txt
 	python3 -m venv .venv && .venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt matplotlib pytest && touch $@
-demo: install  ## a toy base model, every method, scores: table and picture in out/toy (SEED=2: another seed)
-	@$(PYTHON) mdu.py --method sft $(TOY)/base
-	@$(MAKE) --no-print-directory --jobs=2 baselines sweep
-	@$(PYTHON) eval.py --report $(RUNS:%=$(OUT)/%) --questions 3
-baselines:
-	@for m in $(BASELINES); do $(PYTHON) mdu.py --method $$m $(TOY)/$$m || exit 1; done
-	@$(PYTHON) eval.py $(SCORE) $(addprefix $(OUT)/,base $(BASELINES))
-sweep:
-	@for tau in $(TAUS); do $(PYTHON) mdu.py --tau $$tau $(TOY)/mdu-tau$$tau || exit 1; done
-	@$(PYTHON) mdu.py --tau 0.5 --states written --anchor current $(TOY)/mdu-tau0.5-written-current
-	@$(PYTHON) eval.py $(SCORE) $(addprefix $(OUT)/,$(MDU))
+demo: install  ## a small model, every method, scores: table and picture in out/demo (SEED=2: another seed)
+	@rm -rf $(OUT)
+	@$(PYTHON) mdu.py --seed $(SEED) --method sft --out $(OUT)/base
+	@$(MAKE) --no-print-directory --jobs=2 $(DEMO:%=$(OUT)/%)
+	@$(PYTHON) eval.py $(SCORE) $(addprefix $(OUT)/,base $(DEMO))
+	@$(PYTHON) eval.py --report $(addprefix $(OUT)/,base $(DEMO)) --questions 3
+$(OUT)/mdu-tau%:
+	@$(PYTHON) mdu.py --seed $(SEED) --tau $* --out $@
+$(OUT)/%:
+	@$(PYTHON) mdu.py --seed $(SEED) --method $* --out $@
 table: install  ## the demo with three seeds, means and standard deviations: out/table/1/report.md
 	@for seed in 1 2 3; do $(MAKE) --no-print-directory demo SEED=$$seed OUT=out/table/$$seed || exit 1; done
-	@$(PYTHON) eval.py --report $(foreach run,$(RUNS),$(foreach seed,1 2 3,out/table/$(seed)/$(run)))
-llada: install  ## a toy that behaves like LLaDA, three seeds: which setting forgets: out/llada/1/report.md
-	@$(MAKE) --no-print-directory --jobs=3 llada-1 llada-2 llada-3
-	@$(PYTHON) eval.py --report out/llada/*/base out/llada/*/mdu-*/ out/llada/*/retain
-llada-%:
-	@run="$(PYTHON) mdu.py --preset toy --overwrite --seed $*"; out=out/llada/$*; sft="$$run --method sft --prompt-dropout 0.5 --epochs 340"; \
-	  $$sft --out $$out/base && $$sft --retain-only --out $$out/retain || exit 1; \
-	  for tau in 0 0.25 0.5 1; do $$run --tau $$tau --out $$out/mdu-tau$$tau || exit 1; done; \
-	  for tau in 0.5 1; do for name in "t0.5 --t-min 0.5" "t1 --t-min 1" "current --anchor current" "written --states written" \
-	    "written-current --states written --anchor current" "retain --anchor $$out/retain"; do \
-	    $$run --tau $$tau --out $$out/mdu-tau$$tau-$$name || exit 1; done; done; \
-	  $(PYTHON) eval.py $(SCORE) $$out/*/
-figures: install  ## the paper's analyses of the toy: numbers and pictures in out/figures/analysis
-	@$(PYTHON) mdu.py --method sft $(TOY:$(OUT)=out/figures)/base
-	@for m in mdu npo ga; do $(PYTHON) mdu.py --method $$m --diagnose $(TOY:$(OUT)=out/figures)/$$m || exit 1; done
+	@$(PYTHON) eval.py --report $(foreach run,base $(DEMO),$(foreach seed,1 2 3,out/table/$(seed)/$(run)))
+finetuned: install  ## unlearn a fine-tune, three seeds: table and picture in out/finetuned/1; then relearn
+	@rm -rf out/finetuned
+	@$(MAKE) --no-print-directory --jobs=3 finetuned-1 finetuned-2 finetuned-3
+	@$(PYTHON) eval.py --report $(foreach run,$(FINETUNED),$(foreach seed,1 2 3,out/finetuned/$(seed)/$(run)))
+	@for run in $(RELEARNED); do for seed in 1 2 3; do echo "$$run, seed $$seed, 4 forgotten answers learnt again: of 20 other facts came back" \
+	  $$(tail -n 20 out/finetuned/$$seed/relearned/$$run/eval/forget.jsonl | grep -c '"fact": 1.0'); done; done
+finetuned-%:
+	@set -e; out=out/finetuned/$*; train="$(PYTHON) mdu.py --seed $*"; unlearn="$$train --model $$out/finetune"; \
+	$$train --method sft --retain-only --prompt-dropout 0.5 --epochs 340 --out $$out/original; \
+	$$train --method sft --model $$out/original --prompt-dropout 0.5 --epochs 170 --out $$out/finetune; \
+	$$unlearn --out $$out/default; \
+	$$unlearn --tau 0.5 --out $$out/default-tau0.5; \
+	$$unlearn --method npo --out $$out/npo; \
+	$$unlearn --method dpo --out $$out/dpo; \
+	$$unlearn --states written --anchor current --tau 0.5 --out $$out/setting-2; \
+	$$unlearn --anchor $$out/original --out $$out/question-masked; \
+	$$unlearn --anchor $$out/original --anchor-prompt shown --out $$out/setting-1; \
+	$(PYTHON) eval.py $(SCORE) $$out/*/; \
+	again="$$train --method sft --limit 4 --batch-size 4 --epochs 30 --lr 5e-4"; \
+	for run in $(RELEARNED); do $$again --model $$out/$$run --out $$out/relearned/$$run; done; \
+	$(PYTHON) eval.py --brief --samples 1 --limit 24 $$out/relearned/*/
+FORGET_ROWS = $(shell cat "$(FORGET)" 2>/dev/null | grep -c '[^[:space:]]')
+RETAIN_ROWS = $(shell cat "$(RETAIN)" 2>/dev/null | grep -c '[^[:space:]]')
+# 300 epochs; of few rows more, for as many steps as with 40
+EPOCHS = $(shell n=$$(($(FORGET_ROWS) + $(RETAIN_ROWS))); echo $$((n < 40 ? 12000 / n : 300)))
+ROWS := --forget "$(FORGET)" --retain "$(RETAIN)" --seed $(SEED)
+rows:
+	$(if $(filter 0 1,$(FORGET_ROWS)),$(error FORGET=$(FORGET) must be a file with at least 2 rows))
+	$(if $(shell test $(RETAIN_ROWS) -lt $(FORGET_ROWS) && echo few),$(error RETAIN=$(RETAIN) must be a file with at least as many rows as FORGET, $(FORGET_ROWS)))
+	@echo "$(FORGET_ROWS) rows to forget, $(RETAIN_ROWS) to retain: about $$((1 + $(EPOCHS) * $$(cat "$(FORGET)" "$(RETAIN)" | wc -w) / 270000)) minutes"
+rehearsal: rows install  ## FORGET=forget.jsonl RETAIN=retain.jsonl: your own rows with a small model, in out/rehearsal
+	@rm -rf out/rehearsal
+	$(PYTHON) mdu.py --preset toy --method sft --retain-only --prompt-dropout 0.3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/original
+	$(PYTHON) mdu.py --method sft --model out/rehearsal/original --prompt-dropout 0.3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/finetune
+	$(PYTHON) mdu.py --model out/rehearsal/finetune --anchor out/rehearsal/original --anchor-prompt shown --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/mdu
+	$(PYTHON) eval.py $(SCORE) out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original
+	$(PYTHON) eval.py --report out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original
+figures: install  ## the paper's analyses of the demo's model: numbers and pictures in out/figures/analysis
+	@rm -rf out/figures
+	@$(PYTHON) mdu.py --method sft --out out/figures/base
+	@for method in mdu npo ga; do $(PYTHON) mdu.py --method $$method --diagnose --out out/figures/$$method || exit 1; done
 	@for name in convergence roles; do $(PYTHON) eval.py --analysis $$name --samples 32 $(addprefix out/figures/,mdu npo ga) || exit 1; done
 	@for name in trajectory rollout; do $(PYTHON) eval.py --analysis $$name out/figures/base || exit 1; done
 test: install  ## the tests, offline
