@@ -534,25 +534,6 @@ def test_mask_prompt_masks_prompts_but_no_answer_and_no_padding():
         [MASK, MASK, MASK, PAD, 5, MASK], [MASK, MASK, MASK, 2, PAD, PAD]]
     assert torch.equal(noised, before)
 
-def test_mask_tokens_and_sft_loss_estimate_the_exact_loss():
-    """E[1/t sum -log p], integrated over t, is n times the mean over Eq. 7's masks."""
-    n, N = 3, 2 ** 16
-    torch.manual_seed(4)
-    masks, chances = all_masks(n)
-    log_odds = torch.randn(len(masks), n).double()  # of each token under each mask
-    nll = F.softplus(-log_odds)
-    exact = 0.0
-    for i, mask in enumerate(masks):
-        exact += n * chances[i] * nll[i][mask].mean().item()
-    points = torch.quasirandom.SobolEngine(n + 1, scramble=True, seed=0).draw(N).double()
-    t = 0.001 + 0.999 * points[:, 0]
-    ids = torch.zeros(N, n, dtype=torch.long)
-    _, masked = mdu.mask_tokens(ids, ids == 0, 1, t, points[:, 1:])
-    numbers = (masked * torch.tensor([4, 2, 1])).sum(1)
-    z = log_odds[numbers - 1][masked]
-    loss = mdu.sft_loss(torch.stack([z, 0 * z], dim=1), ids[masked], masked, t)
-    assert loss.mean().item() == approx(exact, rel=0.004)
-
 # ---- Losses ----
 LOSSES = {  # name: (loss, slow loss, settings)
     "mdu tau 0": (mdu.mdu_loss, slow_mdu, {"anchor_logits": None, "tau": 0}),
@@ -682,8 +663,8 @@ def test_draw_step_depends_on_no_process_and_no_micro_batch(method, monkeypatch)
         found.append(sorted(repr(row) for row in rows))
     assert found == [found[0]] * 4
     monkeypatch.setattr(mdu, "WORLD", 3)
-    with pytest.raises(ValueError, match="3 processes"):
-        mdu.check(options("--batch-size 10"), mdu.toy_world())
+    with pytest.raises(mdu.BadInput, match="3 processes"):
+        mdu.check(options("--batch-size 10 --out absent/run"), mdu.toy_world())
 
 def test_draw_step_takes_every_row_once_in_a_pass_and_in_a_new_order():
     forget, retain = draw("--batch-size 5", range(4))
@@ -954,7 +935,63 @@ def test_learning_rate_by_hand():
     assert cosine == approx([0.15, 0.1, 0.05, 0])
 
 # ---- The program and the models of a run ----
-def test_train_missing_base_trains_the_toy_base_with_the_seed_of_the_run(tmp_path, monkeypatch):
+def test_run_program_ends_the_group_and_shows_the_traceback_of_a_bug(base, tmp_path, capsys):
+    """A library's ValueError is no bad input."""
+    with mock.patch.object(mdu, "backward", side_effect=ValueError("a bug")):
+        with pytest.raises(SystemExit, match="1"):
+            mdu.run_program("mdu.py", lambda: mdu.main(toy(base, tmp_path / "run")))
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "ValueError: a bug" in err
+    assert not mdu.dist.is_initialized()
+    mdu.join_processes()
+    assert program(["--tau", "2"], capsys)[0] == 2 and not mdu.dist.is_initialized()
+
+@contextlib.contextmanager
+def another_program(folder):
+    """It trains or scores in the folder; BlockingIOError if we do."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path, capsys):
+    """What another one has made while we waited is not touched."""
+    run = tmp_path / "run"
+
+    def stop(*_):
+        with pytest.raises(BlockingIOError), another_program(run):
+            pass
+        raise KeyboardInterrupt
+    with mock.patch.object(mdu, "backward", stop):
+        assert program(toy(base, run, "--epochs 2 --diagnose"), capsys)[0] == 130
+    with another_program(run), unchanged(run):
+        code, err = program(["--resume", run], capsys)
+        assert code == 2 and "in use" in err
+    locked = mdu.locked
+
+    @contextlib.contextmanager
+    def locked_when_the_other_has_ended(folder):
+        shutil.copytree(unlearned, run, dirs_exist_ok=True)
+        with locked(folder):
+            yield
+    with mock.patch.object(mdu, "locked", locked_when_the_other_has_ended):
+        mdu.main(["--resume", str(run)])
+    assert list(read_all(run).values()) == list(read_all(unlearned).values())
+
+def test_main_leaves_a_folder_that_another_program_has_just_made(base, tmp_path, capsys):
+    load_model, run = mdu.load_model, tmp_path / "run"
+
+    def load_slowly(*args):
+        run.mkdir()
+        (run / "run.json").write_text("theirs")
+        return load_model(*args)
+    with mock.patch.object(mdu, "load_model", load_slowly):
+        code, err = program(toy(base, run), capsys)
+    assert code == 2 and "exists" in err and os.listdir(run) == ["run.json"]
+
+def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch, capsys):
     def train_base(command, env):
         assert command[:2] == [sys.executable, mdu.__file__] and env["WORLD_SIZE"] == "1"
         mdu.main([*command[2:], "--epochs", "0.2"])
@@ -963,10 +1000,14 @@ def test_train_missing_base_trains_the_toy_base_with_the_seed_of_the_run(tmp_pat
     with pytest.raises(SystemExit, match="3"):
         mdu.main(["--out", f"{tmp_path}/run"])
     monkeypatch.setattr(mdu.subprocess, "run", train_base)
-    mdu.main(["--epochs", "0.3", "--seed", "7", "--out", f"{tmp_path}/run"])
-    assert mdu.read_run(tmp_path / "base")["options"]["seed"] == 7
+    mdu.main(["--epochs", "0.3", *"--seed 7 --dtype bfloat16 --out".split(), f"{tmp_path}/run"])
+    made = mdu.read_run(tmp_path / "base")["options"]
+    assert (made["seed"], made["dtype"]) == (7, "bfloat16")
+    capsys.readouterr()
     with unchanged(tmp_path / "base"):
         mdu.main(["--epochs", "0.3", "--method", "ga", "--out", f"{tmp_path}/ga"])
+    first_line = capsys.readouterr().out.split("\n")[0]
+    assert "(seed 1)" in first_line and "base (seed 7)" in first_line
 
 def test_load_model_draws_weights_and_adapters_by_the_seed(base):
     for typed in ("--method sft", f"--model {base} --lora 2"):
@@ -980,7 +1021,7 @@ def test_load_model_draws_weights_and_adapters_by_the_seed(base):
     ("--tau 0", 1), ("--tau 1", 2), ("--anchor current", 1), ("--anchor {base}", 2),
     ("--anchor current --diagnose --dtype bfloat16", 2), ("--method npo", 2), ("--method ga", 1),
     ("--lora 2", 1)])
-def test_load_theta0_and_load_anchor_load_no_model_in_vain(typed, loads, base, tmp_path, monkeypatch):
+def test_load_frozen_loads_no_model_in_vain(typed, loads, base, tmp_path, monkeypatch):
     load = mock.Mock(wraps=mdu.load_backbone)
     monkeypatch.setattr(mdu, "load_backbone", load)
     monkeypatch.delattr(mdu, "save_checkpoint")  # nor is one saved after the last step
@@ -1012,8 +1053,7 @@ def test_first_look_equals_one_sequence_at_a_time(typed, capsys):
             for logits, i in zip(slow_logits(one, seen, row, masked), masked):
                 found[name].append(math.exp(-slow_nll(logits, row.answer[i])))
     expected = {name: np.mean(ps) for name, ps in found.items()}
-    look = mdu.first_look(args, model, anchor, draws)
-    assert {name: look[name] for name in expected} == approx(expected)
+    assert mdu.first_look(args, model, anchor, draws) == approx(expected)
     shown = numbers(capsys.readouterr().out)
     assert {round(p, 2) for p in expected.values()} <= set(shown)
 
@@ -1037,28 +1077,40 @@ def test_diagnose_equals_one_sequence_at_a_time(t_min):
 # ---- Options ----
 @each("case", [
     "=> method=mdu tau=1.0 epochs=100 checkpoint_every=500 out=out/toy/mdu-tau1",
-    "--method sft --retain-only => epochs=170 out=out/toy/retain",
+    "--method sft --retain-only => epochs=170 out=out/toy/retain model=None missing_base=None",
     "--method sft --model x => preset=own lr=2e-05",
     "--preset tofu-llada --method sft => lr=2e-05 grad_accum=4 epochs=1000 out=out/tofu-llada/base",
     "--preset tofu-dream --method sft => lr=2e-05 epochs=300 checkpoint_every=5000",
-    "--preset rwku-llada --subject 1 --method ga => epochs=3 retain_weight=None",
-    "--preset own --out {base}/../other => response_length=12 model={base}",
+    "--preset rwku-llada --subject 1 --data {rwku} --method ga => epochs=3 retain_weight=None",
+    "--preset own --out {base}/../other => response_length=12 model={base} missing_base=None",
+    "--out {here}/x/run => model={here}/x/base missing_base={here}/x/base",
     "--lora 8 --lr 0.3 --tau 0.5 --t-min 1 => lr=0.3 out=out/toy/mdu-tau0.5-t1",
-    f"--preset rwku-dream --subject 1 => retain_weight=0.0 out=out/rwku-dream/1/mdu-tau1 "
-    f"model={mdu.DREAM}",
-    f"--preset rwku-llada --subject 1 --out {{base}}/../x => model={mdu.LLADA} response_length=128",
-    f"--preset rwku-qwen --subject 2 --method sft => model={mdu.QWEN}",
+    f"--preset rwku-dream --data {{rwku}} --subject 1 => retain_weight=0.0 model={mdu.DREAM} "
+    "out=out/rwku-dream/ann-lee/mdu-tau1",
+    f"--preset rwku-llada --data {{rwku}} --subject 1 --out {{base}}/../x => model={mdu.LLADA} "
+    "response_length=128",
+    f"--preset rwku-qwen --data {{rwku}} --subject 2 --method sft => model={mdu.QWEN}",
     "--preset tofu-llada => model={here}/out/tofu-llada/base response_length=128",
     "--forget f.jsonl --method sft => preset=own model=None",
+    "--preset toy --forget f.jsonl --method sft => response_length=None",
     "--model x --method simnpo --lora 8 --epochs 7 => preset=own beta=4.5 lr=0.0001 epochs=7.0",
     "--tau 0.5 --states written --anchor current => out=out/toy/mdu-tau0.5-written-current",
-    "--anchor {base} --method mdu => anchor={base} out=out/toy/mdu-tau1-base",
+    "--anchor {base} --method mdu => anchor={base} out=out/toy/mdu-tau1-base anchor_prompt=masked",
+    "--anchor {base} --anchor-prompt shown => out=out/toy/mdu-tau1-base-shown",
+    "--method npo => anchor=None anchor_prompt=None out=out/toy/npo",
     "--model {base} => preset=toy response_length=12 lr=0.0003 t_min=0.001 retain_only=None",
-    "--model {base} --preset own => preset=own response_length=12 lr=1e-05"])
-def test_parse_takes_defaults_from_method_then_preset_then_command_line(case, base):
-    typed, expected = case.format(base=base, here=Path.cwd()).split("=> ")
+    "--model {base} --preset own => preset=own response_length=12 lr=1e-05",
+    "--model a/b --out . => model=a/b out=."])
+def test_parse_takes_defaults_from_method_then_preset_then_command_line(case, base, rwku):
+    typed, expected = case.format(base=base, here=Path.cwd(), rwku=rwku).split("=> ")
     found = {f"{name}={value}" for name, value in vars(options(typed)).items()}
     assert set(expected.split()) <= found, found
+
+def test_parse_gives_a_person_of_rwku_one_folder(rwku):
+    typed = f"--preset rwku-llada --data {rwku} --subject"
+    by_number, by_name = options(typed, "3"), options(typed, "Zoë Ho")
+    assert by_number.out == by_name.out == "out/rwku-llada/zoë-ho/mdu-tau1"
+    assert by_number.subject == "Zoë Ho"
 
 def test_parse_makes_paths_absolute(tmp_path, monkeypatch):
     """So that a run can be resumed from anywhere.  Names on the hub stay as they are."""
@@ -1066,8 +1118,7 @@ def test_parse_makes_paths_absolute(tmp_path, monkeypatch):
     names = ["model", "anchor", "data", "forget", "retain"]
     for name in names:
         Path(name).touch()
-    typed = "--subject 1 --data data --model {0}model --anchor {0}anchor --forget {0}forget"
-    args = options(f"{typed} --retain {{0}}retain".format(""))
+    args = options(" ".join(f"--{name} {name}" for name in names))
     assert [getattr(args, name) for name in names] == [f"{tmp_path}/{name}" for name in names]
     assert options("--model a/b --anchor c/d").anchor == "c/d"
 
@@ -1077,8 +1128,8 @@ RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put b
     '    if args.method == "dpo":\n        with torch': '    if args.method == "kto":\n'
         "        with torch.no_grad():\n            nll_ref = batch_nll(theta0, batch)\n"
         "        return kto_loss(batch_nll(model, batch), nll_ref, args.kappa)\n",
-    '"npo", "dpo")  #': '"kto", ',
-    '    "dpo": dict(UNL': '    "kto": dict(UNLEARNING, kappa=2.0),\n',
+    '    "dpo": Method(':
+        '    "kto": Method(dict(UNLEARNING, kappa=2.0), with_theta0=True),\n',
     '    add("--gamma"': '    add("--kappa", type=positive)\n'}
 
 def test_a_loss_is_added_in_four_places(base, tmp_path):
@@ -1091,7 +1142,7 @@ def test_a_loss_is_added_in_four_places(base, tmp_path):
     changed["main"](toy(base, tmp_path / "run", "--method kto --kappa 3 --epochs 1"))
     assert steps_of(tmp_path / "run")[0]["forget"] == approx(0, abs=1e-4)  # theta is theta0
     assert steps_of(tmp_path / "run")[2]["forget"] < -0.1
-    with pytest.raises(ValueError, match="--kappa has no effect"):
+    with pytest.raises(changed["BadInput"], match="npo has no option --kappa"):
         changed["parse"](["--method", "npo", "--kappa", "3"])
 
 # ---- Data ----
@@ -1102,7 +1153,7 @@ def test_read_jsonl_takes_both_names_of_columns(tmp_path):
         {"question": "q", "answer": "a", "perturbed_answer": []},
         {"question": "p", "answer": "é", "perturbed_answer": ["w"]}]
 
-def test_load_data_reads_the_files_of_forget_and_retain(tmp_path):
+def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
     files = {}
     for name in ("forget", "retain"):
         rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(3)]
@@ -1111,6 +1162,12 @@ def test_load_data_reads_the_files_of_forget_and_retain(tmp_path):
     splits = mdu.load_data(options(typed))
     found = {split: [row["question"] for row in rows] for split, rows in splits.items()}
     assert found == {name: [f"{name} 0?", f"{name} 1?"] for name in files}
+    for data in ("toy", tofu):  # which have rows of their own
+        args = options(f"--model m --data {data} --limit 2")
+        own = mdu.load_data(args)["forget"]
+        args.retain = files["retain"]
+        taken = mdu.load_data(args)
+        assert (taken["forget"], taken["retain"]) == (own, splits["retain"])
 
 def test_load_data_unlearns_tofu_with_retain90(tofu):
     run = options(f"--model x/y --data {tofu}")
@@ -1138,7 +1195,6 @@ def test_read_person_reads_biographies_and_for_dpo_fabricated_ones(subject, firs
     args = options(f"--model x/y --data {rwku} --method {method} --limit 3 --subject", subject)
     splits = mdu.load_data(args)
     name = PEOPLE[first // 4]
-    assert args.out.startswith("out/own/" + subject.replace("Zoë Ho", "zoë-ho") + "/")
     question = f"{name} is known. Please write a short biography of {name}."
     assert splits["retain"] == [] and len(splits["forget"]) == 3
     for i, row in enumerate(splits["forget"]):
@@ -1152,6 +1208,7 @@ def test_word_ids_have_a_letter_or_digit(hub):
     texts = [hub.tokenizer.decode([i]) for i in is_word.nonzero()[:, 0].tolist()]
     assert {"a", "Z", "7"} < set(texts) and len(is_word) == 264
     assert not {"!", ".", " ", "\n", "_", *TOKENS[hub.kind][:4]} & set(texts)
+    assert is_word[mdu.encode_text(hub.tokenizer, "é東")].all()  # bytes, each a part of a letter
 
 PROMPTS_IN_PARTS = {  # model_type: the special tokens and texts of a prompt; "?": the question
     "llada": "<|startoftext|> <|start_header_id|> user <|end_header_id|> \n\n ? <|eot_id|> "
@@ -1260,6 +1317,17 @@ def test_load_backbone_equals_a_transformer_written_out(hub):
     positions = torch.arange(9)[None] % 3 == 0
     assert_close(hub.model(ids[None], ids[None] >= 0, positions), alone[-1][::3], 2e-5)
 
+@each("padded, unpadded", itertools.product([False, True], repeat=2))
+def test_sees_later_tokens_with_and_without_padding(padded, unpadded):
+    model = FakeModel()
+
+    def half_causal(ids, attention_mask, positions):
+        sees = unpadded if attention_mask.all() else padded
+        if not sees:
+            ids = ids * positions
+        return model(ids, attention_mask, positions)
+    assert mdu.sees_later_tokens(half_causal) == (padded and unpadded)
+
 def test_a_model_of_the_hub_unlearns_in_bfloat16(hub, tofu, tmp_path, monkeypatch):
     """What is trained and all rotary frequencies are in float32, theta0 is in bfloat16."""
     monkeypatch.setattr(mdu, "backward", mock.Mock(wraps=mdu.backward))
@@ -1292,6 +1360,25 @@ def test_save_model_saves_an_unchanged_model_byte_for_byte(hub, tmp_path):
     files = {file.name: file.read_bytes() for file in hub.folder.iterdir()}
     own = [name for name in files if name.endswith((".safetensors", ".index.json"))]
     assert files.keys() - copied.keys() == set(own) and copied.items() <= files.items()
+
+def test_save_model_saves_the_weights_though_the_start_model_is_gone(
+        base, tmp_path, monkeypatch, capsys):
+    start, run, learning_rate = tmp_path / "start", tmp_path / "run", mdu.learning_rate
+    shutil.copytree(base, start)
+
+    def remove_start(*args):
+        shutil.rmtree(start, ignore_errors=True)
+        return learning_rate(*args)
+    for folder in (base, start):
+        if folder == start:
+            monkeypatch.setattr(mdu, "learning_rate", remove_start)
+        mdu.main(toy(folder, run / folder.name, "--method ga --epochs 1"))
+    assert_equal_weights(run / "base", run / "start")
+    assert capsys.readouterr().err.count("\n") == 1
+    for file in ("config.json", "tokenizer.json"):
+        saved = [json.loads((run / name / file).read_text()) for name in ("base", "start")]
+        assert saved[0] == saved[1]
+    mdu.load_backbone(str(run / "start"))
 
 # ---- LoRA and processes ----
 def test_add_adapters_starts_at_zero():
@@ -1346,6 +1433,14 @@ def assert_broken(run):
     assert [file.name for file in run.glob("checkpoint-*")] == ["checkpoint-00000002"]
     assert {file.suffix for file in run.glob("*/*")} <= {".safetensors", ".jsonl", ".json"}
     assert (run / "unfinished").is_dir() and not (run / "config.json").exists()
+
+@each("text", [None, "{", "[]", "7", '{"id": 7}', '{"options": {}}'])
+def test_find_run_finds_none_in_the_files_of_others(text, tmp_path):
+    if text:
+        (tmp_path / "run.json").write_text(text)
+    assert mdu.find_run(tmp_path) is None
+    with pytest.raises(mdu.BadInput, match="no run.json of ours"):
+        mdu.read_run(tmp_path)
 
 def test_save_checkpoint_keeps_the_newest_alone_in_small_files(tmp_path):
     """dcp needs about as much memory as a process's largest file."""
@@ -1698,25 +1793,6 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     assert texts_nll.call_args.args[3] == [{"a": " a", "b b": " b b", "c c c ": " c c c"}]
     assert record["mc1"] == mc1 and record["logp"][record["generation"]] == -1
     assert list(record["logp"].values()) == approx([-losses["a"], -1, -3])
-
-def test_score_truthfulqa_equals_the_enumeration_of_all_masks(base, monkeypatch):
-    """Every mask of 1 to 4 tokens comes as often as its probability says: 12 n times that."""
-    def every_mask(n, samples, seed):
-        assert [samples, seed] == [16, [1, 2]]  # a row's choices share their masks
-        masks, chances = all_masks(n)
-        return masks.repeat_interleave(torch.from_numpy(chances * 12 * n).round().long(), 0)
-    monkeypatch.setattr(ev, "draw_masks", every_mask)
-    model, tokenizer = mdu.load_backbone(str(base))
-    choices = ["Rome", "in Rome", "Who was Dante?", "Dante lives in Rome"]
-    row = dict(question="Who?", prefill="The book", seed=[1, 2], choices=choices, answer="Rome",
-               false=choices[1:])
-    record, = ev.score_truthfulqa(model, tokenizer, [row], ARGS)
-    prompt = mdu.encode_prompt(tokenizer, "Who?", "The book")
-    for choice in choices:
-        ids = mdu.encode_text(tokenizer, choice)  # without an end token
-        masks, chances = all_masks(len(ids))
-        expected = -len(ids) * slow_eq7(model, prompt, ids, masks) @ chances
-        assert record["logp"][choice] == approx(expected, rel=1e-5)
 
 # ---- Rows to score, and a summary of their scores ----
 def test_summarise_by_hand():
@@ -2232,7 +2308,8 @@ BAD_ROWS = {  # a file of rows: (its text, words of the line)
     "malformed": (ROW + "\n" + ROW[:-3], "line 2 JSON"),
     "none": ("\n", "no rows"),
     "columns": ('{"prompt": "p", "completion": "c"}', "line 1 found prompt, completion"),
-    "empty": (ROW + '\n\n{"question": "q", "answer": " "}', "line 3 empty ' '"),
+    "empty": (ROW + '\n\n{"question": "q", "answer": " "}', "line 3 answer: empty ' '"),
+    "number": (ROW[:-1] + ', "fact": 1.0}', "line 1 fact: 1.0"),
     "half": (ROW + '\n{"question": "q", "answer": "\\ud800"}', "line 2 surrogates"),
     "latin-1": (ROW + "\n\udce9", "line 2 utf-8"), "nested": (99999 * "[", "line 1 recursion"),
     "strange": (8 * '{"question": "xx", "answer": "yy zz"}\n', "unknown words model"),
@@ -2254,30 +2331,29 @@ BAD_INPUT = """
 mdu --meth mdu                                           => --meth
 mdu --tau 2                                              => --tau '2' [0, 1]
 mdu --t-min 0                                            => --t-min [0.001, 1]
-mdu --method ga --tau 1                                  => --tau no effect ga
-mdu --states written --t-min 1                           => --t-min no effect
-mdu --tau 0 --anchor current                             => --anchor no effect
-mdu --anchor-prompt shown                                => --anchor-prompt --anchor MODEL
-mdu --anchor current --anchor-prompt shown               => --anchor-prompt --anchor MODEL
-mdu --prompt-dropout 0.3                                 => --prompt-dropout no effect
+mdu --seed 18446744073709551616                          => --seed
+mdu --method ga --tau 1                                  => ga no option --tau
+mdu --prompt-dropout 0.3                                 => mdu no option --prompt-dropout
+mdu --anchor-prompt shown                                => --anchor-prompt --anchor MODEL start
+mdu --anchor current --anchor-prompt shown               => --anchor-prompt --anchor MODEL current
 mdu --preset own --method sft --forget {files}/good      => --model --preset toy
-mdu --method sft --lora 2                                => --lora no effect
-mdu --forget {files}/good --data x                       => --data no effect
-mdu --retain x                                           => --retain no effect
-mdu --method gd --retain-weight 0                        => --retain-weight gd ga
+mdu --method sft --lora 2                                => --lora --model
+mdu --retain absent                                      => --retain absent no such file
 mdu --forget absent                                      => --forget absent no such file
+mdu --data {rwku} --model x                              => --data forget10_perturbed
+mdu --subject King                                       => --subject --data
 mdu --preset rwku-llada --subject King --data {rwku}     => King 12
+mdu --preset rwku-llada --subject ² --data {rwku}        => ² 12
+mdu --subject King --forget {files}/good --data {rwku}   => King 12
 mdu --preset toy --model {base} --forget {files}/good    => no rows to retain --retain-weight 0
 mdu --forget {files}/good --retain-weight 0              => no base model --method sft
 mdu --preset toy --model nobody/nothing                  => nobody/nothing hub
-mdu --preset toy --model {base} --out {run}              => --out --overwrite
-mdu --preset toy --model {base} --out {base}             => --out would replace --model
+mdu --preset toy --model {base} --out {run}              => --out exists --resume
+mdu --preset toy --model {base} --response-length 2048   => tokens --response-length takes 2048
 mdu --model {base} --forget {files}/good --method dpo --retain-weight 0 => dpo perturbed_answer
-mdu --preset toy --model {base} --out {files}/foreign --overwrite => is no run; new folder
 mdu --out {files}/unfinished/mdu                         => base is unfinished --resume
 mdu --model {files}/foreign --method ga --forget {files}/good => foreign/config.json damaged
 mdu --resume {files}                                     => no run.json
-mdu --resume {files}/torn                                => torn/run.json damaged
 mdu --resume {run} --lr 0.1                              => --resume no other
 eval {files}/absent                                      => no such folder
 eval --ask Who? --length 2048 {base}                     => 2048 too many --length
@@ -2322,7 +2398,6 @@ def files(tmp_path_factory):
             "other/config.json": "{}",
             "unfinished/base/run.json":
                 '{"options": {"preset": "toy", "response_length": 12}, "rows": {}}',
-            "torn/run.json": '{"opt',
             "foreign/run.json": '{"id": 7}', "foreign/config.json": "[]"}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
