@@ -1237,9 +1237,10 @@ def test_encode_prompt_follows_the_chat_template_and_control_tokens_in_texts_sta
     assert mdu.encode_prompt(tokenizer, text, text) == prompt + text_ids
     row = {"question": text, "answer": f" {text}\n", "perturbed_answer": [text]}
     with mock.patch.object(model.lm.config, "max_position_embeddings", 9999):
-        pair = mdu.encode_row(options("--method dpo"), row, model, tokenizer)
+        splits = {"forget": [row], "retain": []}
+        examples = mdu.encode_splits(options("--method dpo"), splits, model, tokenizer)
     answer = text_ids + [model.end_id]
-    assert pair == mdu.Example(prompt, answer, [answer])
+    assert examples["forget"] == [mdu.Example(prompt, answer, [answer])]
     assert (model.mask_id, model.pad_id, model.end_id, model.shift, model.by_entropy) == IDS[kind]
 
 def test_encode_splits_says_that_answers_are_longer_than_the_response_length(base, capsys):
@@ -1476,7 +1477,7 @@ def test_a_run_is_resumed_bit_for_bit_after_a_full_disk(base, tmp_path, monkeypa
             code, err = program(["--resume", run], capsys)
         assert code == 2 and words in err
     shard = next(run.glob("checkpoint-00000002/*.safetensors"))
-    for file, end, words in [(rows, b'x"]}', "the rows it started from changed"),
+    for file, end, words in [(rows, b'x"]}', "rows that it started from have changed"),
                              (shard, b"", "a checkpoint failed")]:
         content = file.read_bytes()
         file.write_bytes(content[:-len(end)] + end)
@@ -1663,8 +1664,8 @@ OFFICIAL = {  # what TOFU's own code makes of them
 
 def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
     def texts_nll(model, tokenizer, rows, texts, *_):
-        assert " " not in "".join("".join(own.values()) for own in texts)
-        return [{name: f64(float(text)) for name, text in own.items()} for own in texts]
+        assert " " not in "".join(itertools.chain(*texts))
+        return [[f64(float(text)) for text in own] for own in texts]
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("", [])] * 4)
     splits = {}
@@ -1719,7 +1720,7 @@ def test_forget_quality_and_ks_test_by_hand_and_as_published():
     ("forget", dict(fact="Petra Osei."), "Petra, Osei", dict(fact=1)),
     ("forget", dict(fact="Pet"), "Petra, Osei", dict(fact=0)),
     ("forget", dict(fact="Osei Petra"), "Petra, Osei", dict(fact=0)),
-    ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob_stderr=None)),  # of one mask
+    ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1))),
     ("forget_level2", {}, " in Petra Osei\nno",
      dict(generation="in Petra Osei", words=3, empty=0, rougeL_recall=1)),
     ("forget_level2", {}, "Osei\nPetra", dict(generation="Osei", rougeL_recall=0.5)),
@@ -1733,7 +1734,7 @@ def test_forget_quality_and_ks_test_by_hand_and_as_published():
     ("utility_factuality", dict(answers=["b b d"]), "b b b c", dict(em=0, f1=4 / 7))])  # b twice
 def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, [])])
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [dict(answer=f64(1))])
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [[f64(1)]])
     args = ev.parse("--brief --samples 1 run".split())
     record, = ev.SPLITS[split].score(None, None, [dict(row, answer="Petra Osei")], args)
     assert {name: record[name] for name in expected} == approx(expected)
@@ -1783,35 +1784,34 @@ def test_score_mmlu_compares_letters_at_one_masked_position(monkeypatch):
 def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     """Of n tokens: log p = -n times the mean loss over the masks."""
     losses = dict(zip(["a", "b b", "c c c "], losses))
-    nlls = {choice: f64(loss - 1, loss + 1) for choice, loss in losses.items()}
+    nlls = [f64(loss - 1, loss + 1) for loss in losses.values()]
     texts_nll = mock.Mock(return_value=[nlls])
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
     targets = dict(choices=list(losses), labels=labels)
     row = ev.ask_truthfulqa(dict(question="", mc1_targets=targets))
     record, = ev.score_truthfulqa(None, None, [row], ARGS)
-    assert texts_nll.call_args.args[3] == [{"a": " a", "b b": " b b", "c c c ": " c c c"}]
+    assert texts_nll.call_args.args[3] == [[" a", " b b", " c c c"]]
     assert record["mc1"] == mc1 and record["logp"][record["generation"]] == -1
     assert list(record["logp"].values()) == approx([-losses["a"], -1, -3])
 
 # ---- Rows to score, and a summary of their scores ----
-def test_summarise_by_hand():
+def test_summarise_by_hand(capsys):
     """Truth ratios 4, 1/2, 1/2: min(R, 1/R) is 1/4, 1/2, 1/2, max(0, 1 - R) is 0, 1/2, 1/2."""
-    one = dict(prob=0.25, prob_stderr=0.3, truth_ratio=4.0, nll=log(8), words=1, fact=1.0)
-    two = dict(prob=0.75, prob_stderr=0.4, truth_ratio=0.5, nll=log(2), words=4,
-               generative_perplexity=3.0)
-    records = [one, two, dict(two, nll=log(6.5), generative_perplexity=5.0)]
+    one = dict(prob=0.25, truth_ratio=4.0, perplexity=8, words=1, fact=1.0)
+    two = dict(prob=0.75, truth_ratio=0.5, perplexity=2, words=4, generative_perplexity=3.0)
+    records = [one, two, dict(two, perplexity=6.5, generative_perplexity=5.0)]
     figures = ev.summarise(records, to_forget=True)
-    expected = dict(n=3, prob=7 / 12, prob_stderr=math.sqrt(0.41) / 3, truth_ratio=5 / 12,
-                    perplexity_median=6.5, perplexity_mean=5.5, generative_perplexity=4.0, words=4)
+    expected = dict(n=3, prob=7 / 12, truth_ratio=5 / 12, perplexity_median=6.5,
+                    perplexity_mean=5.5, generative_perplexity=4.0, words=4)
     assert {name: figures[name] for name in expected} == approx(expected)
-    assert "fact" not in figures  # which some rows lack
+    assert "fact" not in figures and "no fact" in capsys.readouterr().out  # some rows lack it
     assert ev.summarise(records, to_forget=False)["truth_ratio"] == approx(1 / 3)
     # Every person has the same weight: Ann's three rows and Bo's one give (3/4 + 1/4) / 2.
     scores = [("Ann", 1.0), ("Ann", 1.0), ("Ann", 0.25), ("Bo", 0.25)]
     figures = ev.summarise([dict(subject=name, em=em) for name, em in scores], to_forget=True)
     assert figures["people"] == dict(Ann=dict(em=0.75), Bo=dict(em=0.25))
-    assert [figures["em"], figures["prob_stderr"]] == [0.5, None]
+    assert figures["em"] == 0.5
 
 def test_rows_to_score_of_tofu(tofu):
     run = vars(options(f"--preset tofu-llada --data {tofu} --limit 1"))
@@ -1848,7 +1848,7 @@ def test_published_source_is_the_model_of_the_preset_or_of_model(base):
     """A run hands down its response length; the preset names the rows."""
     found = []
     for typed in ("--preset tofu-dream", f"--preset rwku-qwen --model {base}", "--model A/B"):
-        source = ev.find_source("new", ev.parse([*typed.split(), "new"]))
+        source = ev.published_source(ev.parse([*typed.split(), "new"]))
         assert source.theta0 == source.model and source.trained_on is None
         found.append((source.model, source.options["data"], source.options["response_length"]))
     assert found == [(mdu.DREAM, "locuslab/TOFU", 128), (str(base), "jinzhuoran/RWKU", 12),
@@ -1910,9 +1910,8 @@ def test_evaluate_equals_one_row_at_a_time(scored):
             answer = ev.read_answer(model, tokenizer, ev.generate(model, [prompt], 8, 8)[0])
             generation = answer.text.strip()
             _, recall, f1 = ev.rouge_l(row["answer"], generation)
-            expected = dict(
-                rougeL_recall=recall, rougeL_f1=f1, nll=-log(p), prob=p,
-                prob_stderr=p * nll.std(ddof=1) / 2)
+            expected = dict(rougeL_recall=recall, rougeL_f1=f1, nll=-log(p), prob=p,
+                            perplexity=1 / p)
             if number == 0:  # of a base by itself
                 expected["generative_perplexity"] = slow_perplexity(model, prompt, answer.ids, i)
             if number < 2:
@@ -1924,7 +1923,8 @@ def test_evaluate_equals_one_row_at_a_time(scored):
                           generation_ids=answer.ids)
             assert copied.items() <= record.items()
         assert summary["splits"][split] == ev.summarise(records, split == "forget")
-    assert summary["model_utility"] == ev.model_utility(summary["splits"])
+    utility = ev.model_utility(summary["splits"])
+    assert summary["splits"]["run"] == {"model_utility": utility}
 
 def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch, capsys):
     """On all but empty answers, and with no other model in memory."""
@@ -1961,15 +1961,18 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
     assert "Forget: 3 of 3 true answers are longer than the 5 tokens" in lines
     assert "longer than the 7 tokens" not in lines  # all have 7
 
-def test_evaluate_leaves_the_old_scores_on_a_full_disk(scored_copy, capsys):
-    largest = max(file.stat().st_size for file in (scored_copy / "eval").glob("*.jsonl"))
-    with unchanged(scored_copy / "eval"):
-        with largest_file(largest - 99):
-            code, err = program([scored_copy, *FLAGS], capsys, ev.main)
-        assert code == 2 and "too large" in err
-    (scored_copy / "eval/notes.txt").touch()
-    code, err = program([scored_copy, *FLAGS], capsys, ev.main)
-    assert code == 2 and "notes.txt is in the way" in err
+def test_publish_leaves_the_old_scores_on_a_full_disk(scored_copy, capsys):
+    before = read_all(scored_copy / "eval")
+    notes = scored_copy / "eval/notes.txt"
+    notes.touch()
+    largest = max(len(content) for content in before.values())
+    with largest_file(largest - 99):
+        code, err = program([scored_copy, *FLAGS, "--seed", "6"], capsys, ev.main)
+    assert code == 2 and "too large" in err
+    assert before.items() <= read_all(scored_copy / "eval").items()
+    ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
+    assert read_all(scored_copy / "eval").keys() == {*before, notes}
+    assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
 
 def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
     shutil.rmtree(scored_copy / "eval")
@@ -2011,16 +2014,15 @@ def test_ask_prints_what_each_run_answers(
     assert not printed
 
 # ---- Report ----
-def made_up_run(scored, folder, options=(), forget=(), retain_prob=None, **changes):
-    """A scored run with other options, figures on the rows to forget, and parts of its summary."""
+def made_up_run(scored, folder, options=(), forget=(), splits=(), **changes):
+    """A scored run with other options, figures of the rows to forget and of other splits, and
+    changes of other parts of its summary."""
     shutil.copytree(Path(scored, "eval"), folder / "eval")
     summary = ev.read_summary(folder)
-    summary["options"].update(options)
-    summary["splits"]["forget"].update(forget)
-    if retain_prob is not None:
-        summary["splits"]["retain"]["prob"] = retain_prob
-    summary["protocol"].update(changes.pop("protocol", {}))
-    summary.update(changes)
+    for part, more in {"options": options, **changes}.items():
+        summary[part].update(more)
+    for split, figures in {"forget": forget, **dict(splits)}.items():
+        summary["splits"][split].update(figures)
     (folder / "eval/summary.json").write_text(json.dumps(summary))
     return str(folder)
 
@@ -2029,13 +2031,14 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
     """Mean and standard deviation; of perplexities and p-values the median."""
     figures = dict(rougeL_f1=0.9, rougeL_recall=0.8, prob=0.5, fact=0.75, empty=0.25, words=7,
                    generative_perplexity=40)
-    runs = [made_up_run(scored, tmp_path / "1/base", forget=figures, forget_quality=None)]
+    runs = [made_up_run(scored, tmp_path / "1/base", forget=figures)]
     for seed, x, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
-        own = dict(seed=seed, model=f"{seed}/base", anchor=f"{seed}/retain", overwrite=seed > 1)
+        own = dict(seed=seed, model=f"{seed}/base", anchor=f"{seed}/retain", diagnose=seed > 1)
         changed = dict.fromkeys(figures, x)
         if seed == 2:
             changed["words"] = None  # a cell needs all runs of a method
-        runs.append(made_up_run(scored, tmp_path / f"{seed}/npo", own, changed, forget_quality=p))
+        quality = dict(run=dict(forget_quality=p, model_utility=x))
+        runs.append(made_up_run(scored, tmp_path / f"{seed}/npo", own, changed, quality))
     monkeypatch.setattr(mdu, "RANK", 1)  # torchrun's other processes do nothing
     ev.main(["--report", *runs])
     monkeypatch.setattr(mdu, "RANK", 0)
@@ -2050,11 +2053,11 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
     assert header in " ".join(screen.split())
     text = " ".join((tmp_path / "1/report.md").read_text().split())
     assert text.startswith("Rows: Forget 3, Retain 3, Real")
-    assert f"## Answers: Forget ### {questions[0]} - True answer: " in text
+    assert f"## Answers: Forget ### 0. {questions[0]} - True answer: " in text
     for line in """
             | Method | Forget rL ↓ | recall ↓ | p ↓ | fact ↓ | empty | words |
             | empty | words | gen. ppl ↓ |
-            | base | 0.900 | 0.800 | 0.500 | 0.750 | 0.250 | 7.0 | 40.0 |
+            | base | 0.900 | 0.800 | 0.500 | 0.750 | 0.250 | 7.0 | 40 |
             | npo | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ±
             ± 0.200 | - | 0.5 |
             | Method | Retain rL ↑ | recall ↑ | p ↑ | fact ↑ | empty ↓ | words |
@@ -2070,10 +2073,11 @@ def test_answer_sections_have_the_true_answer_and_what_each_run_wrote(scored, tm
     for record in records:
         record["generation"] = f"other {record['generation']}"
     write_lines(Path(runs[1], "eval/forget.jsonl"), records)
-    for record, section in zip(records, ev.answer_sections(ev.group_runs(runs), "forget")):
+    sections = ev.answer_sections(ev.group_runs(runs), "forget")
+    for number, (record, section) in enumerate(zip(records, sections, strict=True)):
         other = " ".join(record["generation"].split())
         assert section.splitlines() == [
-            f"### {record['question']}", "", f"- True answer: {record['answer']}",
+            f"### {number}. {record['question']}", "", f"- True answer: {record['answer']}",
             f"- ga: {other.removeprefix('other').strip() or '(empty)'}", f"- npo: {other}"]
 
 @each("content", ["fact", "rougeL_f1"])
@@ -2083,7 +2087,8 @@ def test_report_draws_a_mark_per_method_in_two_panels(content, scored, tmp_path)
     runs = []
     for i in range(3):
         figures = {content: i / 16, "prob": i / 8, "generative_perplexity": 2 + i}
-        runs.append(made_up_run(scored, tmp_path / f"run{i}", {}, figures, retain_prob=i / 4))
+        retain = dict(retain=dict(prob=i / 4))
+        runs.append(made_up_run(scored, tmp_path / f"run{i}", {}, figures, retain))
         expected[0].append([[i / 8, i / 4]])
         expected[1].append([[i / 16, 2 + i]])
     if content != "fact":
@@ -2119,7 +2124,8 @@ def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_pa
     records = [dict(row, nll_perturbed=[99]) for row in ev.read_records(retain, "forget")]
     write_lines(Path(retain, "eval/forget.jsonl"), records)
     ev.main([str(scored_copy), *FLAGS, "--retain-run", retain])
-    assert ev.read_summary(scored_copy)["forget_quality"] == approx(2 / 20)
+    figures = ev.read_summary(scored_copy)["splits"]["run"]
+    assert figures["forget_quality"] == approx(2 / 20)
 
 @each("name, changes, words", [
     ("npo", dict(options=dict(lr=1e-3)), "--lr"),
@@ -2161,10 +2167,10 @@ def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, mon
     report = " ".join(Path("1/report.md").read_text().split())
     assert header in report and re.search(r"\| dpo \|( \d\.\d+ ± \d\.\d+ \|){5}", report)
     assert "MMLU accuracy ↑ | TruthfulQA MC1 ↑ | TriviaQA EM ↑ | F1 ↑" in report
-    assert "### Please briefly answer the following question." in capsys.readouterr().out
+    assert "### 0. Please briefly answer the following question." in capsys.readouterr().out
     # The model itself, in new folders: who else is asked about changes no one's masks.
     ev.main([*scoring, *data, "all"])
-    Path("2/model/eval.new").mkdir(parents=True)  # of a call that was stopped
+    Path("2/model/eval").mkdir(parents=True)  # of a call that was stopped
     ev.main([*scoring, *data, "--subject", "2", "--limit", "2", "2/model"])
     together = ev.read_records("all", "utility_truthfulness")
     alone = ev.read_records("2/model", "utility_truthfulness")
@@ -2286,7 +2292,7 @@ def test_analysis_trajectory_and_rollout_of_a_scripted_model(
     monkeypatch.setattr(mdu, "load_backbone", lambda name, dtype: models[name])
     bars = analyse("trajectory", unlearned, tmp_path, "--questions 0 --steps 3 --length 6")
     kls = [slow_kl(logits_of(written[0], p), logits_of(written[4], 0.5), 1) for p in (.9, .8, .7)]
-    assert bars["panels"] == {row["question"]: [
+    assert bars["panels"] == {f"0. {row['question']}": [
         dict(label="author\n1", role="in-context", kl=approx(kls[0].item())),
         dict(label="Ceka\n2", role="stored-knowledge", kl=approx(kls[1].item())),
         dict(label="<end>\n2", role="structural", kl=approx(kls[1].item())),
@@ -2360,13 +2366,12 @@ eval --ask Who? --length 2048 {base}                     => 2048 too many --leng
 eval --preset toy {files}/absent                         => no published model --model
 eval --report {base}                                     => not scored yet
 eval --report {files}/unfinished/base                    => unfinished --resume
-eval --model {base} {files}                              => in the way new folder
+eval --model {base} --data toy {files}                   => in the way new folder
 eval {files}/unfinished/base                             => unfinished --resume
-eval --report --samples 3 {base}                         => --samples has no effect
+eval --report --retain {files}/good {base}               => --retain scoring
 eval --analysis convergence {base}                       => --diagnose
 eval --analysis roles {run} {scored}                     => different models
 eval --analysis roles {run} {files}/other                => other forget rows
-eval --analysis roles {run} {run}                        => one folder name
 eval --analysis rollout --questions 1,999 {run}          => --questions 999
 eval --brief --samples 1 --steps 1 --length 2048 {base}  => 2048 too many --length
 eval --samples 4 --seed 5 --length 8 --retain-run {scored} {base} => rows not same way
@@ -2397,7 +2402,7 @@ def files(tmp_path_factory):
                 '{"options": {"method": "sft", "model": null}, "rows": {"forget": "other"}}',
             "other/config.json": "{}",
             "unfinished/base/run.json":
-                '{"options": {"preset": "toy", "response_length": 12}, "rows": {}}',
+                json.dumps({"options": vars(options("--method sft")), "rows": {}}),
             "foreign/run.json": '{"id": 7}', "foreign/config.json": "[]"}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -2428,6 +2433,7 @@ PARSERS = {"mdu": mdu.parse, "eval": ev.parse}
 
 def test_commands_of_the_readme_parse(monkeypatch):
     monkeypatch.setattr(mdu, "read_run", lambda folder: {"options": {}})  # for --resume
+    monkeypatch.setattr(mdu, "find_person", lambda data, number: "Zoë Ho")
     readme = README.replace("\\\n", " ")
     code = re.findall(r"(?m)^ {4}.*$", readme) + re.findall(r"(?ms)^```\w*$(.*?)^```$", readme)
     command = r"(?:python|torchrun)\b[^;&|#\n]*?\b(mdu|eval)\.py\b([^;&|#\n]*)"
