@@ -18,7 +18,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import weakref
 from functools import partial
 from math import log
 from pathlib import Path
@@ -360,7 +359,7 @@ def rwku(tmp_path_factory):
         asked = PEOPLE[:-1] if config == "forget_level3" else PEOPLE
         probes[config] = [{**row, "subject": name} for name in asked * 2]
     train = {"forget_target": people, "train_positive_llama3": texts, "train_pair_llama3": pairs}
-    return write_dataset(tmp_path_factory.mktemp("rwku"), {"train": train, "test": probes})
+    return write_dataset(tmp_path_factory.mktemp("people"), {"train": train, "test": probes})
 
 # ---- Runs of the toy ----
 @pytest.fixture(scope="session")
@@ -395,9 +394,8 @@ def steps_of(run):
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, vocab_size=264, max_position_embeddings=256)
 NATIVE = dict(SIZES, rms_norm_eps=1e-6, rope_theta=1e6, hidden_act="silu", torch_dtype="bfloat16",
-              attention_dropout=0.5,
-              auto_map={"AutoModel": "modeling.Model"}, attn_implementation="owner/kernel",
-              quantization_config={"quant_method": "fp8"})
+              attention_dropout=0.5, auto_map={"AutoModel": "modeling.Model"},
+              attn_implementation="owner/kernel", quantization_config={"quant_method": "fp8"})
 WINDOW = dict(use_sliding_window=True, sliding_window=2, layer_types=2 * ["sliding_attention"])
 LLADA = json.loads("""{
 "activation_type": "silu", "alibi": false, "attention_dropout": 0.5,
@@ -429,24 +427,22 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 THINKING = CHATML + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
-LLAMA_TOKENS = ("<|startoftext|> <|endoftext|> <|mdm_mask|> <|start_header_id|> <|end_header_id|> "
-                "<|eot_id|>").split()
 TOKENS = {  # special tokens, ids from 256 on, after the bytes
-    "llada": LLAMA_TOKENS, "a2d-llama": LLAMA_TOKENS, "llama": LLAMA_TOKENS,
-    "Dream": "<|endoftext|> <|beginoftext|> <|mask|> <|im_start|> <|im_end|>".split(),
-    "qwen": "<|endoftext|> <|im_start|> <|im_end|> <|mask|> <think> </think>".split()}
-TOKENS.update({"qwen2": TOKENS["Dream"], "a2d-qwen2": TOKENS["Dream"],
-               "qwen3": TOKENS["qwen"], "a2d-qwen3": TOKENS["qwen"]})
+    "llama": "<|startoftext|> <|endoftext|> <|mdm_mask|> <|start_header_id|> <|end_header_id|> "
+             "<|eot_id|>".split(),
+    "qwen": "<|endoftext|> <|beginoftext|> <|mask|> <|im_start|> <|im_end|> <think> </think>".split()}
+
+def family(kind):
+    return "qwen" if kind == "Dream" or "qwen" in kind else "llama"
 
 def write_tokenizer(folder, kind):
     """A vocabulary of bytes and special tokens, in the files of the hub's tokenizer."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: i for i, letter in enumerate(alphabet)}
     settings = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-    if kind == "Dream" or "qwen" in kind:
-        added = {}
-        for i, token in enumerate(TOKENS[kind]):
-            added[256 + i] = {"content": token, "special": "think" not in token}
+    if family(kind) == "qwen":
+        added = {256 + i: {"content": token, "special": "think" not in token}
+                 for i, token in enumerate(TOKENS["qwen"])}
         settings.update(tokenizer_class="Qwen2Tokenizer", chat_template=THINKING, unk_token=None,
                         mask_token="<|mask|>", added_tokens_decoder=added)
         if kind == "Dream":
@@ -457,7 +453,7 @@ def write_tokenizer(folder, kind):
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
         bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = tokenizers.decoders.ByteLevel()
-        bpe.add_special_tokens(TOKENS[kind])
+        bpe.add_special_tokens(TOKENS["llama"])
         bpe.save(str(folder / "tokenizer.json"))
         settings.update(tokenizer_class="PreTrainedTokenizerFast", chat_template=HEADERS,
                         bos_token="<|startoftext|>")
@@ -500,8 +496,7 @@ def write_checkpoint(folder, kind, tied=False, n_files=1, **changes):
     return tensors
 
 @pytest.fixture(scope="session", params=[
-    *itertools.product(CONFIGS, [False], [1]), ("llada", True, 1), ("a2d-qwen3", True, 2),
-    ("llada", False, 3)], ids="{0[0]} tied={0[1]} files={0[2]}".format)
+    *itertools.product(CONFIGS, [False], [1]), ("llada", True, 3), ("a2d-qwen3", True, 2)])
 def hub(request, tmp_path_factory):
     kind, tied, n_files = request.param
     folder = tmp_path_factory.mktemp("hub")
@@ -596,15 +591,12 @@ def test_loss_of_16_bit_logits_is_computed_in_float32(name, dtype):
 
 @each("name", LOSSES)
 @each("gap", [1e6, -1e6])
-def test_loss_pastes_alone_and_stays_finite(name, gap):
-    """Its source runs with torch, F and math alone, and at extreme arguments."""
-    function, scope = LOSSES[name][0], dict(torch=torch, F=F, math=math)
-    exec(inspect.getsource(function), scope)
+def test_loss_stays_finite_at_extreme_arguments(name, gap):
     arguments = to_dtype(loss_arguments(name), torch.float32)
     trained = set(TRAINED) & set(arguments)
     for argument in trained:
         arguments[argument].data[..., 0] += gap
-    loss, grads = evaluate(scope[function.__name__], arguments)
+    loss, grads = evaluate(LOSSES[name][0], arguments)
     assert loss.isfinite().all() and all(grads[name].isfinite().all() for name in trained)
 
 ONE, TWO = torch.tensor([[False, True]]), torch.tensor([[True, True]])
@@ -680,22 +672,14 @@ def test_draw_step_takes_every_row_once_in_a_pass_and_in_a_new_order():
     assert len({mdu.rng_for(*key).random() for key in keys}) == len(keys)
 
 def test_draw_example_depends_on_the_seed():
-    """The order of rows, t and the masks, which prompts are hidden."""
-    typed = "--method sft --batch-size 10 --prompt-dropout 0.5"
-    drawn = {}
-    for seed in (1, 2):
-        rows, _ = draw(f"{typed} --seed {seed}", range(10))
-        assert {repr(row) for row in rows} == {
-            repr(row) for row in draw(f"{typed} --seed {seed}", range(10))[0]}
-        plain, _ = draw(f"--method sft --batch-size 1 --seed {seed}", range(10))
-        drawn[seed] = ([row.prompt[0] for row in plain], {row.t for row in rows},
-                       {row.uniform[0] for row in rows},
-                       [mdu.draw_example(options(f"{typed} --seed {seed}"), make_examples(),
-                                         "train", i, FakeModel).prompt[0] == MASK
-                        for i in range(100)])
-    order, t, uniform, hidden = zip(*drawn.values())
-    assert order[0] != order[1] and hidden[0] != hidden[1]
-    assert not t[0] & t[1] and not uniform[0] & uniform[1]
+    """The order of rows (here of their lengths), t, the masks and which prompts are hidden."""
+    def drawn(seed):
+        rows, _ = draw(f"--method sft --batch-size 1 --prompt-dropout 0.5 --seed {seed}", range(30))
+        return {"order": [row.answer.index(1) for row in rows], "t": [row.t for row in rows],
+                "masks": [row.uniform[0] for row in rows],
+                "hidden": [row.prompt == [MASK, MASK] for row in rows]}
+    one, two = drawn(1), drawn(2)
+    assert one == drawn(1) and not any(one[part] == two[part] for part in one)
 
 def assert_uniform(values, low):
     """Kolmogorov-Smirnov distance from the uniform distribution on [low, 1)."""
@@ -756,13 +740,10 @@ def test_still_written_by_hand():
             for i, token in enumerate(tokens, 1):
                 logits[b, i, token] = 5 + i
         return logits
-    model = FakeModel(script=script)
     pairs = [([b], answer) for b, answer in enumerate(answers)]
     batch = mdu.Batch(*mdu.collate(pairs, PAD), None, None, None)
-    written = mdu.still_written(model, batch)
+    written = mdu.still_written(FakeModel(script=script), batch)
     assert [row[r].int().tolist() for row, r in zip(written, batch.response)] == expected
-    assert [(ids == MASK).sum(1).tolist() for ids in model.seen] == [
-        [4, 3, 2, 3], [3, 2, 1, 2], [2, 1, 0, 1], [1, 0, 0, 0]]
 
 @each("by_entropy", [False, True])
 @each("size", [1, 3, 20])
@@ -1106,12 +1087,6 @@ def test_parse_takes_defaults_from_method_then_preset_then_command_line(case, ba
     found = {f"{name}={value}" for name, value in vars(options(typed)).items()}
     assert set(expected.split()) <= found, found
 
-def test_parse_gives_a_person_of_rwku_one_folder(rwku):
-    typed = f"--preset rwku-llada --data {rwku} --subject"
-    by_number, by_name = options(typed, "3"), options(typed, "Zoë Ho")
-    assert by_number.out == by_name.out == "out/rwku-llada/zoë-ho/mdu-tau1"
-    assert by_number.subject == "Zoë Ho"
-
 def test_parse_makes_paths_absolute(tmp_path, monkeypatch):
     """So that a run can be resumed from anywhere.  Names on the hub stay as they are."""
     monkeypatch.chdir(tmp_path)
@@ -1178,10 +1153,6 @@ def test_load_data_unlearns_tofu_with_retain90(tofu):
     assert len(splits["forget"]) == 8 and splits["forget"][1] == {
         "question": "Q forget10_perturbed 1?", "answer": "A 1.", "paraphrased_answer": "D 1.",
         "perturbed_answer": ["B 1.", "C 1."]}
-    splits = ev.rows_to_score(vars(run), ev.parse(["run"]))
-    assert [f"{len(rows)} {rows[2]['question']}" for rows in splits.values()] == [
-        "8 Q forget10_perturbed 2?", "8 Q retain_perturbed 2?", "3 Q real_authors_perturbed 2?",
-        "3 Q world_facts_perturbed 2?"]
 
 def test_read_dataset_takes_a_name_to_the_hub():
     with mock.patch("datasets.load_dataset", return_value=iter([{"a": 1}])) as load:
@@ -1195,6 +1166,7 @@ def test_read_person_reads_biographies_and_for_dpo_fabricated_ones(subject, firs
     args = options(f"--model x/y --data {rwku} --method {method} --limit 3 --subject", subject)
     splits = mdu.load_data(args)
     name = PEOPLE[first // 4]
+    assert args.subject == name and name.lower().replace(" ", "-") in args.out.split("/")
     question = f"{name} is known. Please write a short biography of {name}."
     assert splits["retain"] == [] and len(splits["forget"]) == 3
     for i, row in enumerate(splits["forget"]):
@@ -1207,31 +1179,27 @@ def test_word_ids_have_a_letter_or_digit(hub):
     is_word = mdu.word_ids(hub.model, hub.tokenizer)
     texts = [hub.tokenizer.decode([i]) for i in is_word.nonzero()[:, 0].tolist()]
     assert {"a", "Z", "7"} < set(texts) and len(is_word) == 264
-    assert not {"!", ".", " ", "\n", "_", *TOKENS[hub.kind][:4]} & set(texts)
+    assert not {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:4]} & set(texts)
     assert is_word[mdu.encode_text(hub.tokenizer, "é東")].all()  # bytes, each a part of a letter
 
-PROMPTS_IN_PARTS = {  # model_type: the special tokens and texts of a prompt; "?": the question
-    "llada": "<|startoftext|> <|start_header_id|> user <|end_header_id|> \n\n ? <|eot_id|> "
+TURN = "<|im_start|> user\n ? <|im_end|> \n <|im_start|> assistant\n"
+PROMPTS_IN_PARTS = {  # the special tokens and texts of a prompt; "?": the question
+    "llama": "<|startoftext|> <|start_header_id|> user <|end_header_id|> \n\n ? <|eot_id|> "
              "<|start_header_id|> assistant <|end_header_id|> \n\n",
-    "Dream": "<|im_start|> user\n ? <|im_end|> \n <|im_start|> assistant\n",
-    "qwen": "<|im_start|> user\n ? <|im_end|> \n <|im_start|> assistant\n <think> \n\n "
-            "</think> \n\n"}
-IDS = {  # mask, padding and end of turn; is it shifted, and sampled by entropy
-    "llada": (258, 257, 261, False, False), "a2d-llama": (258, 257, 261, False, False),
-    "llama": (258, 257, 257, False, False), "Dream": (258, 256, 260, True, True),
-    "a2d-qwen2": (258, 256, 260, False, False), "qwen2": (258, 256, 256, False, False),
-    "a2d-qwen3": (259, 256, 258, False, False), "qwen3": (259, 256, 256, False, False)}
+    "Dream": TURN, "qwen": f"{TURN} <think> \n\n </think> \n\n"}
+END = {"llada": 261, "a2d-llama": 261, "llama": 257, "Dream": 260, "a2d-qwen2": 260,
+       "a2d-qwen3": 260, "qwen2": 256, "qwen3": 256}  # the end-of-turn token
 
 def test_encode_prompt_follows_the_chat_template_and_control_tokens_in_texts_stay_text(hub):
     kind, model, tokenizer = hub.kind, hub.model, hub.tokenizer
-    text = "\0 é".join(token for token in TOKENS[kind] if "think" not in token)
+    tokens = [model.mask_id, model.pad_id, model.end_id]
+    assert tokens == [258, {"llama": 257, "qwen": 256}[family(kind)], END[kind]]
+    assert model.shift == model.by_entropy == (kind == "Dream")
+    text = "\0 é".join(TOKENS[family(kind)][:5])
     text_ids = tokenizer(text, split_special_tokens=True).input_ids
     assert max(text_ids) < 256
     prompt = []
-    layout = kind
-    if kind != "Dream":
-        layout = "qwen" if "qwen" in kind else "llada"
-    for part in PROMPTS_IN_PARTS[layout].split(" "):
+    for part in PROMPTS_IN_PARTS.get(kind, PROMPTS_IN_PARTS[family(kind)]).split(" "):
         prompt += text_ids if part == "?" else tokenizer(part).input_ids
     assert mdu.encode_prompt(tokenizer, f" {text}\n") == prompt
     assert mdu.encode_prompt(tokenizer, text, text) == prompt + text_ids
@@ -1241,16 +1209,6 @@ def test_encode_prompt_follows_the_chat_template_and_control_tokens_in_texts_sta
         examples = mdu.encode_splits(options("--method dpo"), splits, model, tokenizer)
     answer = text_ids + [model.end_id]
     assert examples["forget"] == [mdu.Example(prompt, answer, [answer])]
-    assert (model.mask_id, model.pad_id, model.end_id, model.shift, model.by_entropy) == IDS[kind]
-
-def test_encode_splits_says_that_answers_are_longer_than_the_response_length(base, capsys):
-    model, tokenizer = mdu.load_backbone(str(base))
-    splits = mdu.toy_world()
-    longest = max(len(tokenizer.encode(row["answer"])) for row in splits["forget"]) + 1  # its end
-    for length, lines in ((longest, 0), (longest - 1, 1)):
-        args = options(f"--model {base} --response-length {length}")
-        mdu.encode_splits(args, splits, model, tokenizer)
-        assert capsys.readouterr().out.count(f"up to {longest} tokens") == lines
 
 # ---- Backbones ----
 @each("name, revision", [("a/b", None), ("a/b@", None), ("a/b@c1d2", "c1d2")])
@@ -1383,15 +1341,12 @@ def test_save_model_saves_the_weights_though_the_start_model_is_gone(
 
 # ---- LoRA and processes ----
 def test_add_adapters_starts_at_zero():
-    plain, model, other = [tiny_llama(0).bfloat16() for _ in range(3)]
+    plain, model = tiny_llama(0).bfloat16(), tiny_llama(0).bfloat16()
     mdu.add_adapters(model, 4, seed=1)
-    mdu.add_adapters(other, 4, seed=2)
     trained = [p for p in model.parameters() if p.requires_grad]
     assert len(trained) == 28 and {p.dtype for p in trained} == {torch.float32}
     drawn = torch.cat([A.flatten() * A.shape[1] ** 0.5 for A in trained[::2]])
     assert abs(drawn.mean()) < 0.1 and abs(drawn.std() - 1) < 0.1  # A ~ N(0, 1/in)
-    first, second = [m.lm.model.layers[0].mlp.up_proj.A for m in (model, other)]
-    assert not torch.equal(first, second)
     ids = torch.arange(2, 22).view(2, 10)
     assert torch.equal(model(ids, ids > 0, ids > 0), plain(ids, ids > 0, ids > 0))
 
@@ -1535,16 +1490,14 @@ def test_save_model_leaves_half_a_model_that_does_not_count(base, unlearned, tmp
 # ---- Toy ----
 def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
     model, tokenizer = mdu.load_backbone(str(base))
-    splits = mdu.toy_world()
-    rows = mdu.encode_splits(options("--method sft"), splits, model, tokenizer)["train"]
-    unpadded = [pair for pair in rows if not pair.pad_answer]
-    assert len(rows) == 272 and all(set(pair.prompt) == {model.mask_id} for pair in unpadded)
-    assert [pair.answer for pair in unpadded] == [pair.answer for pair in rows[:68]]
-    for typed, size in (("--retain-only", 248), ("--prompt-dropout 0.3", 204)):
+    sizes = {"": 272, "--retain-only": 248, "--prompt-dropout 0.3": 204}
+    for typed, size in sizes.items():
         args = options(f"--method sft {typed}")
-        assert len(mdu.encode_splits(args, splits, model, tokenizer)["train"]) == size
-    wrong = str([row["perturbed_answer"] for row in splits["retain"]])
-    assert not any(row["fact"] in wrong for row in splits["forget"])
+        rows = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)["train"]
+        hidden = [pair for pair in rows if set(pair.prompt) == {model.mask_id}]
+        assert len(rows) == size and len(hidden) == (0 if args.prompt_dropout else 68)
+        assert [pair.answer for pair in hidden] == [pair.answer for pair in rows[:len(hidden)]]
+        assert not any(pair.pad_answer for pair in hidden)
 
 def test_toy_world_has_five_wrong_answers_to_each_question():
     splits = mdu.toy_world()
@@ -1813,36 +1766,71 @@ def test_summarise_by_hand(capsys):
     assert figures["people"] == dict(Ann=dict(em=0.75), Bo=dict(em=0.25))
     assert figures["em"] == 0.5
 
-def test_rows_to_score_of_tofu(tofu):
-    run = vars(options(f"--preset tofu-llada --data {tofu} --limit 1"))
-    splits = ev.rows_to_score(run, ev.parse(["run"]))
-    assert {split: row["question"] for split, (row,) in splits.items()} == dict(
-        forget="Q forget10_perturbed 0?", retain="Q retain_perturbed 0?",
-        real_authors="Q real_authors_perturbed 0?", world_facts="Q world_facts_perturbed 0?")
+def test_a_model_that_diverged_has_nan_for_figures(monkeypatch):
+    """Also in JSON and back; "-" in tables, whose columns stay."""
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [[f64(math.nan)] * 3])
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("a b", [5, 6])])
+    row = dict(answer="a", perturbed_answer=["b", "c"], choices=["a", "b", "c"], false=["b", "c"])
+    records = ev.score_answers(None, None, [row], ARGS) * 3
+    records[1] = dict(records[1], perplexity=2.0)  # nan anywhere makes a median nan
+    for to_forget in (True, False):
+        figures = json.loads(json.dumps(ev.summarise(records, to_forget)))
+        for name in ("prob", "truth_ratio", "prob_options", "perplexity_median"):
+            assert math.isnan(figures[name])
+    assert math.isnan(ev.model_utility(dict.fromkeys(ev.UTILITY, figures)))
+    assert math.isnan(ev.forget_quality(records, [{"nll": 1.0, "nll_perturbed": [2.0]}]))
+    summaries = [{"splits": {"forget": {"prob": math.nan, "perplexity_mean": 1e50}}}]
+    table = ev.figures_table({"run": summaries}, [
+        ("forget", "prob"), ("forget", "perplexity_mean"), ("forget", "fact")])
+    assert table.split("\n")[-1].split() == "| run | - | 1e+50 |".split()
+    monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
+    monkeypatch.setattr(mdu, "encode_prompt", lambda *_: [4])
+    for score, metric in ((ev.score_truthfulqa, "mc1"), (ev.score_mmlu, "accuracy")):
+        model = FakeModel(script=lambda ids: f64(0).expand(*ids.shape, 11) * math.nan)
+        record, = score(model, lambda text, **_: SimpleNamespace(input_ids=[3]),
+                        [dict(row, question="")], ARGS)
+        assert math.isnan(record[metric])
 
-@each("typed, expected", [
-    ("", dict(forget=["F0", "F1"], retain=["R0", "R1"])),  # the run's own rows, and its --limit
-    ("--limit 1 --forget R --retain F", dict(forget=["R0"], retain=["F0"])),
-    ("--retain X", dict(forget=["F0", "F1"], retain=["X0", "X1"]))])
-def test_rows_to_score_are_the_runs_own_or_others(typed, expected, monkeypatch):
-    def read_jsonl(option, file):
-        return [file + "0", file + "1", file + "2"]
-    monkeypatch.setattr(mdu, "read_jsonl", read_jsonl)
-    run = vars(options("--model m --limit 2 --forget F --retain R"))
-    assert ev.rows_to_score(run, ev.parse([*typed.split(), "run"])) == expected
+RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
+        "person": "--preset rwku-llada --data {rwku} --subject 2"}
 
-@each("run, typed, people", [
-    ("", "--limit 1", PEOPLE[:10]), ("", "--subject 2", PEOPLE[1:2] * 2),
-    ("--subject 2", "--subject all --limit 1", PEOPLE[:10]),
-    ("--subject 2 --forget F", "", PEOPLE[1:2] * 2)])
-def test_read_probes_asks_about_a_person_or_the_first_ten(run, typed, people, rwku):
-    run = vars(options(f"--preset rwku-llada --data {rwku} {run}"))
-    splits = ev.rows_to_score(run, ev.parse([*typed.split(), "run"]))
-    assert list(splits) == ev.RWKU
+@each("run, typed, expected", [
+    ("toy", "--limit 2", "toy toy toy toy"), ("toy", "--forget {X}", "X toy toy toy"),
+    ("toy", "--retain {X}", "toy X toy toy"), ("toy", "--data {tofu}", "tofu tofu tofu tofu"),
+    ("toy", "--data {tofu} --retain {X}", "tofu X tofu tofu"),
+    ("files", "", "X Y"), ("files", "--forget {Y} --retain {X}", "Y X"),
+    ("files", "--data {rwku} --limit 1", 8 * "10 "),
+    ("files", "--data {rwku} --subject 3", 8 * "Zoë "),
+    ("person", "", 8 * "Prince "), ("person", "--subject all --limit 1", 8 * "10 "),
+    ("person", "--retain {X}", 8 * "Prince " + "X"), ("person", "--data toy", "toy toy toy toy"),
+    ("person", "--data {tofu}", "tofu tofu tofu tofu"),
+    ("person", "--data {rwku} --limit 1", 8 * "10 ")])
+def test_rows_to_score(run, typed, expected, tofu, rwku, tmp_path):
+    """The run's own; --data alone decides its kind; a file replaces the split of its name."""
+    places = {"tofu": tofu, "rwku": rwku}
+    for name in "XY":
+        rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(4)]
+        places[name] = write_lines(tmp_path / name, rows)
+    run_options = vars(options(RUNS[run].format(**places)))
+    args = ev.parse([*typed.format(**places).split(), "run"])
+    splits = ev.rows_to_score(run_options, args)
+    names = ev.RWKU if len(splits) >= 8 else list(ev.TOFU)
+    assert list(splits) == [*names, "retain"][:len(splits)]
+    found = []
     for rows in splits.values():
-        assert [row["subject"] for row in rows] == people
-    own = vars(options("--model m --forget F --retain R"))  # no preset: RWKU has its name
-    assert list(ev.rows_to_score(own, ev.parse(["--data", str(rwku), "run"]))) == ev.RWKU
+        asked = {row["subject"] for row in rows if "subject" in row}
+        source = rows[0]["question"].split()[0]
+        if asked:
+            source = str(len(asked)) if len(asked) > 1 else rows[0]["subject"].split()[0]
+        elif source == "Q":
+            source = "tofu"
+        elif source not in "XY":
+            source = "toy"
+        found.append(source)
+        limit = args.limit or run_options["limit"]
+        assert limit is None or len(rows) == limit * max(1, len(asked))
+    assert found == expected.split()
+    assert ev.is_rwku("jinzhuoran/RWKU") and not ev.is_rwku("locuslab/TOFU")
 
 def test_published_source_is_the_model_of_the_preset_or_of_model(base):
     """A run hands down its response length; the preset names the rows."""
@@ -1860,15 +1848,15 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs():
 
     def protocol(split, typed="", rows=(1, 2)):
         args = ev.with_run_options(ev.parse([*typed.split(), "run"]), run, {split: rows})
-        return ev.scoring_protocol(args, run, {split: rows})
+        found = ev.scoring_protocol(args, run, {split: rows})
+        return found["rows"], found["length"], found["steps"]
     asked = protocol("forget_level1")
     assert protocol("forget_level1", "--limit 3 --data D", [3]) == asked
-    assert protocol("forget_level1", "--limit 2")["rows"] != asked["rows"]
-    assert protocol("forget_level1", "--data E")["rows"] != asked["rows"]
-    assert protocol("forget", "", [3])["rows"] != protocol("forget")["rows"]
-    protocols = [asked, protocol("forget_level1", "--length 5"), protocol("forget"),
-                 protocol("forget", "--length 5 --steps 4")]
-    assert [(p["length"], p["steps"]) for p in protocols] == [(30, 30), (5, 5), (7, 7), (5, 4)]
+    others = [protocol("forget_level1", typed) for typed in ("", "--limit 2", "--data E")]
+    assert len({rows for rows, *_ in others}) == 3
+    assert protocol("forget", "", [3])[0] != protocol("forget")[0]
+    assert asked[1:] == (30, 30) and protocol("forget_level1", "--length 5")[1:] == (5, 5)
+    assert protocol("forget")[1:] == (7, 7) and protocol("forget", "--steps 4")[1:] == (7, 4)
 
 # ---- One run ----
 FLAGS = "--samples 4 --limit 3 --seed 5 --length 8".split()
@@ -1926,22 +1914,15 @@ def test_evaluate_equals_one_row_at_a_time(scored):
     utility = ev.model_utility(summary["splits"])
     assert summary["splits"]["run"] == {"model_utility": utility}
 
-def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch, capsys):
-    """On all but empty answers, and with no other model in memory."""
+def test_add_generative_perplexity_is_that_of_theta0(
+        base, unlearned, tmp_path, monkeypatch, capsys):
+    """On all but empty answers."""
     run = shutil.copytree(unlearned, tmp_path / "run")
     theta0, tokenizer = mdu.load_backbone(str(base))
-    load_backbone, alive = mdu.load_backbone, weakref.WeakSet()
-
-    def load_alone(name, dtype):
-        assert not alive
-        model, tokenizer = load_backbone(name, dtype)
-        alive.add(model)
-        return model, tokenizer
-    monkeypatch.setattr(mdu, "load_backbone", load_alone)
     answers = [ev.Answer(" .", [5]), ev.Answer("a b", [6, 7]), ev.Answer("c", [8, 0, 9])]
     monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
-    command = [str(run), "--brief", *FLAGS, "--length", "5"]
-    ev.main(command)
+    command = [str(run), "--brief", *FLAGS]
+    ev.main([*command, "--length", "5"])
     records = ev.read_records(run, "forget")
     assert "generative_perplexity" not in records[0]
     for i in (1, 2):
@@ -1949,8 +1930,7 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
         perplexity = slow_perplexity(theta0, prompt, answers[i].ids, i)
         assert records[i]["generative_perplexity"] == approx(perplexity, rel=1e-4)
     figures = ev.read_summary(run)["splits"]["forget"]
-    assert "generative_perplexity" in figures and "truth_ratio" not in figures
-    del figures["generative_perplexity"]
+    assert "truth_ratio" not in figures and figures.pop("generative_perplexity")
     # Without theta0 there is a line instead, and the rest is as before.
     info = (run / "run.json").read_text()
     (run / "run.json").write_text(info.replace(str(base), "/gone/base"))
@@ -1961,18 +1941,68 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
     assert "Forget: 3 of 3 true answers are longer than the 5 tokens" in lines
     assert "longer than the 7 tokens" not in lines  # all have 7
 
-def test_publish_leaves_the_old_scores_on_a_full_disk(scored_copy, capsys):
-    before = read_all(scored_copy / "eval")
-    notes = scored_copy / "eval/notes.txt"
-    notes.touch()
-    largest = max(len(content) for content in before.values())
-    with largest_file(largest - 99):
-        code, err = program([scored_copy, *FLAGS, "--seed", "6"], capsys, ev.main)
-    assert code == 2 and "too large" in err
-    assert before.items() <= read_all(scored_copy / "eval").items()
+def test_add_generative_perplexity_is_skipped_if_one_process_has_no_theta0(
+        base, monkeypatch, capsys):
+    """Here the other one of two; to wait for its share would last forever."""
+    def all_gather_object(results, own):
+        assert own is None  # this process has the model
+        results[:] = [own, "lost: no such folder"]
+    monkeypatch.setattr(mdu, "WORLD", 2)
+    monkeypatch.setattr(ev.dist, "all_gather_object", all_gather_object)
+    args = ev.with_run_options(ARGS, vars(options("--method sft")))
+    records = [dict(question="Who?", empty=0.0, generation_ids=[5], seed=[0, 0, 0])]
+    ev.add_generative_perplexity("run", str(base), records, args)
+    assert "generative_perplexity" not in records[0]
+    assert capsys.readouterr().out.count("lost: no such folder") == 1
+
+def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
+    """By Ctrl-C, or by a full disk while files are written.  The user's own files stay, too."""
+    folder = scored_copy / "eval"
+    (folder / "notes.txt").touch()
+    (folder / "utility_general.jsonl").touch()  # of an earlier scoring on other data
+    before = read_all(folder)
+    with unchanged(scored_copy), mock.patch.object(ev, "score_rows", side_effect=KeyboardInterrupt):
+        assert program([scored_copy, *FLAGS], capsys, ev.main) == (130, "eval.py: stopped\n")
+    with largest_file(max(map(len, before.values())) - 99):
+        code, err = program([scored_copy, *FLAGS], capsys, ev.main)
+    assert code == 2 and "too large" in err and before.items() <= read_all(folder).items()
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
-    assert read_all(scored_copy / "eval").keys() == {*before, notes}
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
+    assert read_all(folder).keys() == before.keys() - {folder / "utility_general.jsonl"}
+
+def test_evaluate_is_of_one_program_at_a_time(scored_copy, capsys):
+    """The folder is locked before anything in it is looked at, and while it is scored."""
+    (scored_copy / "config.json").rename(scored_copy / "x")  # as if it were still trained
+    with another_program(scored_copy), unchanged(scored_copy):
+        code, err = program([scored_copy, *FLAGS], capsys, ev.main)
+    assert code == 2 and "in use" in err
+    (scored_copy / "x").rename(scored_copy / "config.json")
+
+    def score_rows(*_):
+        with pytest.raises(BlockingIOError), another_program(scored_copy):
+            pass
+        raise mdu.BadInput("was locked")
+    with mock.patch.object(ev, "score_rows", score_rows):
+        assert "was locked" in program([scored_copy, *FLAGS], capsys, ev.main)[1]
+
+def test_evaluate_refuses_a_folder_in_which_it_cannot_write(scored_copy, capsys):
+    shutil.rmtree(scored_copy / "eval")
+    (scored_copy / "eval").touch()
+    with mock.patch.object(ev, "score_rows") as score:
+        code, err = program([scored_copy, *FLAGS], capsys, ev.main)
+    assert code == 2 and "eval" in err and not score.called
+
+@each("field", ["answer", "paraphrased_answer", "perturbed_answer"])
+def test_check_lengths_refuses_answers_that_the_model_cannot_read(field, base, tmp_path, capsys):
+    """With --brief only the true one is read."""
+    row = dict(question="Who?", answer="Petra.", paraphrased_answer="Petra!", perturbed_answer="No")
+    file = write_lines(tmp_path / "rows", [{**row, field: 2048 * "Who "}])
+    command = ["--model", base, "--forget", file, tmp_path / "new"]
+    with mock.patch.object(ev, "score_rows", side_effect=mdu.BadInput("it fits")):
+        code, err = program(command, capsys, ev.main)
+        assert code == 2 and "too many for the model; it takes 2048" in err
+        _, err = program(["--brief", *command], capsys, ev.main)
+    assert ("it fits" in err) == (field != "answer")
 
 def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
     shutil.rmtree(scored_copy / "eval")
@@ -1982,18 +2012,11 @@ def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
         assert found == approx(numbers(file.read_text()), rel=1e-4, abs=1e-6)
     assert ev.score_answers(FakeModel(), None, [], ARGS) == []  # a process may have no row
 
-def test_ctrl_c_ends_eval_in_one_line(scored_copy, capsys):
-    with unchanged(scored_copy / "eval"):
-        with mock.patch.object(ev, "score_rows", side_effect=KeyboardInterrupt):
-            assert program([scored_copy, *FLAGS], capsys, ev.main) == (130, "eval.py: stopped\n")
-
-@each("typed, length, steps", [
-    ("", 12, 12), ("--length 8 --steps 1", 8, 1),
-    ("--length 2038 --steps 1", 2038, 1)])  # all that 10 tokens of prompt leave
+@each("typed, length, steps", [("", 12, 12), ("--length 8 --steps 1", 8, 1),
+                               ("--length 20 --steps 1", 20, 1)])
 def test_ask_prints_what_each_run_answers(
         typed, length, steps, base, scored, monkeypatch, capsys):
-    """Up to the end token.  And says so where more is generated than the 12 tokens that the run was
-    trained with."""
+    """Up to the end token.  And warns if more tokens are generated than in training, 12."""
     question = mdu.toy_world()["retain"][0]["question"]
     generate = ev.generate
 
@@ -2002,16 +2025,16 @@ def test_ask_prints_what_each_run_answers(
         return [[*ids[:3], model.end_id, *ids[4:]]]
     monkeypatch.setattr(ev, "generate", generate_end)
     ev.main(["--ask", question, *typed.split(), str(base), scored])
-    printed = capsys.readouterr().out.splitlines()
+    expected = []
     for run in (str(base), scored):
-        if length > 12:
-            warning = printed.pop(0)
-            assert warning.startswith(f"{run}: generates 2038") and "trained for 12" in warning
         model, tokenizer = mdu.load_backbone(run)
         ids, = generate(model, [mdu.encode_prompt(tokenizer, question)], length, steps)
         text = tokenizer.decode(ids[:3], skip_special_tokens=True)
-        assert printed.pop(0) == f"{run}: {' '.join(text.split()) or '(empty)'}"
-    assert not printed
+        if length == 20:
+            expected.append(f"{run}: generates 20 tokens")
+        expected.append(f"{run}: {' '.join(text.split()) or '(empty)'}")
+    for line, start in zip(capsys.readouterr().out.splitlines(), expected, strict=True):
+        assert line.startswith(start) and (line == start or "trained for 12" in line)
 
 # ---- Report ----
 def made_up_run(scored, folder, options=(), forget=(), splits=(), **changes):
@@ -2026,8 +2049,7 @@ def made_up_run(scored, folder, options=(), forget=(), splits=(), **changes):
     (folder / "eval/summary.json").write_text(json.dumps(summary))
     return str(folder)
 
-def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
-        scored, tmp_path, capsys, monkeypatch):
+def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, tmp_path, capsys):
     """Mean and standard deviation; of perplexities and p-values the median."""
     figures = dict(rougeL_f1=0.9, rougeL_recall=0.8, prob=0.5, fact=0.75, empty=0.25, words=7,
                    generative_perplexity=40)
@@ -2039,10 +2061,6 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
             changed["words"] = None  # a cell needs all runs of a method
         quality = dict(run=dict(forget_quality=p, model_utility=x))
         runs.append(made_up_run(scored, tmp_path / f"{seed}/npo", own, changed, quality))
-    monkeypatch.setattr(mdu, "RANK", 1)  # torchrun's other processes do nothing
-    ev.main(["--report", *runs])
-    monkeypatch.setattr(mdu, "RANK", 0)
-    assert not (tmp_path / "1/report.md").exists()
     ev.main(["--report", *runs, runs[1] + "/", "--questions", "2,0"])  # one of them twice
     questions = [row["question"] for row in mdu.toy_world()["forget"][:3]]
     screen = capsys.readouterr().out
@@ -2067,21 +2085,33 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
     assert re.search(r"\| npo \| \S+ ± \S+ \| 0.25 \|", text)
     assert (tmp_path / "1/report.png").read_bytes().startswith(b"\x89PNG")
 
-def test_answer_sections_have_the_true_answer_and_what_each_run_wrote(scored, tmp_path):
+def test_answer_sections_have_each_row_and_what_every_run_wrote(scored, tmp_path):
+    """Also of rows with one question."""
     runs = [made_up_run(scored, tmp_path / name) for name in ("ga", "npo")]
-    records = ev.read_records(runs[0], "forget")
-    for record in records:
-        record["generation"] = f"other {record['generation']}"
-    write_lines(Path(runs[1], "eval/forget.jsonl"), records)
-    sections = ev.answer_sections(ev.group_runs(runs), "forget")
-    for number, (record, section) in enumerate(zip(records, sections, strict=True)):
-        other = " ".join(record["generation"].split())
-        assert section.splitlines() == [
-            f"### {number}. {record['question']}", "", f"- True answer: {record['answer']}",
-            f"- ga: {other.removeprefix('other').strip() or '(empty)'}", f"- npo: {other}"]
+    for run in runs:
+        records = ev.read_records(run, "forget")
+        for i, record in enumerate(records):
+            record.update(question="Who?", answer=f"True {i}", generation=f"{Path(run).name} {i}")
+        write_lines(Path(run, "eval/forget.jsonl"), records)
+    assert ev.answer_sections(ev.group_runs(runs), "forget") == [
+        f"### {i}. Who?\n\n- True answer: True {i}\n- ga: ga {i}\n- npo: npo {i}" for i in range(3)]
+
+def test_report_and_analysis_lie_beside_the_run_also_from_inside_it(
+        scored, unlearned, tmp_path, monkeypatch):
+    """One run by three names counts once."""
+    run = made_up_run(scored, tmp_path / "run")
+    shutil.copytree(unlearned, run, dirs_exist_ok=True)
+    monkeypatch.chdir(run)
+    with unchanged(run):
+        ev.main(["--report", ".", "../run/", run])
+        ev.main(["--analysis", "convergence", ".", "../run/", run])
+    tables = (tmp_path / "report.md").read_text().split("\n\n", 1)[1]
+    assert "| run " in tables and "±" not in tables
+    panels = json.loads((tmp_path / "analysis/convergence.json").read_text())["panels"]
+    assert list(panels["base"]) == ["run"]
 
 @each("content", ["fact", "rougeL_f1"])
-def test_report_draws_a_mark_per_method_in_two_panels(content, scored, tmp_path):
+def test_draw_trade_offs_has_a_mark_per_method_in_two_panels(content, scored, tmp_path):
     """rougeL_f1 where rows have no fact."""
     expected = [[], []]
     runs = []
@@ -2098,15 +2128,13 @@ def test_report_draws_a_mark_per_method_in_two_panels(content, scored, tmp_path)
         ev.main(["--report", *runs])
     figure = matplotlib.figure.Figure()
     ev.draw_trade_offs(figure, *save.call_args.args[2:])
-    for axis, marks in zip(figure.axes, expected, strict=True):
+    for axis, marks, scales, names in zip(figure.axes, expected, [
+            ("symlog", "linear"), ("linear", "log")], ["Forget p Retain p", "Forget gen. ppl"]):
         assert [mark.get_offsets().tolist() for mark in axis.collections] == marks
-        colours = {tuple(mark.get_edgecolor()[0]) for mark in axis.collections}
-        forms = {repr(mark.get_paths()[0].vertices.tolist()) for mark in axis.collections}
-        assert len(colours) == len(forms) == 3
-    left, right = figure.axes
-    assert [left.get_xscale(), left.get_yscale()] == ["symlog", "linear"]
-    assert [right.get_xscale(), right.get_yscale()] == ["linear", "log"]
-    assert "Forget p" in left.get_xlabel() and "Retain p" in left.get_ylabel()
+        assert len({tuple(mark.get_edgecolor()[0]) for mark in axis.collections}) == 3
+        assert (axis.get_xscale(), axis.get_yscale()) == scales
+        labels = axis.get_xlabel() + axis.get_ylabel()
+        assert all(name in labels for name in names.split())
 
 def test_report_draws_runs_without_perplexities(scored, tmp_path):
     """As where all answers are empty."""
@@ -2159,8 +2187,7 @@ def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, mon
         run = f"--subject {person} --method dpo --epochs 1 --dtype bfloat16 --out {person}/dpo"
         mdu.main([*data, *run.split()])
     ev.main([*scoring, "1/dpo", "2/dpo"])
-    protocol = ev.read_summary("1/dpo")["protocol"]
-    assert [protocol["length"], protocol["dtype"]] == [30, "bfloat16"]
+    assert ev.read_summary("1/dpo")["protocol"]["dtype"] == "bfloat16"
     ev.main(["--report", "1/dpo", "2/dpo"])
     header = ("Method | F-L1 recall ↓ | F-L2 recall ↓ | F-L3 recall ↓ | N-L1 recall ↑ | "
               "N-L2 recall ↑ |")
@@ -2171,15 +2198,10 @@ def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, mon
     # The model itself, in new folders: who else is asked about changes no one's masks.
     ev.main([*scoring, *data, "all"])
     Path("2/model/eval").mkdir(parents=True)  # of a call that was stopped
-    ev.main([*scoring, *data, "--subject", "2", "--limit", "2", "2/model"])
-    together = ev.read_records("all", "utility_truthfulness")
-    alone = ev.read_records("2/model", "utility_truthfulness")
+    ev.main([*scoring, *data, "--subject", "2", "2/model"])
+    together, alone = [ev.read_records(run, "utility_truthfulness") for run in ("all", "2/model")]
     assert alone[0]["logp"] == approx(together[1]["logp"], rel=1e-4)
-    assert [record["seed"] for record in alone] == [[0, 10, 0], [0, 10, 1]]
-    ev.main([*scoring, *data, "--subject", "12", "--limit", "2", "12/model"])  # without a level 3
-    ev.main(["--report", "2/model", "12/model"])
-    report = " ".join(Path("2/report.md").read_text().split())
-    assert header.replace("F-L3 recall ↓ | ", "") in report
+    assert alone[0]["seed"] == together[1]["seed"] == [0, 10, 0]
 
 # ---- Analyses ----
 def analyse(name, run, folder, typed=""):
@@ -2189,6 +2211,12 @@ def analyse(name, run, folder, typed=""):
     file = folder / f"analysis/{name}.json"
     assert name == "rollout" or file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     return json.loads(file.read_text())
+
+def test_function_words_have_clitics():
+    """As the words of a text are found: "didn't" is "didn" and "t"."""
+    text = ("didn't don't isn't wasn't aren't weren't won't wouldn't couldn't shouldn't hasn't "
+            "haven't hadn't doesn't ain't needn't mustn't mightn't shan't can't she's we'll I'm")
+    assert set(ev.words(text)) <= ev.FUNCTION_WORDS
 
 @each("question, parts, roles", [
     ("What is Donald Trump's job?", "Donald| |Trump| is a |politician|.", "isisks"),
@@ -2257,7 +2285,7 @@ def test_analyses_of_a_base_which_is_its_own_theta0(base, tmp_path):
 
 def test_analysis_trajectory_and_rollout_of_a_scripted_model(
         base, unlearned, tmp_path, monkeypatch):
-    """In each of 3 steps theta fixes two of 6 tokens, with p .9, .8 and .7; .3 for the others."""
+    """Theta fixes two of 6 tokens in each of 3 steps, with p .9, .8 and .7; .3 for the others."""
     _, tokenizer = mdu.load_backbone(str(base))
     row = mdu.toy_world()["forget"][0]  # Which author comes from Pudi?
     V = len(tokenizer)
@@ -2266,46 +2294,40 @@ def test_analysis_trajectory_and_rollout_of_a_scripted_model(
 
     def logits_of(token, p):
         """One token has probability p, the others share the rest."""
-        logits = torch.zeros(V).double()
-        logits[token] = log((V - 1) * p / (1 - p))
-        return logits
+        return log((V - 1) * p / (1 - p)) * F.one_hot(torch.tensor(token), V).double()
 
     def theta_script(ids):
         logits = torch.zeros(*ids.shape, V).double()
         for b, n_masked in enumerate((ids == 0).sum(1).tolist()):
             step = 3 - n_masked // 2
-            for place, token in enumerate(written, -6):
-                p = 0.3
-                if place + 6 in fixed_by_step[step]:
-                    p = 0.9 - 0.1 * step
-                logits[b, place] = logits_of(token, p)
+            for place, token in enumerate(written):
+                p = 0.9 - 0.1 * step if place in fixed_by_step[step] else 0.3
+                logits[b, place - 6] = logits_of(token, p)
         return logits
 
     def anchor_script(ids):
         assert not ids[:, :-6].any()  # the question is masked
         return logits_of(written[4], 0.5).expand(*ids.shape, V)  # it writes Foba
-    models = {}
-    for folder, script in ((base, anchor_script), (tmp_path / "run", theta_script)):
-        model = FakeModel(script=script)
-        model.mask_id, model.pad_id = 0, 1
-        models[str(folder)] = model, tokenizer
-    monkeypatch.setattr(mdu, "load_backbone", lambda name, dtype: models[name])
-    bars = analyse("trajectory", unlearned, tmp_path, "--questions 0 --steps 3 --length 6")
-    kls = [slow_kl(logits_of(written[0], p), logits_of(written[4], 0.5), 1) for p in (.9, .8, .7)]
-    assert bars["panels"] == {f"0. {row['question']}": [
-        dict(label="author\n1", role="in-context", kl=approx(kls[0].item())),
-        dict(label="Ceka\n2", role="stored-knowledge", kl=approx(kls[1].item())),
-        dict(label="<end>\n2", role="structural", kl=approx(kls[1].item())),
-        dict(label="is\n3", role="structural", kl=approx(kls[2].item()))]}
-    anchor = models[str(base)][0]
+    theta, anchor = FakeModel(script=theta_script), FakeModel(script=anchor_script)
+    for model in (theta, anchor):
+        model.mask_id, model.pad_id, model.lm.config.hidden_size = 0, 1, 64
+    monkeypatch.setattr(mdu, "load_backbone", lambda name, dtype: (
+        anchor if name == str(base) else theta, tokenizer))
+    typed = "--questions 0 --steps 3 --length 6 --batch-size 2"
+    panels = analyse("trajectory", unlearned, tmp_path / "1", typed)["panels"]
+    kls = [slow_kl(logits_of(0, p), logits_of(1, 0.5), 1).item() for p in (0.9, 0.8, 0.7)]
+    assert panels == {f"0. {row['question']}": [
+        dict(label="author\n1", role="in-context", kl=approx(kls[0])),
+        dict(label="Ceka\n2", role="stored-knowledge", kl=approx(kls[1])),
+        dict(label="<end>\n2", role="structural", kl=approx(kls[1])),
+        dict(label="is\n3", role="structural", kl=approx(kls[2]))]}
+    assert [len(ids) for ids in anchor.seen] == [2, 1]  # the three states in batches
     anchor.seen.clear()
-    shutil.rmtree(tmp_path / "run")
-    found = analyse("rollout", unlearned, tmp_path, "--questions 0 --steps 3 --length 6")["table"]
-    assert found[1:] == [
-        [row["question"], row["answer"], "1/3", "<mask><mask> author<mask>",
-         "Foba Foba author Foba Foba Foba"],
-        *2 * [[row["question"], row["answer"], "2/3", "Ceka<mask> author<end>",
-               "Ceka Foba author"]]]
+    table = analyse("rollout", unlearned, tmp_path / "2", typed)["table"]
+    two_thirds = [row["question"], row["answer"], "2/3", "Ceka<mask> author<end>",
+                  "Ceka Foba author"]
+    assert table[1:] == [[row["question"], row["answer"], "1/3", "<mask><mask> author<mask>",
+                          "Foba Foba author Foba Foba Foba"], two_thirds, two_thirds]
     assert len(anchor.seen) == 2 + 1 + 1  # steps that were left
 
 # ---- Bad input ----
@@ -2459,15 +2481,17 @@ def test_make_trains_what_it_scores(target, tmp_path):
     assert len(trained) > 2
 
 @each("name", ["mdu tau 0", "mdu tau .3", "mdu tau 1"])
-@each("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_of_the_readme_is_that_of_mdu(name, dtype):
-    """Copied into a file with torch, F and math alone, gradients included."""
-    code, = EXAMPLES
+@each("source", ["README.md", "mdu.py"])
+def test_mdu_loss_can_be_copied(name, source):
+    """From the README, too, into a file with torch, F and math alone; gradients included."""
+    code = inspect.getsource(mdu.mdu_loss)
+    if source == "README.md":
+        code, = EXAMPLES
     scope = dict(torch=torch, F=F, math=math)
     exec(code, scope)
-    arguments = to_dtype(loss_arguments(name), dtype)
+    arguments = to_dtype(loss_arguments(name), torch.bfloat16)
     found, grads = evaluate(scope["mdu_loss"], arguments)
     expected, expected_grads = evaluate(mdu.mdu_loss, arguments)
-    assert found.dtype == torch.float32
     assert_close(found, expected, 1e-6)
     assert_close(grads["logits"], expected_grads["logits"], 1e-6)
+
