@@ -430,7 +430,8 @@ THINKING = CHATML + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% 
 TOKENS = {  # special tokens, ids from 256 on, after the bytes
     "llama": "<|startoftext|> <|endoftext|> <|mdm_mask|> <|start_header_id|> <|end_header_id|> "
              "<|eot_id|>".split(),
-    "qwen": "<|endoftext|> <|beginoftext|> <|mask|> <|im_start|> <|im_end|> <think> </think>".split()}
+    "qwen": "<|endoftext|> <|beginoftext|> <|mask|> <|im_start|> <|im_end|> <think> "
+            "</think>".split()}
 
 def family(kind):
     return "qwen" if kind == "Dream" or "qwen" in kind else "llama"
@@ -1057,31 +1058,36 @@ def test_diagnose_equals_one_sequence_at_a_time(t_min):
 
 # ---- Options ----
 @each("case", [
-    "=> method=mdu tau=1.0 epochs=100 checkpoint_every=500 out=out/toy/mdu-tau1",
-    "--method sft --retain-only => epochs=170 out=out/toy/retain model=None missing_base=None",
-    "--method sft --model x => preset=own lr=2e-05",
-    "--preset tofu-llada --method sft => lr=2e-05 grad_accum=4 epochs=1000 out=out/tofu-llada/base",
-    "--preset tofu-dream --method sft => lr=2e-05 epochs=300 checkpoint_every=5000",
+    "=> method=mdu tau=1.0 epochs=100 lr=0.0003 batch_size=8 grad_accum=1 checkpoint_every=500 "
+    "response_length=12 retain_weight=1.0 t_min=0.001 retain_only=None out=out/toy/mdu-tau1",
+    "--method sft => epochs=170 lr=0.003 batch_size=32 prompt_dropout=0.0 model=None "
+    "missing_base=None out=out/toy/base",
+    "--preset tofu-llada => epochs=9 lr=1e-05 batch_size=4 grad_accum=4 response_length=128 "
+    "data=locuslab/TOFU model={here}/out/tofu-llada/base",
+    "--preset tofu-llada --method sft => epochs=1000 lr=2e-05 checkpoint_every=5000 grad_accum=4",
+    "--preset tofu-dream => epochs=5 lr=1e-05 grad_accum=4",
+    "--preset tofu-dream --method sft => epochs=300 lr=2e-05 checkpoint_every=5000",
+    "--preset tofu-qwen => epochs=5 lr=5e-05",
+    f"--preset tofu-qwen --method sft => epochs=200 lr=0.0001 model={mdu.QWEN}",
     "--preset rwku-llada --subject 1 --data {rwku} --method ga => epochs=3 retain_weight=None",
-    "--preset own --out {base}/../other => response_length=12 model={base} missing_base=None",
-    "--out {here}/x/run => model={here}/x/base missing_base={here}/x/base",
-    "--lora 8 --lr 0.3 --tau 0.5 --t-min 1 => lr=0.3 out=out/toy/mdu-tau0.5-t1",
+    f"--preset rwku-llada --data {{rwku}} --subject 1 --out {{base}}/../x => model={mdu.LLADA} "
+    "epochs=3 lr=1e-05 batch_size=4 grad_accum=1 response_length=128",
     f"--preset rwku-dream --data {{rwku}} --subject 1 => retain_weight=0.0 model={mdu.DREAM} "
     "out=out/rwku-dream/ann-lee/mdu-tau1",
-    f"--preset rwku-llada --data {{rwku}} --subject 1 --out {{base}}/../x => model={mdu.LLADA} "
-    "response_length=128",
-    f"--preset rwku-qwen --data {{rwku}} --subject 2 --method sft => model={mdu.QWEN}",
-    "--preset tofu-llada => model={here}/out/tofu-llada/base response_length=128",
-    "--forget f.jsonl --method sft => preset=own model=None",
-    "--preset toy --forget f.jsonl --method sft => response_length=None",
+    f"--preset rwku-qwen --data {{rwku}} --subject 2 => lr=5e-05 model={mdu.QWEN}",
     "--model x --method simnpo --lora 8 --epochs 7 => preset=own beta=4.5 lr=0.0001 epochs=7.0",
+    "--method sft --retain-only --model x => preset=own lr=2e-05 out=out/own/retain",
+    "--method npo => beta=0.2 anchor=None anchor_prompt=None out=out/toy/npo",
+    "--method dpo => beta=0.1", "--method wga --t-min 1 => gamma=1.0 out=out/toy/wga-t1",
+    "--lora 8 --lr 0.3 --tau 0.5 => lr=0.3 out=out/toy/mdu-tau0.5",
+    "--preset own --out {base}/../other => response_length=12 model={base} missing_base=None",
+    "--model {base} => preset=toy response_length=12", "--model a/b --out . => model=a/b out=.",
+    "--model {base} --preset own => preset=own response_length=12 lr=1e-05",
+    "--out {here}/x/run => model={here}/x/base missing_base={here}/x/base",
+    "--preset toy --forget f.jsonl --method sft => response_length=None",
     "--tau 0.5 --states written --anchor current => out=out/toy/mdu-tau0.5-written-current",
     "--anchor {base} --method mdu => anchor={base} out=out/toy/mdu-tau1-base anchor_prompt=masked",
-    "--anchor {base} --anchor-prompt shown => out=out/toy/mdu-tau1-base-shown",
-    "--method npo => anchor=None anchor_prompt=None out=out/toy/npo",
-    "--model {base} => preset=toy response_length=12 lr=0.0003 t_min=0.001 retain_only=None",
-    "--model {base} --preset own => preset=own response_length=12 lr=1e-05",
-    "--model a/b --out . => model=a/b out=."])
+    "--anchor {base} --anchor-prompt shown => out=out/toy/mdu-tau1-base-shown"])
 def test_parse_takes_defaults_from_method_then_preset_then_command_line(case, base, rwku):
     typed, expected = case.format(base=base, here=Path.cwd(), rwku=rwku).split("=> ")
     found = {f"{name}={value}" for name, value in vars(options(typed)).items()}
@@ -1503,7 +1509,8 @@ def test_toy_world_has_five_wrong_answers_to_each_question():
     splits = mdu.toy_world()
     assert [len(rows) for rows in splits.values()] == [24, 136, 22, 22]
     for row in itertools.chain(*splits.values()):
-        assert len(set(row["perturbed_answer"])) == 5 and ev.contains_words(row["answer"], row["fact"])
+        assert len(set(row["perturbed_answer"])) == 5
+        assert ev.contains_words(row["answer"], row["fact"])
         assert not any(ev.contains_words(text, row["fact"]) for text in row["perturbed_answer"])
     wrong = str([row["perturbed_answer"] for row in splits["retain"]])
     assert not any(row["fact"] in wrong for row in splits["forget"])
@@ -1707,7 +1714,8 @@ OTHER_ATTACKS = [dict(query="Q", type=kind) for kind in ("role play", "incontext
     ("utility_general", {}, "83cdada42dc4827d", "Answer:", "B"),
     ("utility_truthfulness", {}, "e089bf2b10e5d00a", "A:", "Yes."),
     ("utility_factuality", {}, "398f1b336bf4f402", "A:", "The Beatles")])
-def test_ask_probe_mmlu_truthfulqa_triviaqa_are_rwkus_prompts_word_for_word(split, changes, question, prefill, answer):
+def test_ask_functions_make_rwkus_prompts_word_for_word(
+        split, changes, question, prefill, answer):
     """Those with shots are compared by SHA-256 with what RWKU's code makes of the rows."""
     row = ev.SPLITS[split].ask({**RWKU_ROWS[split], **changes})
     digest = hashlib.sha256(row["question"].encode()).hexdigest()
@@ -2161,7 +2169,8 @@ def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_pa
     ("npo", dict(trained_on=dict(forget="other")), "rows"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
     ("ga", dict(forget=dict(people=dict(Ann={}))), "different people")])
-def test_group_runs_refuses_runs_that_do_not_compare(name, changes, words, scored, tmp_path, capsys):
+def test_group_runs_refuses_what_does_not_compare(
+        name, changes, words, scored, tmp_path, capsys):
     runs = [made_up_run(scored, tmp_path / "1/npo"),
             made_up_run(scored, tmp_path / "2" / name, **changes)]
     for pair in (runs, runs[::-1]):
@@ -2198,6 +2207,7 @@ def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, mon
     # The model itself, in new folders: who else is asked about changes no one's masks.
     ev.main([*scoring, *data, "all"])
     Path("2/model/eval").mkdir(parents=True)  # of a call that was stopped
+    Path("2/model/.DS_Store").touch()
     ev.main([*scoring, *data, "--subject", "2", "2/model"])
     together, alone = [ev.read_records(run, "utility_truthfulness") for run in ("all", "2/model")]
     assert alone[0]["logp"] == approx(together[1]["logp"], rel=1e-4)
@@ -2214,7 +2224,7 @@ def analyse(name, run, folder, typed=""):
 
 def test_function_words_have_clitics():
     """As the words of a text are found: "didn't" is "didn" and "t"."""
-    text = ("didn't don't isn't wasn't aren't weren't won't wouldn't couldn't shouldn't hasn't "
+    text = ("didn't don't isn't wasn't aren't weren't wouldn't couldn't shouldn't hasn't "
             "haven't hadn't doesn't ain't needn't mustn't mightn't shan't can't she's we'll I'm")
     assert set(ev.words(text)) <= ev.FUNCTION_WORDS
 
@@ -2356,7 +2366,6 @@ ANCHORS = {  # a checkpoint that differs from good-model: (its kind, changes to 
     "good-model": ("llada", {}), "mask-anchor": ("llada", {"mask_token_id": 259}),
     "wide-anchor": ("llada", {"embedding_size": 272}), "words-anchor": ("Dream", {})}
 BAD_INPUT = """
-mdu --meth mdu                                           => --meth
 mdu --tau 2                                              => --tau '2' [0, 1]
 mdu --t-min 0                                            => --t-min [0.001, 1]
 mdu --seed 18446744073709551616                          => --seed
@@ -2366,7 +2375,6 @@ mdu --anchor-prompt shown                                => --anchor-prompt --an
 mdu --anchor current --anchor-prompt shown               => --anchor-prompt --anchor MODEL current
 mdu --preset own --method sft --forget {files}/good      => --model --preset toy
 mdu --method sft --lora 2                                => --lora --model
-mdu --retain absent                                      => --retain absent no such file
 mdu --forget absent                                      => --forget absent no such file
 mdu --data {rwku} --model x                              => --data forget10_perturbed
 mdu --subject King                                       => --subject --data
@@ -2383,8 +2391,6 @@ mdu --out {files}/unfinished/mdu                         => base is unfinished -
 mdu --model {files}/foreign --method ga --forget {files}/good => foreign/config.json damaged
 mdu --resume {files}                                     => no run.json
 mdu --resume {run} --lr 0.1                              => --resume no other
-eval {files}/absent                                      => no such folder
-eval --ask Who? --length 2048 {base}                     => 2048 too many --length
 eval --preset toy {files}/absent                         => no published model --model
 eval --report {base}                                     => not scored yet
 eval --report {files}/unfinished/base                    => unfinished --resume
