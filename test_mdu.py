@@ -2119,30 +2119,28 @@ def test_report_and_analysis_lie_beside_the_run_also_from_inside_it(
     assert list(panels["base"]) == ["run"]
 
 @each("content", ["fact", "rougeL_f1"])
-def test_draw_trade_offs_has_a_mark_per_method_in_two_panels(content, scored, tmp_path):
-    """rougeL_f1 where rows have no fact."""
-    expected = [[], []]
+def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(content, scored, tmp_path):
+    """The content is rougeL_f1 where rows have no fact."""
     runs = []
-    for i in range(3):
-        figures = {content: i / 16, "prob": i / 8, "generative_perplexity": 2 + i}
-        retain = dict(retain=dict(prob=i / 4))
-        runs.append(made_up_run(scored, tmp_path / f"run{i}", {}, figures, retain))
-        expected[0].append([[i / 8, i / 4]])
-        expected[1].append([[i / 16, 2 + i]])
+    columns = [[0, 1 / 16, 3 / 16], [0, 1 / 8, 3 / 8], [2, 3, 5], [0, 1 / 4, 3 / 4]]
+    for run, x, y, z, w in zip(["1/base", "1/npo", "2/npo"], *columns):
+        figures = {content: x, "prob": y, "generative_perplexity": z}
+        retain = dict(retain=dict(prob=w))
+        runs.append(made_up_run(scored, tmp_path / run, {}, figures, retain))
     if content != "fact":
         file = Path(runs[0], "eval/summary.json")
         file.write_text(file.read_text().replace('"fact"', '"no fact"'))
     with mock.patch.object(ev, "save_picture", return_value=False) as save:
         ev.main(["--report", *runs])
     figure = matplotlib.figure.Figure()
-    ev.draw_trade_offs(figure, *save.call_args.args[2:])
-    for axis, marks, scales, names in zip(figure.axes, expected, [
-            ("symlog", "linear"), ("linear", "log")], ["Forget p Retain p", "Forget gen. ppl"]):
-        assert [mark.get_offsets().tolist() for mark in axis.collections] == marks
-        assert len({tuple(mark.get_edgecolor()[0]) for mark in axis.collections}) == 3
-        assert (axis.get_xscale(), axis.get_yscale()) == scales
-        labels = axis.get_xlabel() + axis.get_ylabel()
-        assert all(name in labels for name in names.split())
+    ev.draw_methods(figure, *save.call_args.args[2:])
+    content_title = {"fact": "Forget fact", "rougeL_f1": "Forget rL"}[content]
+    titles = [content_title, "Forget p", "Forget gen. ppl", "Retain p"]
+    for axis, title, (base, one, two) in zip(figure.axes, titles, columns, strict=True):
+        marks = [mark.get_offsets().tolist() for mark in axis.collections]
+        assert marks == [[[base, 0]], [[base, 0]], [[one, 1], [two, 1]], [[(one + two) / 2, 1]]]
+        assert axis.get_title().startswith(title)
+        assert (axis.get_xscale() == "log") == (title == "Forget gen. ppl")
 
 def test_report_draws_runs_without_perplexities(scored, tmp_path):
     """As where all answers are empty."""
