@@ -2058,7 +2058,7 @@ def made_up_run(scored, folder, options=(), forget=(), splits=(), **changes):
     return str(folder)
 
 def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, tmp_path, capsys):
-    """Mean and standard deviation; of perplexities and p-values the median."""
+    """Mean and standard deviation; of perplexities and p-values median and range."""
     figures = dict(rougeL_f1=0.9, rougeL_recall=0.8, prob=0.5, fact=0.75, empty=0.25, words=7,
                    generative_perplexity=40)
     runs = [made_up_run(scored, tmp_path / "1/base", forget=figures)]
@@ -2074,23 +2074,22 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     screen = capsys.readouterr().out
     shown = re.findall("|".join(map(re.escape, questions)), screen)
     assert shown == [questions[2], questions[0]]
-    header = ("Forget rL ↓ | p ↓ | fact ↓ | empty | gen. ppl ↓ | "
-              "Retain rL ↑ | p ↑ | World")
+    header = "Forget rL ↓ | p ↓ | fact ↓ | empty | gen. ppl | Retain rL ↑ | p ↑ | World"
     assert header in " ".join(screen.split())
     text = " ".join((tmp_path / "1/report.md").read_text().split())
     assert text.startswith("Rows: Forget 3, Retain 3, Real")
     assert f"## Answers: Forget ### 0. {questions[0]} - True answer: " in text
     for line in """
             | Method | Forget rL ↓ | recall ↓ | p ↓ | fact ↓ | empty | words |
-            | empty | words | gen. ppl ↓ |
+            | empty | words | gen. ppl |
             | base | 0.900 | 0.800 | 0.500 | 0.750 | 0.250 | 7.0 | 40 |
             | npo | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ±
-            ± 0.200 | - | 0.5 |
+            ± 0.200 | - | 0.5 (0.3 to 0.7) |
             | Method | Retain rL ↑ | recall ↑ | p ↑ | fact ↑ | empty ↓ | words |
             | Method | model utility ↑ | forget quality ↑ |
             | Method | Forget truth ratio ↑ | Retain truth ratio ↑ |""".splitlines():
         assert line.strip() in text
-    assert re.search(r"\| npo \| \S+ ± \S+ \| 0.25 \|", text)
+    assert re.search(r"\| npo \| \S+ ± \S+ \| 0.25 \(1e-09 to 0.75\) \|", text)
     assert (tmp_path / "1/report.png").read_bytes().startswith(b"\x89PNG")
 
 def test_answer_sections_have_each_row_and_what_every_run_wrote(scored, tmp_path):
@@ -2469,11 +2468,12 @@ def test_commands_of_the_readme_parse(monkeypatch):
     assert {name for name, _ in found} == {"mdu", "eval"}
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-@each("target", re.findall(r"(?m)^(demo|table|figures|llada):", MAKEFILE))
+@each("target", re.findall(r"(?m)^(demo|table|finetuned|rehearsal|figures):", MAKEFILE))
 def test_make_trains_what_it_scores(target, tmp_path):
-    (tmp_path / "Makefile").write_text(MAKEFILE.replace(": install ", ": "))
+    (tmp_path / "Makefile").write_text(re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE))
+    (tmp_path / "rows").write_text("{}\n{}\n")
     output = subprocess.check_output(
-        ["make", target, "PYTHON=echo"], cwd=tmp_path, text=True,
+        ["make", target, "PYTHON=echo", "FORGET=rows", "RETAIN=rows"], cwd=tmp_path, text=True,
         env={"PATH": os.environ["PATH"]})  # without the flags of a make that runs the tests
     trained = set()
     for name, typed in re.findall(r"(?m)^(mdu|eval)\.py (.*)", output):
@@ -2483,6 +2483,18 @@ def test_make_trains_what_it_scores(target, tmp_path):
         else:
             assert all(fnmatch.filter(trained, run.rstrip("/")) for run in args.runs)
     assert len(trained) > 2
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@each("forget, retain", [("absent", "two"), ("one", "two"), ("two", "one")])
+def test_make_rehearsal_refuses_files_that_are_missing_or_too_small(forget, retain, tmp_path):
+    (tmp_path / "one").write_text("{}\n\n")
+    (tmp_path / "two").write_text("{}\n{}\n")
+    command = ["make", "-f", PROJECT / "Makefile", "rehearsal", f"FORGET={forget}",
+               f"RETAIN={retain}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True,
+                          env={"PATH": os.environ["PATH"]})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == ["one", "two"]
 
 @each("name", ["mdu tau 0", "mdu tau .3", "mdu tau 1"])
 @each("source", ["README.md", "mdu.py"])
