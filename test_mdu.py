@@ -1,6 +1,7 @@
 """Tests of mdu.py and eval.py, on a CPU and offline:    python -m pytest -q test_mdu.py
 
 Formulas are compared with slow float64 loops, numbers worked by hand and code written out here.
+Tests are in the order of the code that they test: first mdu.py's, then eval.py's.
 """
 import contextlib
 import fcntl
@@ -17,8 +18,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tracemalloc
-import weakref
 from functools import partial
 from math import log
 from pathlib import Path
@@ -42,7 +41,12 @@ torch.set_num_threads(1)
 approx = pytest.approx
 each = pytest.mark.parametrize
 
-# ---- Shared: programs, files, tensors ----
+# ======== Shared ========
+# ---- Programs, files, tensors ----
+@pytest.fixture(autouse=True)
+def process_group():
+    mdu.join_processes()  # before each test, because a program that ends in a test leaves the group
+
 def options(typed="", *more):
     return mdu.parse([*typed.split(), *more])
 
@@ -55,6 +59,31 @@ def program(argv, capsys, main=mdu.main):
     err = capsys.readouterr().err
     assert err == "" or (err.startswith(f"{name}: ") and err.count("\n") == 1), err
     return stop.value.code, err
+
+def run_python(*words, fails=False):
+    """Run Python in another process; its stderr is shown if the test fails."""
+    path = os.pathsep.join([str(Path(mdu.__file__).parent), *sys.path])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
+           "TORCH_GLOO_LAZY_INIT": "1"}  # init_process_group does not wait: nor does NCCL's
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    print(done.stderr)
+    assert (done.returncode != 0) == fails
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+@contextlib.contextmanager
+def largest_file(size):
+    """No file can grow beyond this: as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+def numbers(text):
+    return [float(x) for x in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", text)]
 
 def read_all(folder):
     return {file: file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()}
@@ -75,31 +104,44 @@ def weights(run):
         tensors.update(safetensors.torch.load_file(file))
     return tensors
 
+def save_weights(run, tensors):
+    safetensors.torch.save_file(tensors, Path(run) / "model.safetensors", {"format": "pt"})
+
+def assert_equal_weights(a, b, tolerance=0):
+    torch.testing.assert_close(weights(a), weights(b), rtol=0, atol=tolerance)
+
 def assert_close(a, b, tolerance=1e-10):
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 def f64(*rows):
     return torch.tensor(rows, dtype=torch.float64)
 
-# ---- Shared: models, data, toy runs ----
+# ---- Models ----
 MASK, PAD = 10, 0
 # Prompts and answers contain mask and padding ids as ordinary tokens: neither may be searched for.
 PAIRS = [([3, MASK], [4, PAD, 5, 9]), ([PAD, 7, 1], [2]), ([8], [MASK, 6, 1, 2, 5]),
          ([6, 6, 2, 9], [PAD, 3])]
+WORDS = torch.arange(64) != 9  # token 9 is no word
 
 class FakeModel(torch.nn.Module):
-    """11 tokens, float64 logits that depend on all tokens and their order; boost: the mask's."""
-    mask_id, pad_id, end_id, shift, folder = MASK, PAD, 1, False, None
+    """11 tokens, float64 logits (B, T, 11) that depend on all tokens and their order, or those
+    that a script, a function of ids, returns.  boost: of the mask token."""
+    mask_id, pad_id, end_id, shift, folder, is_word = MASK, PAD, 1, False, None, WORDS
 
-    def __init__(self, boost=-50.0, by_entropy=False):
+    def __init__(self, boost=-50.0, by_entropy=False, script=None):
         super().__init__()
         config = SimpleNamespace(vocab_size=11, max_position_embeddings=32, hidden_size=8)
         self.lm = SimpleNamespace(config=config)
         self.table = torch.randn(11, 11, generator=torch.Generator().manual_seed(6)).double()
         self.boost = boost
         self.by_entropy = by_entropy
+        self.script = script
+        self.seen = []  # ids of every call
 
     def forward(self, ids, attention_mask, positions):
+        self.seen.append(ids)
+        if self.script:
+            return self.script(ids)[positions]
         x = self.table[ids] * attention_mask[..., None]  # (B, T, 11)
         logits = 3 * torch.sin(x.cumsum(1) + 2 * x.sum(1, keepdim=True))[positions]
         logits[:, MASK] += self.boost
@@ -117,12 +159,156 @@ def tiny_llama(seed, likely=range(64)):
         lm.lm_head.weight.data[token] *= 0.2
     return mdu.MaskPredictor(lm, mask_id=0, pad_id=1, end_id=1)
 
+# ---- The same in slow loops over sequences and masked tokens ----
+def sequence_sums(masked, term):
+    """For each sequence b the sum of term(b, m) over its masked tokens, m counting them all."""
+    sums = [f64(0).sum() for _ in masked]
+    for m, (b, _) in enumerate(masked.nonzero().tolist()):
+        sums[b] = sums[b] + term(b, m)
+    return torch.stack(sums)
+
+def slow_kl(logits, anchor_logits, tau):
+    """KL(p || q^tau / Z) of one token, with q^0 = 1."""
+    p = logits.exp() / logits.exp().sum()
+    power = torch.ones_like(p)
+    if tau > 0:
+        q = anchor_logits.detach().exp() / anchor_logits.detach().exp().sum()
+        power = q ** tau
+    return (p * (p * power.sum() / power).log()).sum()
+
+def slow_nll(logits, target):
+    """-log p(target) of one token."""
+    return -(logits.exp()[target] / logits.exp().sum()).log()
+
+def slow_mdu(logits, anchor_logits, masked, tau):
+    """Eq. 5: 1/|M_t| sum_i KL(p || q^tau / Z_i)."""
+    def kl(b, m):
+        return slow_kl(logits[m], None if tau == 0 else anchor_logits[m], tau)
+    return sequence_sums(masked, kl) / masked.sum(1).clamp(min=1)
+
+def slow_sft(logits, targets, masked, t):
+    return sequence_sums(masked, lambda b, m: slow_nll(logits[m], targets[m]) / t[b].item())
+
+def slow_wga(logits, targets, masked, gamma):
+    def weighted(b, m):
+        nll = slow_nll(logits[m], targets[m])
+        return -math.exp(-nll.item()) ** gamma * nll
+    return sequence_sums(masked, weighted)
+
+def slow_npo(nll, nll_ref, beta):
+    ratio = nll_ref.detach() - nll  # log p_theta(y|x) - log p_theta0(y|x)
+    return 2 / beta * (1 + (beta * ratio).exp()).log()
+
+def slow_simnpo(nll, length, beta):
+    return -2 / beta * (1 / (1 + (-beta * nll / length).exp())).log()
+
+def slow_dpo(nll_win, nll_win_ref, nll_lose, nll_lose_ref, beta):
+    win, lose = nll_win_ref.detach() - nll_win, nll_lose_ref.detach() - nll_lose
+    return -(1 / (1 + (-beta * (win - lose)).exp())).log()
+
+@torch.no_grad()
+def slow_sampler(model, prompt, counts):
+    """Step k fixes counts[k] tokens, those of the highest probability or the lowest entropy."""
+    ids = prompt + [model.mask_id] * sum(counts)
+    everywhere = torch.ones(1, len(ids), dtype=torch.bool)
+    masked = list(range(len(prompt), len(ids)))
+    for count in counts:
+        p = model(torch.tensor([ids]), everywhere, everywhere).softmax(-1)  # (T, V)
+        entropy = torch.special.entr(p).sum(-1)
+        p[:, model.mask_id] = 0  # after the softmax: the others keep their probabilities
+        confidence, tokens = p.max(-1)
+        if model.by_entropy:
+            confidence = -entropy
+        masked.sort(key=confidence.tolist().__getitem__)
+        for _ in range(count):
+            i = masked.pop()
+            ids[i] = tokens[i].item()
+    return ids[len(prompt):]
+
+def slow_logits(model, prompt, row, masked):
+    """Logits (M, V) at the masked positions of an answer, of which the other tokens are seen."""
+    noised = [0 if i in masked else token for i, token in enumerate(row.answer)]
+    return model.lm(torch.tensor([prompt + noised])).logits[0, len(prompt):][masked]
+
+def slow_masked(row, method, states=None, model=None):
+    """The masked positions of an answer."""
+    if states == "written":
+        decoded = slow_sampler(model, row.prompt, [1] * len(row.answer))
+        return [i for i, token in enumerate(row.answer) if token in decoded and WORDS[token]]
+    masked = [i for i, u in enumerate(row.uniform) if u < row.t]
+    if method == "mdu" and not masked:
+        masked = [int(row.uniform.argmin())]
+    return masked
+
+def at(masked, n):
+    return torch.tensor([[i in masked for i in range(n)]])
+
+def slow_row_sft(model, row, loss=slow_sft, setting=None):
+    """The NLL of a row, or another loss of the same arguments."""
+    masked = slow_masked(row, "sft")
+    targets = [row.answer[i] for i in masked]
+    logits = slow_logits(model, row.prompt, row, masked)
+    setting = f64(np.float32(row.t)) if setting is None else setting
+    return loss(logits, targets, at(masked, len(row.answer)), setting)[0]
+
+def slow_row_kl(model, reference, row, prompt, tau, masked):
+    """Eq. 5 of a row.  prompt: what the reference sees of the question."""
+    logits = slow_logits(model, row.prompt, row, masked)
+    anchor_logits = slow_logits(reference, prompt, row, masked)
+    return slow_mdu(logits, anchor_logits, at(masked, len(row.answer)), tau)[0]
+
+def slow_row_loss(args, model, theta0, anchor, row):
+    if args.method == "mdu":
+        prompt = [0] * len(row.prompt)
+        if args.anchor_prompt == "shown":
+            prompt = row.prompt
+        masked = slow_masked(row, "mdu", args.states, model)
+        return slow_row_kl(model, anchor, row, prompt, args.tau, masked)
+    if args.method == "wga":
+        return slow_row_sft(model, row, slow_wga, args.gamma)
+    nll = slow_row_sft(model, row)
+    if args.method in ("ga", "gd"):
+        return -nll
+    if args.method == "simnpo":
+        return slow_simnpo(nll, len(row.answer), args.beta)
+    if args.method == "npo":
+        return slow_npo(nll, slow_row_sft(theta0, row), args.beta)
+    if args.method == "dpo":
+        win = slow_row_sft(model, row.preferred)
+        win_ref = slow_row_sft(theta0, row.preferred)
+        return slow_dpo(win, win_ref, nll, slow_row_sft(theta0, row), args.beta)
+    return nll
+
+def slow_step(args, model, theta0, anchor, forget, retain):
+    """-> means of the forget and the retain losses (Algorithm 1)."""
+    forget_losses = [slow_row_loss(args, model, theta0, anchor, row) for row in forget]
+    retain_losses = [f64(0).sum()]
+    if retain:
+        retain_losses = [slow_row_sft(model, row) for row in retain]
+    if args.method in ("mdu", "simnpo"):
+        retain_losses = [nll / len(row.answer) for nll, row in zip(retain_losses, retain)]
+    return torch.stack(forget_losses).mean(), torch.stack(retain_losses).mean()
+
 def all_masks(n):
     """Every mask of n tokens, and its probability under Eq. 7."""
     subsets = list(itertools.product([False, True], repeat=n))[1:]  # the first is empty
     chances = [1 / (n * math.comb(n, sum(subset))) for subset in subsets]
     return torch.tensor(subsets), np.array(chances)
 
+@torch.no_grad()
+def slow_eq7(model, prompt, answer, masks):
+    """The mean NLL of the masked tokens of each mask, in one forward pass per mask."""
+    means = []
+    for mask in masks:
+        noised = torch.tensor(answer).masked_fill(mask, model.mask_id)
+        ids = torch.tensor([prompt + noised.tolist()])
+        everywhere = torch.ones_like(ids, dtype=torch.bool)
+        logits = model(ids, everywhere, everywhere)[len(prompt):].double()
+        nll = [slow_nll(logits[i], answer[i]).item() for i in mask.nonzero()[:, 0].tolist()]
+        means.append(np.mean(nll))
+    return np.array(means)
+
+# ---- Data ----
 def write_dataset(root, splits):
     """A dataset {split: {config: rows}} in the hub's layout: its files, listed in its card."""
     card = "---\nconfigs:\n"
@@ -173,8 +359,9 @@ def rwku(tmp_path_factory):
         asked = PEOPLE[:-1] if config == "forget_level3" else PEOPLE
         probes[config] = [{**row, "subject": name} for name in asked * 2]
     train = {"forget_target": people, "train_positive_llama3": texts, "train_pair_llama3": pairs}
-    return write_dataset(tmp_path_factory.mktemp("rwku"), {"train": train, "test": probes})
+    return write_dataset(tmp_path_factory.mktemp("people"), {"train": train, "test": probes})
 
+# ---- Runs of the toy ----
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "base"
@@ -203,23 +390,27 @@ def metrics(run):
 def steps_of(run):
     return [line for line in metrics(run) if line["step"] > 0]
 
-# ---- Shared: tiny checkpoints in the layouts of the hub ----
+# ---- Tiny checkpoints in the layouts of the hub ----
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, vocab_size=264, max_position_embeddings=256)
 NATIVE = dict(SIZES, rms_norm_eps=1e-6, rope_theta=1e6, hidden_act="silu", torch_dtype="bfloat16",
-              auto_map={"AutoModel": "modeling.Model"}, attn_implementation="owner/kernel",
-              quantization_config={"quant_method": "fp8"})
+              attention_dropout=0.5, auto_map={"AutoModel": "modeling.Model"},
+              attn_implementation="owner/kernel", quantization_config={"quant_method": "fp8"})
 WINDOW = dict(use_sliding_window=True, sliding_window=2, layer_types=2 * ["sliding_attention"])
 LLADA = json.loads("""{
-"activation_type": "silu", "alibi": false, "auto_map": {"AutoModel": "modeling.Model"},
+"activation_type": "silu", "alibi": false, "attention_dropout": 0.5,
+"auto_map": {"AutoModel": "modeling.Model"},
 "block_type": "llama", "d_model": 32, "embedding_size": null, "eos_token_id": 257,
 "input_emb_norm": false, "layer_norm_type": "rms", "mask_token_id": 258, "mlp_hidden_size": null,
 "mlp_ratio": 2, "max_sequence_length": 256, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2,
 "pad_token_id": 257, "rms_norm_eps": 1e-5, "rope": true, "rope_theta": 5e5, "scale_logits": false,
 "vocab_size": 264}""")
+QWEN2 = dict(NATIVE, mask_token_id=258, pad_token_id=256)
+QWEN3 = dict(NATIVE, head_dim=16, attention_bias=False)  # ids: the tokenizer's
 CONFIGS = {  # model_type: config.json
-    "llada": LLADA, "Dream": dict(NATIVE, **WINDOW, mask_token_id=258, pad_token_id=256),
-    "a2d-qwen3": dict(NATIVE, **WINDOW, head_dim=16, attention_bias=False),  # ids: the tokenizer's
+    "llada": LLADA, "Dream": dict(QWEN2, **WINDOW), "a2d-qwen2": QWEN2,
+    "qwen2": dict(QWEN2, is_causal=False), "a2d-qwen3": dict(QWEN3, **WINDOW),
+    "qwen3": dict(QWEN3, is_causal=False),
     "a2d-llama": dict(NATIVE, rope_theta=5e5, mask_token_id=258),
     "llama": dict(NATIVE, rope_theta=5e5, is_causal=False, mask_token_id=258)}
 LLADA_NAMES = {  # part of a native tensor's name: LLaDA's
@@ -236,22 +427,23 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 THINKING = CHATML + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
-LLAMA_TOKENS = ("<|startoftext|> <|endoftext|> <|mdm_mask|> <|start_header_id|> <|end_header_id|> "
-                "<|eot_id|>").split()
 TOKENS = {  # special tokens, ids from 256 on, after the bytes
-    "llada": LLAMA_TOKENS, "a2d-llama": LLAMA_TOKENS, "llama": LLAMA_TOKENS,
-    "Dream": "<|endoftext|> <|beginoftext|> <|mask|> <|im_start|> <|im_end|>".split(),
-    "a2d-qwen3": "<|endoftext|> <|im_start|> <|im_end|> <|mask|> <think> </think>".split()}
+    "llama": "<|startoftext|> <|endoftext|> <|mdm_mask|> <|start_header_id|> <|end_header_id|> "
+             "<|eot_id|>".split(),
+    "qwen": "<|endoftext|> <|beginoftext|> <|mask|> <|im_start|> <|im_end|> <think> "
+            "</think>".split()}
+
+def family(kind):
+    return "qwen" if kind == "Dream" or "qwen" in kind else "llama"
 
 def write_tokenizer(folder, kind):
     """A vocabulary of bytes and special tokens, in the files of the hub's tokenizer."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: i for i, letter in enumerate(alphabet)}
     settings = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-    if kind in ("Dream", "a2d-qwen3"):
-        added = {}
-        for i, token in enumerate(TOKENS[kind]):
-            added[256 + i] = {"content": token, "special": "think" not in token}
+    if family(kind) == "qwen":
+        added = {256 + i: {"content": token, "special": "think" not in token}
+                 for i, token in enumerate(TOKENS["qwen"])}
         settings.update(tokenizer_class="Qwen2Tokenizer", chat_template=THINKING, unk_token=None,
                         mask_token="<|mask|>", added_tokens_decoder=added)
         if kind == "Dream":
@@ -262,13 +454,13 @@ def write_tokenizer(folder, kind):
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
         bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = tokenizers.decoders.ByteLevel()
-        bpe.add_special_tokens(TOKENS[kind])
+        bpe.add_special_tokens(TOKENS["llama"])
         bpe.save(str(folder / "tokenizer.json"))
         settings.update(tokenizer_class="PreTrainedTokenizerFast", chat_template=HEADERS,
                         bos_token="<|startoftext|>")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
-def write_checkpoint(folder, kind, tied=False, **changes):
+def write_checkpoint(folder, kind, tied=False, n_files=1, **changes):
     """A random bfloat16 checkpoint in the hub's layout -> its tensors by their native names."""
     folder.mkdir(exist_ok=True)
     tie = "weight_tying" if kind == "llada" else "tie_word_embeddings"
@@ -277,7 +469,7 @@ def write_checkpoint(folder, kind, tied=False, **changes):
     (folder / "config.json").write_text(json.dumps(config, indent=3))
     (folder / "modeling.py").write_text("raise RuntimeError('code of the folder was run')\n")
     write_tokenizer(folder, kind)
-    native = {"Dream": "qwen2", "a2d-qwen3": "qwen3"}.get(kind, "llama")
+    native = {"Dream": "qwen2", "llada": "llama"}.get(kind, kind.removeprefix("a2d-"))
     shapes = transformers.AutoConfig.for_model(native, **SIZES, head_dim=config.get("head_dim", 8))
     shapes.vocab_size = changes.get("embedding_size", 264)
     lm = transformers.AutoModelForCausalLM.from_config(shapes)
@@ -293,66 +485,52 @@ def write_checkpoint(folder, kind, tied=False, **changes):
     if tied:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
         stored.popitem()  # the head
-    safetensors.torch.save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text("{}")
+    files = {name: "model.safetensors" for name in stored}
+    if n_files > 1:
+        for i, name in enumerate(stored):
+            files[name] = f"model-{i % n_files + 1:05}-of-{n_files:05}.safetensors"
+    for file in set(files.values()):
+        own = {name: x for name, x in stored.items() if files[name] == file}
+        safetensors.torch.save_file(own, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return tensors
 
 @pytest.fixture(scope="session", params=[
-    *itertools.product(CONFIGS, [False]), ("llada", True), ("a2d-qwen3", True)])
+    *itertools.product(CONFIGS, [False], [1]), ("llada", True, 3), ("a2d-qwen3", True, 2)])
 def hub(request, tmp_path_factory):
-    kind, tied = request.param
+    kind, tied, n_files = request.param
     folder = tmp_path_factory.mktemp("hub")
-    tensors = write_checkpoint(folder, kind, tied)
+    tensors = write_checkpoint(folder, kind, tied, n_files)
     model, tokenizer = mdu.load_backbone(str(folder))
-    return SimpleNamespace(kind=kind, tied=tied, folder=folder, tensors=tensors, model=model,
-                           tokenizer=tokenizer)
+    return SimpleNamespace(kind=kind, tied=tied, n_files=n_files, folder=folder, tensors=tensors,
+                           model=model, tokenizer=tokenizer)
 
-# ---- Losses, in plain loops over sequences, masked tokens and the vocabulary ----
-def sequence_sums(masked, term):
-    """For each sequence b the sum of term(b, m) over its masked tokens, m counting them all."""
-    sums = [f64(0).sum() for _ in masked]
-    for m, (b, _) in enumerate(masked.nonzero().tolist()):
-        sums[b] = sums[b] + term(b, m)
-    return torch.stack(sums)
+# ======== mdu.py ========
+# ---- Forward process ----
+def test_mask_tokens_masks_tokens_with_a_number_below_t():
+    ids, response, _ = mdu.collate(PAIRS, PAD)
+    before = ids.clone()
+    uniform = torch.tensor([  # 0 in the prompts; 0.5 is not below t
+        [0, 0, 0.5, 0.4, 0.9, 0.3], [0, 0, 0, 0.6, 0, 0], [0, 0.9, 0.7, 0.8, 0.7, 0.9],
+        [0, 0, 0, 0, 0.3, 0.9]])
+    arguments = MASK, torch.tensor([0.5, 0.5, 0.1, 1.0]), uniform
+    for at_least_one, expected in [(False, [[3, 5], [], [], [4, 5]]),
+                                   (True, [[3, 5], [3], [2], [4, 5]])]:
+        noised, masked = mdu.mask_tokens(ids, response, *arguments, at_least_one)
+        assert [row.nonzero().flatten().tolist() for row in masked] == expected
+        assert torch.equal(noised, torch.where(masked, MASK, ids)) and torch.equal(ids, before)
+        assert not mdu.mask_tokens(ids, response & False, *arguments, at_least_one)[1].any()
 
-def slow_softmax(row):
-    exps = [z.exp() for z in row]
-    return [e / sum(exps) for e in exps]
+def test_mask_prompt_masks_prompts_but_no_answer_and_no_padding():
+    _, response, attention_mask = mdu.collate(PAIRS[:2], PAD)
+    noised = torch.tensor([[3, MASK, MASK, PAD, 5, MASK], [PAD, 7, 1, 2, PAD, PAD]])
+    before = noised.clone()
+    assert mdu.mask_prompt(noised, response, attention_mask, MASK).tolist() == [
+        [MASK, MASK, MASK, PAD, 5, MASK], [MASK, MASK, MASK, 2, PAD, PAD]]
+    assert torch.equal(noised, before)
 
-def slow_mdu(logits, anchor_logits, masked, tau):
-    """Eq. 5: 1/|M_t| sum_i KL(p || q^tau / Z_i), where q^0 is 1."""
-    def kl(b, m):
-        p = slow_softmax(logits[m])
-        power = [1.0] * len(p)
-        if tau > 0:
-            power = [q.item() ** tau for q in slow_softmax(anchor_logits[m])]
-        Z = sum(power)
-        return sum(p[v] * (p[v].log() - log(power[v] / Z)) for v in range(len(p)))
-    return sequence_sums(masked, kl) / masked.sum(1).clamp(min=1)
-
-def slow_weighted_nll(logits, targets, masked, weight):
-    def nll(b, m):
-        p = slow_softmax(logits[m])[targets[m]]
-        return -weight(b, p.item()) * p.log()
-    return sequence_sums(masked, nll)
-
-def slow_sft(logits, targets, masked, t):
-    return slow_weighted_nll(logits, targets, masked, lambda b, p: 1 / t[b].item())
-
-def slow_wga(logits, targets, masked, gamma):
-    return -slow_weighted_nll(logits, targets, masked, lambda b, p: p ** gamma)
-
-def slow_npo(nll, nll_ref, beta):
-    ratio = nll_ref.detach() - nll  # log p_theta(y|x) - log p_theta0(y|x)
-    return 2 / beta * (1 + (beta * ratio).exp()).log()
-
-def slow_simnpo(nll, length, beta):
-    return -2 / beta * (1 / (1 + (-beta * nll / length).exp())).log()
-
-def slow_dpo(nll_win, nll_win_ref, nll_lose, nll_lose_ref, beta):
-    win, lose = nll_win_ref.detach() - nll_win, nll_lose_ref.detach() - nll_lose
-    return -(1 / (1 + (-beta * (win - lose)).exp())).log()
-
+# ---- Losses ----
 LOSSES = {  # name: (loss, slow loss, settings)
     "mdu tau 0": (mdu.mdu_loss, slow_mdu, {"anchor_logits": None, "tau": 0}),
     "mdu tau .3": (mdu.mdu_loss, slow_mdu, {"tau": 0.3}),
@@ -414,15 +592,12 @@ def test_loss_of_16_bit_logits_is_computed_in_float32(name, dtype):
 
 @each("name", LOSSES)
 @each("gap", [1e6, -1e6])
-def test_loss_pastes_alone_and_stays_finite(name, gap):
-    """Its source runs with torch, F and math alone, and at extreme arguments."""
-    function, scope = LOSSES[name][0], dict(torch=torch, F=F, math=math)
-    exec(inspect.getsource(function), scope)
+def test_loss_stays_finite_at_extreme_arguments(name, gap):
     arguments = to_dtype(loss_arguments(name), torch.float32)
     trained = set(TRAINED) & set(arguments)
     for argument in trained:
         arguments[argument].data[..., 0] += gap
-    loss, grads = evaluate(scope[function.__name__], arguments)
+    loss, grads = evaluate(LOSSES[name][0], arguments)
     assert loss.isfinite().all() and all(grads[name].isfinite().all() for name in trained)
 
 ONE, TWO = torch.tensor([[False, True]]), torch.tensor([[True, True]])
@@ -446,50 +621,7 @@ TILT_FLAT = torch.cat([TILT, FLAT])
 def test_loss_equals_a_number_worked_by_hand(function, arguments, expected):
     assert_close(function(*arguments), f64(expected))
 
-# ---- Masking and draws ----
-def test_mask_prompt_masks_prompts_but_no_answer_and_no_padding():
-    _, response, attention_mask = mdu.collate(PAIRS[:2], PAD)
-    noised = torch.tensor([[3, MASK, MASK, PAD, 5, MASK], [PAD, 7, 1, 2, PAD, PAD]])
-    before = noised.clone()
-    assert mdu.mask_prompt(noised, response, attention_mask, MASK).tolist() == [
-        [MASK, MASK, MASK, PAD, 5, MASK], [MASK, MASK, MASK, 2, PAD, PAD]]
-    assert torch.equal(noised, before)
-
-def test_tokens_with_a_number_below_t_are_masked():
-    ids, response, _ = mdu.collate(PAIRS, PAD)
-    before = ids.clone()
-    uniform = torch.tensor([  # 0 in the prompts; 0.5 is not below t
-        [0, 0, 0.5, 0.4, 0.9, 0.3], [0, 0, 0, 0.6, 0, 0], [0, 0.9, 0.7, 0.8, 0.7, 0.9],
-        [0, 0, 0, 0, 0.3, 0.9]])
-    arguments = MASK, torch.tensor([0.5, 0.5, 0.1, 1.0]), uniform
-    for at_least_one, expected in [(False, [[3, 5], [], [], [4, 5]]),
-                                   (True, [[3, 5], [3], [2], [4, 5]])]:
-        noised, masked = mdu.mask_tokens(ids, response, *arguments, at_least_one)
-        assert [row.nonzero().flatten().tolist() for row in masked] == expected
-        assert torch.equal(noised, torch.where(masked, MASK, ids)) and torch.equal(ids, before)
-        assert not mdu.mask_tokens(ids, response & False, *arguments, at_least_one)[1].any()
-
-TOKENS_01 = SimpleNamespace(mask_id=0, pad_id=1)
-
-def test_masks_estimate_the_exact_loss():
-    """E[1/t sum -log p], integrated over t, is n times the mean over Eq. 7's masks."""
-    n, N = 3, 2 ** 16
-    torch.manual_seed(4)
-    masks, chances = all_masks(n)
-    log_odds = torch.randn(len(masks), n).double()  # of each token under each mask
-    nll = F.softplus(-log_odds)
-    exact = 0.0
-    for i, mask in enumerate(masks):
-        exact += n * chances[i] * nll[i][mask].mean().item()
-    points = torch.quasirandom.SobolEngine(n + 1, scramble=True, seed=0).draw(N).double()
-    t = 0.001 + 0.999 * points[:, 0]
-    ids = torch.zeros(N, n, dtype=torch.long)
-    _, masked = mdu.mask_tokens(ids, ids == 0, 1, t, points[:, 1:])
-    numbers = (masked * torch.tensor([4, 2, 1])).sum(1)
-    z = log_odds[numbers - 1][masked]
-    loss = mdu.sft_loss(torch.stack([z, 0 * z], dim=1), ids[masked], masked, t)
-    assert loss.mean().item() == approx(exact, rel=0.004)
-
+# ---- Batches ----
 def make_examples():
     """10 to forget and 7 to retain; the first token of a prompt names the example."""
     others = [[8, 9, 1], [9, 9, 1], [10, 9, 1]]
@@ -505,13 +637,13 @@ def draw(typed, steps):
     split = "train" if args.method == "sft" else "forget"
     forget, retain = [], []
     for step in steps:
-        drawn = mdu.draw_step(args, examples, split, step, TOKENS_01)
+        drawn = mdu.draw_step(args, examples, split, step, FakeModel)
         forget += drawn[0]
         retain += drawn[1]
     return forget, retain
 
 @each("method", ["mdu", "dpo"])
-def test_the_rows_of_a_step_depend_on_no_process_and_no_micro_batch(method, monkeypatch):
+def test_draw_step_depends_on_no_process_and_no_micro_batch(method, monkeypatch):
     found = []
     for processes, batch in ((1, "10"), (1, "2 --grad-accum 5"), (2, "10"), (5, "10")):
         monkeypatch.setattr(mdu, "WORLD", processes)
@@ -524,10 +656,10 @@ def test_the_rows_of_a_step_depend_on_no_process_and_no_micro_batch(method, monk
         found.append(sorted(repr(row) for row in rows))
     assert found == [found[0]] * 4
     monkeypatch.setattr(mdu, "WORLD", 3)
-    with pytest.raises(ValueError, match="3 processes"):
-        mdu.check(options("--batch-size 10"), mdu.toy_world())
+    with pytest.raises(mdu.BadInput, match="3 processes"):
+        mdu.check(options("--batch-size 10 --out absent/run"), mdu.toy_world())
 
-def test_each_pass_takes_every_row_once_in_a_new_order_and_draws_differ():
+def test_draw_step_takes_every_row_once_in_a_pass_and_in_a_new_order():
     forget, retain = draw("--batch-size 5", range(4))
     train, _ = draw("--method sft --batch-size 5", range(4))
     names = [row.prompt[0] for row in forget]
@@ -540,13 +672,23 @@ def test_each_pass_takes_every_row_once_in_a_new_order_and_draws_differ():
     keys = list(itertools.product([1, 2], streams, range(20)))
     assert len({mdu.rng_for(*key).random() for key in keys}) == len(keys)
 
+def test_draw_example_depends_on_the_seed():
+    """The order of rows (here of their lengths), t, the masks and which prompts are hidden."""
+    def drawn(seed):
+        rows, _ = draw(f"--method sft --batch-size 1 --prompt-dropout 0.5 --seed {seed}", range(30))
+        return {"order": [row.answer.index(1) for row in rows], "t": [row.t for row in rows],
+                "masks": [row.uniform[0] for row in rows],
+                "hidden": [row.prompt == [MASK, MASK] for row in rows]}
+    one, two = drawn(1), drawn(2)
+    assert one == drawn(1) and not any(one[part] == two[part] for part in one)
+
 def assert_uniform(values, low):
     """Kolmogorov-Smirnov distance from the uniform distribution on [low, 1)."""
     expected = np.linspace(low, 1, len(values))
     assert np.abs(np.sort(values) - expected).max() <= 0.04 * (1 - low)
 
 @each("t_min", [0.001, 0.4, 1])
-def test_t_min_is_of_rows_to_forget_alone_and_dpo_draws_one_of_the_other_answers(t_min):
+def test_draw_example_takes_t_min_for_rows_to_forget_alone_and_one_other_answer_for_dpo(t_min):
     forget, retain = draw(f"--method dpo --batch-size 10 --t-min {t_min}", range(200))
     assert_uniform([row.t for row in forget], t_min)
     for row in forget:
@@ -559,74 +701,66 @@ def test_t_min_is_of_rows_to_forget_alone_and_dpo_draws_one_of_the_other_answers
     assert_uniform([row.t for row in draw("--method sft --batch-size 10", range(200))[0]], 0.001)
 
 @each("longest", [1, 12])
-def test_answers_are_padded_to_random_lengths_but_not_to_forget(longest):
+def test_draw_example_pads_answers_to_random_lengths_but_not_to_forget(longest):
     forget, retain = draw(f"--batch-size 5 --response-length {longest}", range(100))
     assert all(len(row.answer) == 3 + (row.prompt[0] - 30) % 5 for row in forget)
     lengths = [set() for _ in range(7)]
     for row in retain:
         lengths[row.prompt[0] - 50].add(len(row.answer))
-        assert set(row.answer[2 + (row.prompt[0] - 50) % 5:]) == {1}  # end and padding
+        assert set(row.answer[3 + (row.prompt[0] - 50) % 5:]) <= {PAD}  # after the end token
         assert len(row.uniform) == len(row.answer)
     assert lengths[:4] == [set(range(n, max(longest, n) + 1)) for n in (3, 4, 5, 6)]
     assert lengths[6] == {4}  # a pair that wants no padding
     train, _ = draw(f"--method sft --batch-size 5 --response-length {longest}", range(100))
     assert {len(row.answer) for row in train} == set(range(3, max(longest, 7) + 1))
 
-def test_prompt_dropout_masks_questions_and_leaves_their_answers_unpadded():
+def test_draw_example_hides_prompts_of_answers_without_padding():
     plain, _ = draw("--method sft --batch-size 5", range(200))
     dropped, _ = draw("--method sft --batch-size 5 --prompt-dropout 0.3", range(200))
-    masked = [row for row in dropped if row.prompt == [0, 0]]
-    assert len(masked) == approx(300, abs=60)
-    assert all(row.answer.count(1) == 1 for row in masked)
-    kept = [row for row in dropped if row.prompt != [0, 0]]
+    hidden = [row for row in dropped if row.prompt == [MASK, MASK]]
+    assert len(hidden) == approx(300, abs=60)
+    assert not any(PAD in row.answer for row in hidden)
+    kept = [row for row in dropped if row.prompt != [MASK, MASK]]
     assert {repr(row) for row in kept} < {repr(row) for row in plain}
     assert {row.prompt[0] for row in kept} == set(range(30, 40))  # each draw has its own chance
-    assert max(row.answer.count(1) for row in kept) > 1
+    assert any(PAD in row.answer for row in kept)
 
-# ---- States of the authors' code: what the model still writes ----
-WORDS = torch.arange(64) != 9  # token 9 is no word
-
+# ---- One step ----
 def test_still_written_by_hand():
     """Each row's first token is its number.  Decoded is its script, from the last position on."""
-    script = [[5, 5, 4, 7], [9, 6, 2], [7, 8], [6, 5, 6]]
+    scripts = [[5, 5, 4, 7], [9, 6, 2], [7, 8], [6, 5, 6]]
     answers = [[4, 5, 6, 9], [9, 6, 3], [4, 6], [6, 6, 3]]
     expected = [[1, 1, 0, 0],  # 4 has moved, 5 is written twice, 6 is forgotten
                 [0, 1, 0],  # 9 is written, but no word
                 [0, 0],  # nothing is left
                 [1, 1, 0]]  # a word that the answer has twice
-    seen = []
 
-    def model(ids, attention_mask, masked):
-        seen.append(masked.sum(1).tolist())
+    def script(ids):
         logits = torch.zeros(*ids.shape, 11)
-        for b, tokens in enumerate(script):
+        for b, tokens in enumerate(scripts):
             for i, token in enumerate(tokens, 1):
                 logits[b, i, token] = 5 + i
-        return logits[masked]
-    model.mask_id, model.by_entropy, model.is_word = MASK, False, WORDS
-    mdu.join_processes()
+        return logits
     pairs = [([b], answer) for b, answer in enumerate(answers)]
     batch = mdu.Batch(*mdu.collate(pairs, PAD), None, None, None)
-    written = mdu.still_written(model, batch)
+    written = mdu.still_written(FakeModel(script=script), batch)
     assert [row[r].int().tolist() for row, r in zip(written, batch.response)] == expected
-    assert seen == [[4, 3, 2, 3], [3, 2, 1, 2], [2, 1, 0, 1], [1, 0, 0, 0]]
 
 @each("by_entropy", [False, True])
 @each("size", [1, 3, 20])
 def test_still_written_equals_a_slow_loop(by_entropy, size):
     """Also where the model writes an answer's own tokens, in batches of any size."""
     model = FakeModel(by_entropy=by_entropy)
-    model.is_word = WORDS
     rng = np.random.default_rng(3)
     pairs = PAIRS + [(rng.integers(11, size=3).tolist(), rng.integers(11, size=n).tolist())
                      for n in range(1, 17)]
     found = 0
     for start in range(0, 20, size):
         batch = mdu.Batch(*mdu.collate(pairs[start:start + size], PAD), None, None, None)
-        with (mock.patch.object(mdu.dist, "all_reduce", lambda passes, op: passes.fill_(18)),
-              mock.patch.object(model, "forward", wraps=model.forward) as forward):
+        model.seen.clear()
+        with mock.patch.object(mdu.dist, "all_reduce", lambda passes, op: passes.fill_(18)):
             written = mdu.still_written(model, batch)
-        assert forward.call_count == 18  # as many as another process needs
+        assert len(model.seen) == 18  # as many as another process needs
         for (prompt, answer), row, r in zip(pairs[start:], written, batch.response):
             decoded = slow_sampler(model, prompt, [1] * len(answer))
             expected = [token in decoded and token != 9 for token in answer]
@@ -634,128 +768,17 @@ def test_still_written_equals_a_slow_loop(by_entropy, size):
             found += sum(expected)
     assert 40 < found < 120
 
-def test_words_have_a_letter_or_digit(hub):
-    is_word = mdu.word_ids(hub.model, hub.tokenizer)
-    texts = [hub.tokenizer.decode([i]) for i in is_word.nonzero()[:, 0].tolist()]
-    assert {"a", "Z", "7"} < set(texts) and len(is_word) == 264
-    assert not {"!", ".", " ", "\n", "_", *TOKENS[hub.kind][:4]} & set(texts)
-
-@each("states, silent_anchor", [("random", False), ("written", False), ("random", True)])
-def test_the_first_look_equals_one_sequence_at_a_time(states, silent_anchor, capsys):
-    """It warns of an anchor that gives answers away, and of one that knows mask and end alone."""
-    mdu.join_processes()
-    args = options(f"--batch-size 3 --grad-accum 3 --states {states}")
-    model, anchor = tiny_llama(0, likely=range(6, 14)), tiny_llama(1, likely=range(10))
-    model.is_word = WORDS
-    if silent_anchor:
-        head = anchor.lm.lm_head.weight.data
-        head[0] *= 99
-        head[1] = -head[0]  # one of the two is the likeliest everywhere
-    draws, _ = mdu.draw_step(args, make_examples(), "forget", 3, TOKENS_01)
-    own, given, silent = [], [], []
-    for row in draws:
-        _, true = slow_logp(model, row.prompt, row, states)
-        logp, anchored = slow_logp(anchor, [0] * len(row.prompt), row, states, model)
-        own += true.exp().tolist()
-        given += anchored.exp().tolist()
-        silent += (logp.argmax(-1) < 2).tolist()
-    expected = {"model_p": np.mean(own), "anchor_p": np.mean(given), "silent": np.mean(silent)}
-    assert mdu.first_look(args, model, anchor, draws) == approx(expected)
-    shown = capsys.readouterr().out
-    assert f"true tokens {np.mean(given):.2f} (model {np.mean(own):.2f})" in shown
-    assert silent_anchor == (np.mean(silent) > 0.5) == ("answers may become empty" in shown)
-
-@each("model_p, anchor_p, hint", [(0.9, 0.5, "the anchor knows the answers"), (0.9, 0.4, None),
-                                  (0.1, 0.1, "the model hardly knows these answers")])
-def test_the_first_look_says_what_model_and_anchor_know(model_p, anchor_p, hint, capsys):
-    class Sure(FakeModel):
-        def __init__(self, p):
-            super().__init__()
-            self.logits = torch.full((11,), (1 - p) / 10).log()
-            self.logits[6] = log(p)
-
-        def forward(self, ids, attention_mask, positions):
-            return self.logits.expand(int(positions.sum()), 11)
-    mdu.join_processes()
-    draws = [mdu.Draw([3, 4], [6, 6], 0.5, np.zeros(2, np.float32))]
-    mdu.first_look(options(), Sure(model_p), Sure(anchor_p), draws)
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert len(lines) == (hint is not None) and all(hint in line for line in lines)
-
-@each("typed, loads", [
-    ("--tau 0", 1), ("--tau 1", 2), ("--anchor current", 1), ("--anchor {base}", 2),
-    ("--anchor current --diagnose --dtype bfloat16", 2), ("--method npo", 2), ("--method ga", 1),
-    ("--lora 2", 1)])
-def test_no_model_is_loaded_in_vain(typed, loads, base, tmp_path, monkeypatch):
-    load = mock.Mock(wraps=mdu.load_backbone)
-    monkeypatch.setattr(mdu, "load_backbone", load)
-    monkeypatch.delattr(mdu, "save_checkpoint")  # nor is one saved after the last step
-    typed = f"--epochs 0.1 --checkpoint-every 1 {typed}".format(base=base)
-    mdu.main(toy(base, tmp_path / "run", typed))
-    assert load.call_count == loads
-    assert ("kl" in metrics(tmp_path / "run")[-1]) == ("--diagnose" in typed)
-    head = weights(tmp_path / "run")["lm_head.weight"]
-    assert not torch.equal(head, head.bfloat16().float())  # it is trained and saved in float32
-
-# ---- The step, one unpadded sequence at a time ----
-def slow_masked(row, states, model):
-    if states == "written":
-        decoded = slow_sampler(model, row.prompt, [1] * len(row.answer))
-        return [i for i, token in enumerate(row.answer) if token in decoded and WORDS[token]]
-    masked = [i for i, u in enumerate(row.uniform) if u < row.t]
-    if states == "random" and not masked:
-        masked = [int(row.uniform.argmin())]
-    return masked
-
-def slow_logp(model, prompt, row, states=None, writer=None):
-    """log p (M, V) at the masked positions of the answer, and (M,) of their true tokens."""
-    masked = slow_masked(row, states, writer or model)
-    noised = [0 if i in masked else token for i, token in enumerate(row.answer)]
-    logits = model.lm(torch.tensor([prompt + noised])).logits[0, len(prompt):]
-    logp = logits.log_softmax(-1)[masked]
-    return logp, logp[range(len(masked)), [row.answer[i] for i in masked]]
-
-def slow_row_sft(model, row):
-    _, true = slow_logp(model, row.prompt, row)
-    return -true.sum() / float(np.float32(row.t))
-
-def slow_row_kl(model, reference, row, reference_prompt, tau, states="random"):
-    """The mean of KL(p_theta(.|x, y_t) || p_theta0(.|reference_prompt, y_t)^tau / Z)."""
-    logp, _ = slow_logp(model, row.prompt, row, states)
-    logq, _ = slow_logp(reference, reference_prompt, row, states, model)
-    logq = (tau * logq.detach()).log_softmax(-1)
-    return (logp.exp() * (logp - logq)).sum() / max(1, len(logp))
-
-def slow_row_loss(args, model, reference, row):
-    if args.method == "mdu":
-        anchor = model if args.anchor == "current" else reference
-        masked_prompt = [0] * len(row.prompt)
-        return slow_row_kl(model, anchor, row, masked_prompt, args.tau, args.states)
-    if args.method == "wga":
-        _, true = slow_logp(model, row.prompt, row)
-        return (true.detach().exp() ** args.gamma * true).sum()
-    nll = slow_row_sft(model, row)
-    if args.method in ("ga", "gd"):
-        return -nll
-    if args.method == "simnpo":
-        return slow_simnpo(nll, len(row.answer), args.beta)
-    if args.method == "npo":
-        return slow_npo(nll, slow_row_sft(reference, row), args.beta)
-    if args.method == "dpo":
-        win = slow_row_sft(model, row.preferred)
-        win_ref = slow_row_sft(reference, row.preferred)
-        return slow_dpo(win, win_ref, nll, slow_row_sft(reference, row), args.beta)
-    return nll
-
-def slow_step(args, model, reference, forget, retain):
-    """-> means of the forget and the retain losses (Algorithm 1)."""
-    forget_losses = [slow_row_loss(args, model, reference, row) for row in forget]
-    retain_losses = [f64(0).sum()]
-    if retain:
-        retain_losses = [slow_row_sft(model, row) for row in retain]
-    if args.method in ("mdu", "simnpo"):
-        retain_losses = [nll / len(row.answer) for nll, row in zip(retain_losses, retain)]
-    return torch.stack(forget_losses).mean(), torch.stack(retain_losses).mean()
+@each("anchor_prompt, expected", [
+    ("masked", [[MASK, MASK, MASK, PAD, MASK, 9], [MASK, MASK, MASK, 2, PAD, PAD]]),
+    ("shown", [[3, MASK, MASK, PAD, MASK, 9], [PAD, 7, 1, 2, PAD, PAD]])])
+def test_predict_anchor_sees_the_masked_answer_and_its_question_only_if_shown(
+        anchor_prompt, expected):
+    draws = [mdu.Draw(*PAIRS[0], 0.5, np.float32([0.1, 0.9, 0.2, 0.8])),
+             mdu.Draw(*PAIRS[1], 0.5, np.float32([0.7]))]
+    anchor = FakeModel()
+    batch = mdu.make_batch(anchor, draws)
+    logits = mdu.predict_anchor(anchor, batch, MASK, anchor_prompt)
+    assert [ids.tolist() for ids in anchor.seen] == [expected] and len(logits) == 2
 
 def merged_lm(plain, adapted):
     """The plain model with W + 8/rank B A for each linear map W, as a function of A and B."""
@@ -771,50 +794,250 @@ def merged_lm(plain, adapted):
     "mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "mdu --t-min 0.7", "ga", "gd", "npo", "simnpo",
     "dpo", "sft", "wga --gamma 0.5", "mdu --lora 3", "npo --lora 2", "dpo --lora 4",
     "mdu --states written --tau 0.5", "mdu --states written --anchor current",
-    "mdu --anchor current --tau 0.5", "mdu --anchor current --lora 3"])
-def test_losses_and_gradients_of_a_step_equal_one_sequence_at_a_time(typed):
-    """No gradient reaches theta0, and only some methods need it.  Adapters are saved as merged."""
-    mdu.join_processes()
+    "mdu --anchor current --tau 0.5", "mdu --anchor current --lora 3",
+    "mdu --anchor MODEL", "mdu --anchor MODEL --anchor-prompt shown --tau 0.5",
+    "mdu --anchor MODEL --anchor-prompt shown --states written",
+    "mdu --anchor MODEL --anchor-prompt shown --lora 3"])
+def test_backward_equals_one_sequence_at_a_time(typed):
+    """No gradient reaches theta0 or the anchor.  Adapters are saved as merged."""
     args = options(f"--method {typed} --batch-size 3 --grad-accum 4 --response-length 9")
     args.retain_weight = 0.7 * (args.retain_weight or 0)
-    split = "train" if args.method == "sft" else "forget"
-    forget, retain = mdu.draw_step(args, make_examples(), split, 3, TOKENS_01)
-    forget, retain = forget[:10], retain[:10]  # 10 of a step's 12 rows: the last micro-batch has 1
-    assert args.t_min == 0.7 or any(row.t <= row.uniform.min() for row in forget)
     likely = range(64)
     if args.states == "written":
         likely = range(6, 14)  # words of the answers and others
-    model, frozen = tiny_llama(0, likely), tiny_llama(1, likely)
-    reference = None
+    model, frozen, third = [tiny_llama(seed, likely) for seed in range(3)]
+    split = "train" if args.method == "sft" else "forget"
+    forget, retain = mdu.draw_step(args, make_examples(), split, 3, model)
+    forget, retain = forget[:10], retain[:10]  # 10 of a step's 12 rows: the last micro-batch has 1
+    assert args.t_min == 0.7 or any(row.t <= row.uniform.min() for row in forget)
+    theta0 = None  # only some methods need it
     if args.tau or args.method in ("npo", "dpo"):
-        reference = frozen
+        theta0 = frozen
     if args.lora:
         frozen = tiny_llama(0, likely)
         mdu.add_adapters(model, args.lora, seed=5)
         model.double().train().lm.activation_checkpointing_enable()
-        reference = mdu.without_adapters(model)
+        theta0 = mdu.without_adapters(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.data += 0.1 * torch.randn_like(p)
     slow_model = merged_lm(frozen, model) if args.lora else model
     model.is_word = WORDS
     if args.states == "written":
-        sizes = [len(slow_masked(row, "written", slow_model)) for row in forget]
+        sizes = [len(slow_masked(row, "mdu", "written", slow_model)) for row in forget]
         assert min(sizes) == 0 and max(sizes) > 1
-    anchor = model if args.anchor == "current" else reference
-    totals = mdu.backward(args, model, reference, anchor, forget, retain)
-    expected = [10 / 12 * loss for loss in slow_step(args, slow_model, frozen, forget, retain)]
+    anchor, slow_anchor = {"current": (model, slow_model), "MODEL": (third, third)}.get(
+        args.anchor, (theta0, frozen))
+    totals = mdu.backward(args, model, theta0, anchor, forget, retain)
+    expected = slow_step(args, slow_model, frozen, slow_anchor, forget, retain)
+    expected = [10 / 12 * loss for loss in expected]
     assert totals == approx([loss.item() for loss in expected], rel=1e-5)
     grads = torch.autograd.grad(expected[0] + args.retain_weight * expected[1], trained)
     for p, grad in zip(trained, grads):
         assert grad.any()
         assert_close(p.grad, grad, 1e-9)
-    assert all(p.grad is None for p in frozen.parameters())
-    anchored = mdu.predict_anchor(model, mdu.make_batch(model, forget), mask_id=0)
+    assert all(p.grad is None for p in [*frozen.parameters(), *third.parameters()])
+    anchored = mdu.predict_anchor(model, mdu.make_batch(model, forget), 0, "masked")
     assert not anchored.requires_grad  # nothing of it is kept in memory for a backward pass
     ids = torch.arange(2, 12)[None]
     saved = torch.func.functional_call(frozen.lm, dict(mdu.merged_weights(model.lm)), ids)
     assert_close(saved.logits, slow_model.lm(ids).logits, 1e-5)
+
+# ---- Training ----
+@each("typed", ["npo --retain-weight 0.5", "mdu --tau 0.5 --retain-weight 2",
+                "wga --gamma 0.5 --retain-weight 0"])
+def test_train_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_path, monkeypatch):
+    load_backbone = mdu.load_backbone
+
+    def load_float64(*args):
+        model, tokenizer = load_backbone(*args)
+        return model.double(), tokenizer
+    monkeypatch.setattr(mdu, "load_backbone", load_float64)
+    argv = toy(base, tmp_path / "run", f"--method {typed} --epochs 1 --lr 0.01")
+    mdu.main(argv)
+    args = options("", *argv)
+    model, tokenizer = load_float64(str(base))
+    frozen, _ = load_float64(str(base))
+    examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
+    moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()}
+    norms = []
+    for step, lr in enumerate([0.01, 0.01, 0.005], 1):  # one step of warm-up, then half a cosine
+        rows = mdu.draw_step(args, examples, "forget", step - 1, model)
+        forget, retain = slow_step(args, model, frozen, frozen, *rows)
+        grads = torch.autograd.grad(forget + args.retain_weight * retain, list(moments))
+        norms.append(torch.cat([grad.flatten() for grad in grads]).norm().item())
+        for (p, (m, v)), grad in zip(moments.items(), grads):
+            grad = grad / max(1, norms[-1])
+            m.copy_(0.9 * m + 0.1 * grad)
+            v.copy_(0.999 * v + 0.001 * grad ** 2)
+            p.data -= lr * m / (1 - 0.9 ** step) / ((v / (1 - 0.999 ** step)).sqrt() + 1e-8)
+        line = steps_of(tmp_path / "run")[step - 1]
+        found = [line["lr"], line["grad_norm"], line["forget"], line.get("retain", 0)]
+        assert found == approx([lr, norms[-1], forget.item(), retain.item()], rel=1e-5)
+    assert max(norms) > 1.5  # so that clipping to 1 is seen
+    for name, x in model.lm.state_dict().items():
+        assert_close(weights(tmp_path / "run")[name], x.float(), 1e-5)
+
+def test_train_logs_the_first_look_and_the_kls_of_each_epoch(unlearned, base):
+    """MDU moves the prediction away from the base's and to the anchor's."""
+    lines = metrics(unlearned)
+    assert [(line["step"], line["epoch"]) for line in lines] == [(i, i / 3) for i in range(7)]
+    args = options(f"--model {base}")
+    model, tokenizer = mdu.load_backbone(str(base))
+    examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
+    draws, _ = mdu.draw_step(args, examples, "forget", 0, model)
+    look = mdu.first_look(args, model, model, draws)
+    assert {name: lines[0][name] for name in look} == approx(look)
+    start, middle, end = [line["kl"] for line in lines if "kl" in line]
+    assert lines[3]["kl"] == middle
+    assert start["base"] == approx(0, abs=1e-6) and end["base"] > middle["base"] > 1e-4
+    assert start["anchor"] > middle["anchor"] > end["anchor"]
+
+def no_gradient(args, model, *_):
+    for p in model.parameters():
+        p.grad = torch.full_like(p, math.nan)
+    return [0.0, 0.0]
+
+@each("effect, code, words", [
+    (KeyboardInterrupt, 130, ""), (torch.OutOfMemoryError, 2, "memory --batch-size --lora"),
+    ([[math.nan, 0.0]], 2, "step 1: loss nan"), ([[0.0, math.inf]], 2, "retain loss inf"),
+    (no_gradient, 2, "norm nan")])
+def test_train_ends_in_one_line_at_ctrl_c_lack_of_memory_and_nan(
+        effect, code, words, base, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=effect))
+    found, err = program(toy(base, tmp_path / "run"), capsys)
+    assert found == code and all(word in err for word in words.split())
+    assert (err == "") == (code == 130)  # its line is on stdout
+
+def test_learning_rate_by_hand():
+    args = options("--lr 0.2")
+    warm_up = [mdu.learning_rate(args, step, 100) for step in range(6)]
+    assert warm_up == approx([0.04, 0.08, 0.12, 0.16, 0.2, 0.2])
+    cosine = [mdu.learning_rate(args, 5 + 95 * part, 100) for part in (1 / 3, 1 / 2, 2 / 3, 1)]
+    assert cosine == approx([0.15, 0.1, 0.05, 0])
+
+# ---- The program and the models of a run ----
+def test_run_program_ends_the_group_and_shows_the_traceback_of_a_bug(base, tmp_path, capsys):
+    """A library's ValueError is no bad input."""
+    with mock.patch.object(mdu, "backward", side_effect=ValueError("a bug")):
+        with pytest.raises(SystemExit, match="1"):
+            mdu.run_program("mdu.py", lambda: mdu.main(toy(base, tmp_path / "run")))
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "ValueError: a bug" in err
+    assert not mdu.dist.is_initialized()
+    mdu.join_processes()
+    assert program(["--tau", "2"], capsys)[0] == 2 and not mdu.dist.is_initialized()
+
+@contextlib.contextmanager
+def another_program(folder):
+    """It trains or scores in the folder; BlockingIOError if we do."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path, capsys):
+    """What another one has made while we waited is not touched."""
+    run = tmp_path / "run"
+
+    def stop(*_):
+        with pytest.raises(BlockingIOError), another_program(run):
+            pass
+        raise KeyboardInterrupt
+    with mock.patch.object(mdu, "backward", stop):
+        assert program(toy(base, run, "--epochs 2 --diagnose"), capsys)[0] == 130
+    with another_program(run), unchanged(run):
+        code, err = program(["--resume", run], capsys)
+        assert code == 2 and "in use" in err
+    locked = mdu.locked
+
+    @contextlib.contextmanager
+    def locked_when_the_other_has_ended(folder):
+        shutil.copytree(unlearned, run, dirs_exist_ok=True)
+        with locked(folder):
+            yield
+    with mock.patch.object(mdu, "locked", locked_when_the_other_has_ended):
+        mdu.main(["--resume", str(run)])
+    assert list(read_all(run).values()) == list(read_all(unlearned).values())
+
+def test_main_leaves_a_folder_that_another_program_has_just_made(base, tmp_path, capsys):
+    load_model, run = mdu.load_model, tmp_path / "run"
+
+    def load_slowly(*args):
+        run.mkdir()
+        (run / "run.json").write_text("theirs")
+        return load_model(*args)
+    with mock.patch.object(mdu, "load_model", load_slowly):
+        code, err = program(toy(base, run), capsys)
+    assert code == 2 and "exists" in err and os.listdir(run) == ["run.json"]
+
+def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch, capsys):
+    def train_base(command, env):
+        assert command[:2] == [sys.executable, mdu.__file__] and env["WORLD_SIZE"] == "1"
+        mdu.main([*command[2:], "--epochs", "0.2"])
+        return mock.Mock(returncode=0)
+    monkeypatch.setattr(mdu.subprocess, "run", lambda command, env: mock.Mock(returncode=3))
+    with pytest.raises(SystemExit, match="3"):
+        mdu.main(["--out", f"{tmp_path}/run"])
+    monkeypatch.setattr(mdu.subprocess, "run", train_base)
+    mdu.main(["--epochs", "0.3", *"--seed 7 --dtype bfloat16 --out".split(), f"{tmp_path}/run"])
+    made = mdu.read_run(tmp_path / "base")["options"]
+    assert (made["seed"], made["dtype"]) == (7, "bfloat16")
+    capsys.readouterr()
+    with unchanged(tmp_path / "base"):
+        mdu.main(["--epochs", "0.3", "--method", "ga", "--out", f"{tmp_path}/ga"])
+    first_line = capsys.readouterr().out.split("\n")[0]
+    assert "(seed 1)" in first_line and "base (seed 7)" in first_line
+
+def test_load_model_draws_weights_and_adapters_by_the_seed(base):
+    for typed in ("--method sft", f"--model {base} --lora 2"):
+        drawn = []
+        for seed in (1, 2, 2):
+            model, _ = mdu.load_model(options(f"{typed} --seed {seed}"), mdu.toy_world())
+            drawn.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        assert torch.equal(drawn[1], drawn[2]) and not torch.equal(drawn[0], drawn[1])
+
+@each("typed, loads", [
+    ("--tau 0", 1), ("--tau 1", 2), ("--anchor current", 1), ("--anchor {base}", 2),
+    ("--anchor current --diagnose --dtype bfloat16", 2), ("--method npo", 2), ("--method ga", 1),
+    ("--lora 2", 1)])
+def test_load_frozen_loads_no_model_in_vain(typed, loads, base, tmp_path, monkeypatch):
+    load = mock.Mock(wraps=mdu.load_backbone)
+    monkeypatch.setattr(mdu, "load_backbone", load)
+    monkeypatch.delattr(mdu, "save_checkpoint")  # nor is one saved after the last step
+    typed = f"--epochs 0.1 --checkpoint-every 1 {typed}".format(base=base)
+    mdu.main(toy(base, tmp_path / "run", typed))
+    assert load.call_count == loads
+    assert ("kl" in metrics(tmp_path / "run")[-1]) == ("--diagnose" in typed)
+    head = weights(tmp_path / "run")["lm_head.weight"]
+    assert not torch.equal(head, head.bfloat16().float())  # it is trained and saved in float32
+
+@each("typed", ["", "--checkpoint-activations"])
+def test_load_model_checkpoints_activations_if_asked_to(typed, base):
+    model, _ = mdu.load_model(options(f"--model {base} {typed}"), {})
+    assert model.lm.is_activation_checkpointing == bool(typed) and model.training
+
+@each("typed", ["", "--states written", "--anchor MODEL --anchor-prompt shown"])
+def test_first_look_equals_one_sequence_at_a_time(typed, capsys):
+    args = options(f"--batch-size 3 --grad-accum 3 {typed}")
+    model, anchor = tiny_llama(0, likely=range(6, 14)), tiny_llama(1, likely=range(10))
+    model.is_word = WORDS
+    draws, _ = mdu.draw_step(args, make_examples(), "forget", 3, model)
+    found = {"model_p": [], "anchor_p": []}
+    for row in draws:
+        masked = slow_masked(row, "mdu", args.states, model)
+        prompt = row.prompt
+        if args.anchor_prompt == "masked":
+            prompt = [0] * len(prompt)
+        for name, one, seen in (("model_p", model, row.prompt), ("anchor_p", anchor, prompt)):
+            for logits, i in zip(slow_logits(one, seen, row, masked), masked):
+                found[name].append(math.exp(-slow_nll(logits, row.answer[i])))
+    expected = {name: np.mean(ps) for name, ps in found.items()}
+    assert mdu.first_look(args, model, anchor, draws) == approx(expected)
+    shown = numbers(capsys.readouterr().out)
+    assert {round(p, 2) for p in expected.values()} <= set(shown)
 
 @each("t_min", [0.001, 0.6])
 def test_diagnose_equals_one_sequence_at_a_time(t_min):
@@ -826,104 +1049,59 @@ def test_diagnose_equals_one_sequence_at_a_time(t_min):
     for index in range(10):
         row = mdu.draw_example(args, examples, "forget", index, model)
         lowest.append(row.uniform.min() - row.t)
-        masked = [0] * len(row.prompt)
-        for i, (seen, tau) in enumerate([(row.prompt, 1), (masked, 1), (row.prompt, 0)]):
-            sums[i] += slow_row_kl(model, frozen, row, seen, tau).item()
+        hidden, masked = [0] * len(row.prompt), slow_masked(row, "mdu")
+        for i, (seen, tau) in enumerate([(row.prompt, 1), (hidden, 1), (row.prompt, 0)]):
+            sums[i] += slow_row_kl(model, frozen, row, seen, tau, masked).item()
     assert t_min == 0.6 or max(lowest) > 0  # a row of which t masks nothing
     expected = dict(zip(["base", "anchor", "uniform"], sums / 10))
     assert mdu.diagnose(args, model, frozen, examples) == approx(expected, rel=1e-9)
 
-def test_learning_rate_by_hand():
-    args = options("--lr 0.2")
-    warm_up = [mdu.learning_rate(args, step, 100) for step in range(6)]
-    assert warm_up == approx([0.04, 0.08, 0.12, 0.16, 0.2, 0.2])
-    cosine = [mdu.learning_rate(args, 5 + 95 * part, 100) for part in (1 / 3, 1 / 2, 2 / 3, 1)]
-    assert cosine == approx([0.15, 0.1, 0.05, 0])
-
-@each("typed", ["npo --retain-weight 0.5", "mdu --tau 0.5 --retain-weight 2",
-                "wga --gamma 0.5 --retain-weight 0"])  # of its gradients two are clipped
-def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_path, monkeypatch):
-    load_backbone = mdu.load_backbone
-
-    def load_float64(*args):
-        model, tokenizer = load_backbone(*args)
-        return model.double(), tokenizer
-    monkeypatch.setattr(mdu, "load_backbone", load_float64)
-    argv = toy(base, tmp_path / "run", f"--method {typed} --epochs 1 --lr 1e-4")
-    mdu.main(argv)
-    args = options("", *argv)
-    model, tokenizer = load_float64(str(base))
-    frozen, _ = load_float64(str(base))
-    examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
-    moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()}
-    for step, lr in enumerate([1e-4, 1e-4, 0.5e-4], 1):  # one step of warm-up, then half a cosine
-        rows = mdu.draw_step(args, examples, "forget", step - 1, model)
-        forget, retain = slow_step(args, model, frozen, *rows)
-        grads = torch.autograd.grad(forget + args.retain_weight * retain, list(moments))
-        norm = torch.cat([grad.flatten() for grad in grads]).norm().item()
-        for (p, (m, v)), grad in zip(moments.items(), grads):
-            grad = grad / max(1, norm)
-            m.copy_(0.9 * m + 0.1 * grad)
-            v.copy_(0.999 * v + 0.001 * grad ** 2)
-            p.data -= lr * m / (1 - 0.9 ** step) / ((v / (1 - 0.999 ** step)).sqrt() + 1e-8)
-        line = steps_of(tmp_path / "run")[step - 1]
-        found = [line["lr"], line["grad_norm"], line["forget"], line.get("retain", 0)]
-        assert found == approx([lr, norm, forget.item(), retain.item()], rel=1e-5)
-    for name, x in model.lm.state_dict().items():
-        assert_close(weights(tmp_path / "run")[name], x.float(), 1e-6)
-
-@each("typed", ["", "--checkpoint-activations"])
-def test_activations_are_checkpointed_if_asked_for(typed, base):
-    model, _ = mdu.load_model(options(f"--model {base} {typed}"), {})
-    assert model.lm.is_activation_checkpointing == bool(typed) and model.training
-
-def test_answers_longer_than_the_response_length_are_reported(base, capsys):
-    model, tokenizer = mdu.load_backbone(str(base))
-    splits = mdu.toy_world()
-    longest = max(len(tokenizer.encode(row["answer"])) for row in splits["forget"]) + 1  # its end
-    for length, lines in ((longest, 0), (longest - 1, 1)):
-        mdu.encode_splits(options(f"--model {base} --response-length {length}"), splits, model,
-                          tokenizer)
-        assert capsys.readouterr().out.count(f"up to {longest} tokens") == lines
-
-def test_adapters_start_at_zero():
-    plain, model, other = [tiny_llama(0).bfloat16() for _ in range(3)]
-    mdu.add_adapters(model, 4, seed=1)
-    mdu.add_adapters(other, 4, seed=2)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert len(trained) == 28 and {p.dtype for p in trained} == {torch.float32}
-    drawn = torch.cat([A.flatten() * A.shape[1] ** 0.5 for A in trained[::2]])
-    assert abs(drawn.mean()) < 0.1 and abs(drawn.std() - 1) < 0.1  # A ~ N(0, 1/in)
-    first, second = [m.lm.model.layers[0].mlp.up_proj.A for m in (model, other)]
-    assert not torch.equal(first, second)
-    ids = torch.arange(2, 22).view(2, 10)
-    assert torch.equal(model(ids, ids > 0, ids > 0), plain(ids, ids > 0, ids > 0))
-
-# ---- Options, data and token ids ----
+# ---- Options ----
 @each("case", [
-    "=> method=mdu tau=1.0 epochs=100 checkpoint_every=500 out=out/toy/mdu-tau1",
-    "--method sft --retain-only => epochs=170 out=out/toy/retain",
-    "--method sft --model x => preset=own lr=2e-05",
-    "--preset tofu-llada --method sft => lr=2e-05 grad_accum=4 epochs=1000 out=out/tofu-llada/base",
-    "--preset tofu-dream --method sft => lr=2e-05 epochs=300 checkpoint_every=5000",
-    "--preset rwku-llada --subject 1 --method ga => epochs=3 retain_weight=None",
-    "--preset own --out {base}/../other => response_length=12 model={base}",
-    "--lora 8 --lr 0.3 --tau 0.5 --t-min 1 => lr=0.3 out=out/toy/mdu-tau0.5-t1",
-    f"--preset rwku-dream --subject 1 => retain_weight=0.0 out=out/rwku-dream/1/mdu-tau1 "
-    f"model={mdu.DREAM}",
-    f"--preset rwku-llada --subject 1 --out {{base}}/../x => model={mdu.LLADA} response_length=128",
-    f"--preset rwku-qwen --subject 2 --method sft => model={mdu.QWEN}",
-    "--preset tofu-llada => model={here}/out/tofu-llada/base response_length=128",
-    "--forget f.jsonl --method sft => preset=own model=None",
+    "=> method=mdu tau=1.0 epochs=100 lr=0.0003 batch_size=8 grad_accum=1 checkpoint_every=500 "
+    "response_length=12 retain_weight=1.0 t_min=0.001 retain_only=None out=out/toy/mdu-tau1",
+    "--method sft => epochs=170 lr=0.003 batch_size=32 prompt_dropout=0.0 model=None "
+    "missing_base=None out=out/toy/base",
+    "--preset tofu-llada => epochs=9 lr=1e-05 batch_size=4 grad_accum=4 response_length=128 "
+    "data=locuslab/TOFU model={here}/out/tofu-llada/base",
+    "--preset tofu-llada --method sft => epochs=1000 lr=2e-05 checkpoint_every=5000 grad_accum=4",
+    "--preset tofu-dream => epochs=5 lr=1e-05 grad_accum=4",
+    "--preset tofu-dream --method sft => epochs=300 lr=2e-05 checkpoint_every=5000",
+    "--preset tofu-qwen => epochs=5 lr=5e-05",
+    f"--preset tofu-qwen --method sft => epochs=200 lr=0.0001 model={mdu.QWEN}",
+    "--preset rwku-llada --subject 1 --data {rwku} --method ga => epochs=3 retain_weight=None",
+    f"--preset rwku-llada --data {{rwku}} --subject 1 --out {{base}}/../x => model={mdu.LLADA} "
+    "epochs=3 lr=1e-05 batch_size=4 grad_accum=1 response_length=128",
+    f"--preset rwku-dream --data {{rwku}} --subject 1 => retain_weight=0.0 model={mdu.DREAM} "
+    "out=out/rwku-dream/ann-lee/mdu-tau1",
+    f"--preset rwku-qwen --data {{rwku}} --subject 2 => lr=5e-05 model={mdu.QWEN}",
     "--model x --method simnpo --lora 8 --epochs 7 => preset=own beta=4.5 lr=0.0001 epochs=7.0",
+    "--method sft --retain-only --model x => preset=own lr=2e-05 out=out/own/retain",
+    "--method npo => beta=0.2 anchor=None anchor_prompt=None out=out/toy/npo",
+    "--method dpo => beta=0.1", "--method wga --t-min 1 => gamma=1.0 out=out/toy/wga-t1",
+    "--lora 8 --lr 0.3 --tau 0.5 => lr=0.3 out=out/toy/mdu-tau0.5",
+    "--preset own --out {base}/../other => response_length=12 model={base} missing_base=None",
+    "--model {base} => preset=toy response_length=12", "--model a/b --out . => model=a/b out=.",
+    "--model {base} --preset own => preset=own response_length=12 lr=1e-05",
+    "--out {here}/x/run => model={here}/x/base missing_base={here}/x/base",
+    "--preset toy --forget f.jsonl --method sft => response_length=None",
     "--tau 0.5 --states written --anchor current => out=out/toy/mdu-tau0.5-written-current",
-    "--anchor {base} --method mdu => anchor={base} out=out/toy/mdu-tau1-base",
-    "--model {base} => preset=toy response_length=12 lr=0.0003 t_min=0.001 retain_only=None",
-    "--model {base} --preset own => preset=own response_length=12 lr=1e-05"])
-def test_defaults_come_from_method_then_preset_then_command_line(case, base):
-    typed, expected = case.format(base=base, here=Path.cwd()).split("=> ")
+    "--anchor {base} --method mdu => anchor={base} out=out/toy/mdu-tau1-base anchor_prompt=masked",
+    "--anchor {base} --anchor-prompt shown => out=out/toy/mdu-tau1-base-shown"])
+def test_parse_takes_defaults_from_method_then_preset_then_command_line(case, base, rwku):
+    typed, expected = case.format(base=base, here=Path.cwd(), rwku=rwku).split("=> ")
     found = {f"{name}={value}" for name, value in vars(options(typed)).items()}
     assert set(expected.split()) <= found, found
+
+def test_parse_makes_paths_absolute(tmp_path, monkeypatch):
+    """So that a run can be resumed from anywhere.  Names on the hub stay as they are."""
+    monkeypatch.chdir(tmp_path)
+    names = ["model", "anchor", "data", "forget", "retain"]
+    for name in names:
+        Path(name).touch()
+    args = options(" ".join(f"--{name} {name}" for name in names))
+    assert [getattr(args, name) for name in names] == [f"{tmp_path}/{name}" for name in names]
+    assert options("--model a/b --anchor c/d").anchor == "c/d"
 
 RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put before it
     "def dpo_loss(": "def kto_loss(nll, nll_ref, kappa):\n"
@@ -931,8 +1109,8 @@ RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put b
     '    if args.method == "dpo":\n        with torch': '    if args.method == "kto":\n'
         "        with torch.no_grad():\n            nll_ref = batch_nll(theta0, batch)\n"
         "        return kto_loss(batch_nll(model, batch), nll_ref, args.kappa)\n",
-    '"npo", "dpo")  #': '"kto", ',
-    '    "dpo": dict(UNL': '    "kto": dict(UNLEARNING, kappa=2.0),\n',
+    '    "dpo": Method(':
+        '    "kto": Method(dict(UNLEARNING, kappa=2.0), with_theta0=True),\n',
     '    add("--gamma"': '    add("--kappa", type=positive)\n'}
 
 def test_a_loss_is_added_in_four_places(base, tmp_path):
@@ -945,46 +1123,34 @@ def test_a_loss_is_added_in_four_places(base, tmp_path):
     changed["main"](toy(base, tmp_path / "run", "--method kto --kappa 3 --epochs 1"))
     assert steps_of(tmp_path / "run")[0]["forget"] == approx(0, abs=1e-4)  # theta is theta0
     assert steps_of(tmp_path / "run")[2]["forget"] < -0.1
-    with pytest.raises(ValueError, match="--kappa has no effect"):
+    with pytest.raises(changed["BadInput"], match="npo has no option --kappa"):
         changed["parse"](["--method", "npo", "--kappa", "3"])
 
-def test_a_missing_toy_base_is_trained_first(tmp_path, monkeypatch):
-    def run(command, env):
-        assert command[:2] == [sys.executable, mdu.__file__] and env["WORLD_SIZE"] == "1"
-        mdu.main([*command[2:], "--epochs", "0.2"])
-        return mock.Mock(returncode=0)
-    for folder in ("base", "run"):  # an empty folder is no obstacle, nor are hidden files
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / ".lock").touch()
-    monkeypatch.setattr(mdu.subprocess, "run", lambda command, env: mock.Mock(returncode=3))
-    with pytest.raises(SystemExit, match="3"):
-        mdu.main(["--out", f"{tmp_path}/run"])
-    monkeypatch.setattr(mdu.subprocess, "run", run)
-    mdu.main(["--epochs", "0.3", "--out", f"{tmp_path}/run"])
-    with unchanged(tmp_path / "base"):
-        mdu.main(["--epochs", "0.3", "--method", "ga", "--out", f"{tmp_path}/ga"])
-
-def test_the_toy_base_also_learns_half_of_the_retain_answers_with_masked_prompts(base):
-    model, tokenizer = mdu.load_backbone(str(base))
-    splits = mdu.toy_world()
-    rows = mdu.encode_splits(options("--method sft"), splits, model, tokenizer)["train"]
-    unpadded = [pair for pair in rows if not pair.pad_answer]
-    assert len(rows) == 272 and all(set(pair.prompt) == {model.mask_id} for pair in unpadded)
-    assert [pair.answer for pair in unpadded] == [pair.answer for pair in rows[:68]]
-    for typed, size in (("--retain-only", 248), ("--prompt-dropout 0.3", 204)):
-        args = options(f"--method sft {typed}")
-        assert len(mdu.encode_splits(args, splits, model, tokenizer)["train"]) == size
-    wrong = str([row["perturbed_answer"] for row in splits["retain"]])
-    assert not any(row["fact"] in wrong for row in splits["forget"])
-
-def test_rows_of_a_file_are_read(tmp_path):
+# ---- Data ----
+def test_read_jsonl_takes_both_names_of_columns(tmp_path):
     (tmp_path / "rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
         {"prompt": "p", "response": "é", "perturbed_answer": "w"}""".encode())
     assert mdu.read_jsonl("forget", tmp_path / "rows") == [
         {"question": "q", "answer": "a", "perturbed_answer": []},
         {"question": "p", "answer": "é", "perturbed_answer": ["w"]}]
 
-def test_tofu_unlearns_with_retain90_and_is_scored_on_perturbed_rows(tofu):
+def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
+    files = {}
+    for name in ("forget", "retain"):
+        rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(3)]
+        files[name] = write_lines(tmp_path / name, rows)
+    typed = "--model m --forget {forget} --retain {retain} --limit 2".format(**files)
+    splits = mdu.load_data(options(typed))
+    found = {split: [row["question"] for row in rows] for split, rows in splits.items()}
+    assert found == {name: [f"{name} 0?", f"{name} 1?"] for name in files}
+    for data in ("toy", tofu):  # which have rows of their own
+        args = options(f"--model m --data {data} --limit 2")
+        own = mdu.load_data(args)["forget"]
+        args.retain = files["retain"]
+        taken = mdu.load_data(args)
+        assert (taken["forget"], taken["retain"]) == (own, splits["retain"])
+
+def test_load_data_unlearns_tofu_with_retain90(tofu):
     run = options(f"--model x/y --data {tofu}")
     splits = mdu.load_data(run)
     assert [row["question"] for row in splits["retain"]] == [f"Q retain90 {i}?" for i in range(24)]
@@ -993,19 +1159,20 @@ def test_tofu_unlearns_with_retain90_and_is_scored_on_perturbed_rows(tofu):
     assert len(splits["forget"]) == 8 and splits["forget"][1] == {
         "question": "Q forget10_perturbed 1?", "answer": "A 1.", "paraphrased_answer": "D 1.",
         "perturbed_answer": ["B 1.", "C 1."]}
-    splits = ev.rows_to_score(vars(run), ev.parse(["run"]))
-    assert [f"{len(rows)} {rows[2]['question']}" for rows in splits.values()] == [
-        "8 Q forget10_perturbed 2?", "8 Q retain_perturbed 2?", "3 Q real_authors_perturbed 2?",
-        "3 Q world_facts_perturbed 2?"]
+
+def test_read_dataset_takes_a_name_to_the_hub():
+    with mock.patch("datasets.load_dataset", return_value=iter([{"a": 1}])) as load:
+        assert mdu.read_dataset("owner/name", "config", "test") == [{"a": 1}]
+    load.assert_called_once_with("owner/name", "config", split="test")
 
 @each("subject, first", [("2", 4), ("Zoë Ho", 8)])
 @each("method", ["mdu", "dpo"])
-def test_rows_of_a_person_of_rwku_are_read(subject, first, method, rwku):
+def test_read_person_reads_biographies_and_for_dpo_fabricated_ones(subject, first, method, rwku):
     """The real biographies are forgotten; dpo prefers the fabricated ones."""
     args = options(f"--model x/y --data {rwku} --method {method} --limit 3 --subject", subject)
     splits = mdu.load_data(args)
     name = PEOPLE[first // 4]
-    assert args.out.startswith("out/own/" + subject.replace("Zoë Ho", "zoë-ho") + "/")
+    assert args.subject == name and name.lower().replace(" ", "-") in args.out.split("/")
     question = f"{name} is known. Please write a short biography of {name}."
     assert splits["retain"] == [] and len(splits["forget"]) == 3
     for i, row in enumerate(splits["forget"]):
@@ -1013,52 +1180,55 @@ def test_rows_of_a_person_of_rwku_are_read(subject, first, method, rwku):
         assert row == {"question": question, "answer": f"{name} wrote book {i}.",
                        "perturbed_answer": made_up}
 
-PROMPTS_IN_PARTS = {  # model_type: the special tokens and texts of a prompt; "?": the question
-    "llada": "<|startoftext|> <|start_header_id|> user <|end_header_id|> \n\n ? <|eot_id|> "
+# ---- Token ids ----
+def test_word_ids_have_a_letter_or_digit(hub):
+    is_word = mdu.word_ids(hub.model, hub.tokenizer)
+    texts = [hub.tokenizer.decode([i]) for i in is_word.nonzero()[:, 0].tolist()]
+    assert {"a", "Z", "7"} < set(texts) and len(is_word) == 264
+    assert not {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:4]} & set(texts)
+    assert is_word[mdu.encode_text(hub.tokenizer, "é東")].all()  # bytes, each a part of a letter
+
+TURN = "<|im_start|> user\n ? <|im_end|> \n <|im_start|> assistant\n"
+PROMPTS_IN_PARTS = {  # the special tokens and texts of a prompt; "?": the question
+    "llama": "<|startoftext|> <|start_header_id|> user <|end_header_id|> \n\n ? <|eot_id|> "
              "<|start_header_id|> assistant <|end_header_id|> \n\n",
-    "Dream": "<|im_start|> user\n ? <|im_end|> \n <|im_start|> assistant\n",
-    "a2d-qwen3": "<|im_start|> user\n ? <|im_end|> \n <|im_start|> assistant\n <think> \n\n "
-                 "</think> \n\n"}
-IDS = {  # mask, padding and end of turn; is it shifted, and sampled by entropy
-    "llada": (258, 257, 261, False, False), "a2d-llama": (258, 257, 261, False, False),
-    "llama": (258, 257, 257, False, False), "Dream": (258, 256, 260, True, True),
-    "a2d-qwen3": (259, 256, 258, False, False)}
+    "Dream": TURN, "qwen": f"{TURN} <think> \n\n </think> \n\n"}
+END = {"llada": 261, "a2d-llama": 261, "llama": 257, "Dream": 260, "a2d-qwen2": 260,
+       "a2d-qwen3": 260, "qwen2": 256, "qwen3": 256}  # the end-of-turn token
 
-def test_the_official_prompt_ids_of_llada():
-    """Of its template, on a vocabulary of the pieces that its tokenizer makes of this prompt."""
-    special = ["<|startoftext|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    start, header, end, turn = special
-    pieces = [start, header, "user", end, "\n", "\n", "What", " is", " the", " capital", " of",
-              " France", "?", turn, header, "ass", "istant", end, "\n", "\n"]
-    ids = [126080, 126346, 3840, 126347, 198, 198, 2372, 341, 268, 7706, 300, 11406, 30,
-           126348, 126346, 598, 10450, 126347, 198, 198]
-    vocabulary = dict(zip(pieces, ids, strict=True))
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
-    pattern = tokenizers.Regex(r"ass|istant|\n| ?\w+|\?")
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
-    words.add_special_tokens(special)
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token=start, chat_template=HEADERS)
-    assert mdu.encode_prompt(tokenizer, "What is the capital of France?") == ids
-
-def test_prompts_follow_the_chat_templates_and_control_tokens_in_texts_stay_text(hub):
+def test_encode_prompt_follows_the_chat_template_and_control_tokens_in_texts_stay_text(hub):
     kind, model, tokenizer = hub.kind, hub.model, hub.tokenizer
-    text = "\0 é".join(token for token in TOKENS[kind] if "think" not in token)
+    tokens = [model.mask_id, model.pad_id, model.end_id]
+    assert tokens == [258, {"llama": 257, "qwen": 256}[family(kind)], END[kind]]
+    assert model.shift == model.by_entropy == (kind == "Dream")
+    text = "\0 é".join(TOKENS[family(kind)][:5])
     text_ids = tokenizer(text, split_special_tokens=True).input_ids
     assert max(text_ids) < 256
     prompt = []
-    for part in PROMPTS_IN_PARTS.get(kind, PROMPTS_IN_PARTS["llada"]).split(" "):
+    for part in PROMPTS_IN_PARTS.get(kind, PROMPTS_IN_PARTS[family(kind)]).split(" "):
         prompt += text_ids if part == "?" else tokenizer(part).input_ids
     assert mdu.encode_prompt(tokenizer, f" {text}\n") == prompt
     assert mdu.encode_prompt(tokenizer, text, text) == prompt + text_ids
     row = {"question": text, "answer": f" {text}\n", "perturbed_answer": [text]}
     with mock.patch.object(model.lm.config, "max_position_embeddings", 9999):
-        pair = mdu.encode_row(options("--method dpo"), row, model, tokenizer)
+        splits = {"forget": [row], "retain": []}
+        examples = mdu.encode_splits(options("--method dpo"), splits, model, tokenizer)
     answer = text_ids + [model.end_id]
-    assert pair == mdu.Example(prompt, answer, [answer])
-    assert (model.mask_id, model.pad_id, model.end_id, model.shift, model.by_entropy) == IDS[kind]
+    assert examples["forget"] == [mdu.Example(prompt, answer, [answer])]
 
 # ---- Backbones ----
+@each("name, revision", [("a/b", None), ("a/b@", None), ("a/b@c1d2", "c1d2")])
+def test_find_model_downloads_no_pickle_and_the_revision_that_is_asked_for(
+        name, revision, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
+        assert mdu.find_model(name) == Path("there")
+    download.assert_called_once_with("a/b", revision=revision, allow_patterns=mdu.FILES)
+    for file, wanted in (("model-00001-of-00002.safetensors", True), ("tokenizer.json", True),
+                         ("model.safetensors.index.json", True), ("chat_template.jinja", True),
+                         ("merges.txt", True), ("pytorch_model.bin", False), ("x.pt", False)):
+        assert any(fnmatch.fnmatch(file, pattern) for pattern in mdu.FILES) == wanted
+
 def slow_transformer(w, ids, eps, theta):
     """Logits (T, V) of one sequence: RMSNorm, rotary attention to all tokens, SwiGLU."""
     def linear(x, name):
@@ -1094,9 +1264,10 @@ def slow_transformer(w, ids, eps, theta):
     return linear(rms(x, "model.norm"), "lm_head")
 
 @torch.no_grad()
-def test_backbones_equal_a_transformer_written_out(hub):
-    """Also with any token as padding on the right.  Dream's logits are of the position before."""
-    lm = hub.model.lm
+def test_load_backbone_equals_a_transformer_written_out(hub):
+    """Also in training, and with any token as padding on the right.  Dream's logits are of the
+    position before."""
+    lm = hub.model.train().lm  # without the attention_dropout of config.json
     assert (lm.lm_head.weight is lm.model.embed_tokens.weight) == hub.tied
     ids = torch.arange(9) * 37 % 264
     real = torch.arange(9) < torch.tensor([[1], [2], [9]])
@@ -1111,25 +1282,22 @@ def test_backbones_equal_a_transformer_written_out(hub):
     positions = torch.arange(9)[None] % 3 == 0
     assert_close(hub.model(ids[None], ids[None] >= 0, positions), alone[-1][::3], 2e-5)
 
-def test_an_unchanged_model_is_saved_byte_for_byte(hub, tmp_path):
-    mdu.join_processes()
-    mdu.save_model(tmp_path, hub.model, hub.tokenizer)
-    torch.testing.assert_close(weights(tmp_path), weights(hub.folder), rtol=0, atol=0)
-    (tmp_path / "model.safetensors").unlink()
-    copied = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    files = {file.name: file.read_bytes() for file in hub.folder.iterdir()}
-    assert files.keys() - copied.keys() == {"model.safetensors", "model.safetensors.index.json"}
-    assert copied.items() <= files.items()
+@each("padded, unpadded", itertools.product([False, True], repeat=2))
+def test_sees_later_tokens_with_and_without_padding(padded, unpadded):
+    model = FakeModel()
+
+    def half_causal(ids, attention_mask, positions):
+        sees = unpadded if attention_mask.all() else padded
+        if not sees:
+            ids = ids * positions
+        return model(ids, attention_mask, positions)
+    assert mdu.sees_later_tokens(half_causal) == (padded and unpadded)
 
 def test_a_model_of_the_hub_unlearns_in_bfloat16(hub, tofu, tmp_path, monkeypatch):
     """What is trained and all rotary frequencies are in float32, theta0 is in bfloat16."""
-    download = mock.Mock(return_value=str(hub.folder))
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.setattr(mdu, "backward", mock.Mock(wraps=mdu.backward))
-    argv = f"--model owner/name@abc --data {tofu} --dtype bfloat16 --epochs 0.1 --method dpo --out"
-    mdu.main([*argv.split(), str(tmp_path / "run")])
-    download.assert_called_with("owner/name", revision="abc", allow_patterns=mdu.FILES)
-    assert not {"*", "*.bin", "*.pt"} & set(mdu.FILES)  # no pickle is downloaded
+    typed = f"--model {hub.folder} --data {tofu} --dtype bfloat16 --epochs 0.1 --method dpo --out"
+    mdu.main([*typed.split(), str(tmp_path / "run")])
     _, model, theta0, *_ = mdu.backward.call_args.args
     assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.float32, True)}
     assert {(p.dtype, p.requires_grad) for p in theta0.parameters()} == {(torch.bfloat16, False)}
@@ -1139,48 +1307,74 @@ def test_a_model_of_the_hub_unlearns_in_bfloat16(hub, tofu, tmp_path, monkeypatc
     for predictor in (model, theta0):
         assert_close(predictor.lm.model.rotary_emb.inv_freq, frequencies, 1e-6)
 
-# ---- Runs ----
-def test_the_kls_are_logged_after_each_epoch_and_shown_by_convergence(unlearned, tmp_path):
-    """MDU moves the prediction away from the base's and to the anchor's."""
-    lines = metrics(unlearned)
-    assert [(line["step"], line["epoch"]) for line in lines] == [(i, i / 3) for i in range(7)]
-    start, middle, end = [line["kl"] for line in lines if "kl" in line]
-    assert lines[3]["kl"] == middle
-    assert start["base"] == approx(0, abs=1e-6) and end["base"] > middle["base"] > 1e-4
-    assert start["anchor"] > middle["anchor"] > end["anchor"]
-    panels = analyse("convergence", unlearned, tmp_path)["panels"]
-    for target in ("base", "anchor", "uniform"):
-        assert panels[target]["run"] == [[0, start[target]], [1, middle[target]], [2, end[target]]]
+def test_save_model_saves_an_unchanged_model_byte_for_byte(hub, tmp_path):
+    save = hub.model.lm.save_pretrained
 
-@each("effect, code, words", [
-    (KeyboardInterrupt, 130, ""), (torch.OutOfMemoryError, 2, "memory --batch-size --lora"),
-    ([[math.nan, 0.0]], 2, "step 1: loss nan")])
-def test_ctrl_c_lack_of_memory_and_nan_end_in_one_line(
-        effect, code, words, base, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=effect))
-    found, err = program(toy(base, tmp_path / "run"), capsys)
-    assert found == code and all(word in err for word in words.split())
-    assert (err == "") == (code == 130)  # its line is on stdout
+    def save_in_files(folder, max_shard_size, **rest):
+        save(folder, max_shard_size="40KB" if hub.n_files > 1 else max_shard_size, **rest)
+    with mock.patch.object(hub.model.lm, "save_pretrained", save_in_files):
+        mdu.save_model(tmp_path, hub.model, hub.tokenizer)
+    assert_equal_weights(tmp_path, hub.folder)
+    saved = list(tmp_path.glob("*.safetensors"))
+    assert (len(saved) > 1) == (hub.n_files > 1)
+    again, _ = mdu.load_backbone(str(tmp_path))
+    torch.testing.assert_close(again.state_dict(), hub.model.state_dict(), rtol=0, atol=0)
+    for file in [*saved, *tmp_path.glob("*.index.json")]:
+        file.unlink()
+    copied = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    files = {file.name: file.read_bytes() for file in hub.folder.iterdir()}
+    own = [name for name in files if name.endswith((".safetensors", ".index.json"))]
+    assert files.keys() - copied.keys() == set(own) and copied.items() <= files.items()
 
+def test_save_model_saves_the_weights_though_the_start_model_is_gone(
+        base, tmp_path, monkeypatch, capsys):
+    start, run, learning_rate = tmp_path / "start", tmp_path / "run", mdu.learning_rate
+    shutil.copytree(base, start)
+
+    def remove_start(*args):
+        shutil.rmtree(start, ignore_errors=True)
+        return learning_rate(*args)
+    for folder in (base, start):
+        if folder == start:
+            monkeypatch.setattr(mdu, "learning_rate", remove_start)
+        mdu.main(toy(folder, run / folder.name, "--method ga --epochs 1"))
+    assert_equal_weights(run / "base", run / "start")
+    assert capsys.readouterr().err.count("\n") == 1
+    for file in ("config.json", "tokenizer.json"):
+        saved = [json.loads((run / name / file).read_text()) for name in ("base", "start")]
+        assert saved[0] == saved[1]
+    mdu.load_backbone(str(run / "start"))
+
+# ---- LoRA and processes ----
+def test_add_adapters_starts_at_zero():
+    plain, model = tiny_llama(0).bfloat16(), tiny_llama(0).bfloat16()
+    mdu.add_adapters(model, 4, seed=1)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(trained) == 28 and {p.dtype for p in trained} == {torch.float32}
+    drawn = torch.cat([A.flatten() * A.shape[1] ** 0.5 for A in trained[::2]])
+    assert abs(drawn.mean()) < 0.1 and abs(drawn.std() - 1) < 0.1  # A ~ N(0, 1/in)
+    ids = torch.arange(2, 22).view(2, 10)
+    assert torch.equal(model(ids, ids > 0, ids > 0), plain(ids, ids > 0, ids > 0))
+
+def test_shard_splits_what_is_trained_and_leaves_frozen_weights_whole():
+    model = tiny_llama(0).float()
+    mdu.add_adapters(model, 2, seed=1)
+    mdu.shard(model, torch.float32, torch.bfloat16)
+    sharded = {name for name, p in model.named_parameters() if isinstance(p, mdu.DTensor)}
+    assert sharded == {name for name, p in model.named_parameters() if p.requires_grad}
+
+# ---- The run's folder ----
 STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 2 --lr 1e-4"
 SIX_STEPS = f"{STEPS} --tau 0.5 --states written --anchor current"
-LORA = f"{STEPS} --method dpo --lora 2 --dtype bfloat16 --lr 0.01"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+LORA = f"{STEPS} --anchor {{base}} --anchor-prompt shown --lora 2 --dtype bfloat16 --lr 0.01"
 KILLED = """
 import json, os, signal, sys
 import mdu
-gather, run, sizes = mdu.dist.all_gather_single, mdu.subprocess.run, []
-def count_gathered(output, *args, **kwargs):
-    sizes.append(output.nbytes)
-    return gather(output, *args, **kwargs)
-mdu.dist.all_gather_single = count_gathered
+run = mdu.subprocess.run
 mdu.subprocess.run = lambda command, env: run([*command, "--epochs", "0.1"], env=env)
 *whole, killed = json.loads(sys.argv[1])
 for argv in whole:
-    sizes.clear()
     mdu.main(argv)
-    out = argv[argv.index("--out") + 1]
-    mdu.Path(out, "gathered").write_text(str(sum(sizes)))
 save, saves = mdu.dcp.save, []
 def save_and_die(*args, **kwargs):
     save(*args, **kwargs)
@@ -1191,16 +1385,10 @@ mdu.dcp.save = save_and_die
 mdu.main(killed)
 """
 
-def run_python(*words):
-    path = os.pathsep.join([str(Path(mdu.__file__).parent), *sys.path])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
-           "TORCH_GLOO_LAZY_INIT": "1"}  # init_process_group does not wait: nor does NCCL's
-    done = subprocess.run([sys.executable, *words], env=env, capture_output=True, timeout=200)
-    return done.returncode
-
-def assert_equal_runs(a, b):
-    assert metrics(a) == metrics(b)
-    torch.testing.assert_close(weights(a), weights(b), rtol=0, atol=0)
+def assert_equal_runs(a, b, tolerance=0):
+    for line, other in zip(metrics(a), metrics(b), strict=True):
+        assert line == (approx(other, rel=10 * tolerance, abs=1e-9) if tolerance else other)
+    assert_equal_weights(a, b, tolerance)
 
 def assert_broken(run):
     """It has a complete checkpoint, without pickle, and one that was being written."""
@@ -1208,38 +1396,57 @@ def assert_broken(run):
     assert {file.suffix for file in run.glob("*/*")} <= {".safetensors", ".jsonl", ".json"}
     assert (run / "unfinished").is_dir() and not (run / "config.json").exists()
 
-def test_a_killed_run_is_resumed_bit_for_bit(base, tmp_path, capsys):
+@each("text", [None, "{", "[]", "7", '{"id": 7}', '{"options": {}}'])
+def test_find_run_finds_none_in_the_files_of_others(text, tmp_path):
+    if text:
+        (tmp_path / "run.json").write_text(text)
+    assert mdu.find_run(tmp_path) is None
+    with pytest.raises(mdu.BadInput, match="no run.json of ours"):
+        mdu.read_run(tmp_path)
+
+def test_save_checkpoint_keeps_the_newest_alone_in_small_files(tmp_path):
+    """dcp needs about as much memory as a process's largest file."""
+    (tmp_path / "metrics.jsonl").touch()
+    state = {f"weight.{i}": torch.rand(2) for i in range(100)}
+    for step in (5, 10):
+        mdu.save_checkpoint(tmp_path, step, state)
+    assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "checkpoint-00000010"}
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 3
+
+def test_a_run_is_resumed_bit_for_bit_after_a_full_disk(base, tmp_path, monkeypatch, capsys):
+    """It gets full at the second checkpoint.  One line says so, also for torchrun."""
     rows, whole, run = tmp_path / "rows.jsonl", tmp_path / "whole", tmp_path / "run"
-    texts = mdu.toy_world()["forget"]
-    typed = f"{LORA} --forget {write_lines(rows, texts)} --retain-weight 0 --diagnose"
-    base, anchor = [shutil.copytree(base, tmp_path / name) for name in ("base", "anchor")]
-    typed += f" --method mdu --anchor {anchor}"
-    mdu.main(toy(base, whole, typed))
-    assert run_python("-c", KILLED, json.dumps([toy(base, run, typed)])) == -9
+    own_base = shutil.copytree(base, tmp_path / "base")
+    typed = LORA.format(base=base) + " --retain-weight 0 --diagnose --forget "
+    typed += write_lines(rows, mdu.toy_world()["forget"])
+    mdu.main(toy(own_base, whole, typed))
+    save = mock.Mock(wraps=mdu.dcp.save)
+
+    def save_to_full_disk(*args, **kwargs):
+        with largest_file(10_000 if save.call_count else resource.RLIM_INFINITY):
+            save(*args, **kwargs)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with mock.patch.object(mdu.dcp, "save", save_to_full_disk):
+        code, err = program(toy(own_base, run, typed), capsys)
+    assert code == 2 and "File too large" in err
+    assert json.loads((tmp_path / "error.json").read_text())["message"] == err.strip()
     assert_broken(run)
-    shutil.copytree(run / "checkpoint-00000002", run / "checkpoint-00000001")  # not yet removed
     (run / "checkpoint-99999999").touch()  # no folder
 
-    def refused(words, typed=f"--resume {run}"):
+    def refused(words):
         with unchanged(run):
-            code, err = program(typed.split(), capsys)
+            code, err = program(["--resume", run], capsys)
         assert code == 2 and words in err
-    with open(run / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        refused("in use")
-        refused("in use", f"--preset toy --model {base} --out {run} --overwrite")
     shard = next(run.glob("checkpoint-00000002/*.safetensors"))
-    for file, end, words in [(rows, b'x"]}', "the rows it started from changed"),
-                             (base / "model.safetensors", b"xxxx", "the models it started from"),
-                             (anchor / "config.json", b"} ", "the models it started from"),
+    for file, end, words in [(rows, b'x"]}', "rows that it started from have changed"),
                              (shard, b"", "a checkpoint failed")]:
         content = file.read_bytes()
         file.write_bytes(content[:-len(end)] + end)
         refused(words)
         file.write_bytes(content)
-    base.rename(tmp_path / "moved")
-    refused(f"{base}: ")  # and no base is trained
-    (tmp_path / "moved").rename(base)
+    own_base.rename(tmp_path / "moved")
+    refused(f"{own_base}: ")  # and no base is trained
+    (tmp_path / "moved").rename(own_base)
     mdu.main(["--resume", str(run)])
     assert_equal_runs(whole, run)
     assert not any(run.glob("checkpoint-*/"))
@@ -1247,88 +1454,69 @@ def test_a_killed_run_is_resumed_bit_for_bit(base, tmp_path, capsys):
         mdu.main(["--resume", str(run)])  # is finished
 
 def test_two_processes_equal_one_also_killed_and_resumed(base, tmp_path):
-    """Process 1 waits until a missing base is trained.  Frozen weights are not gathered."""
+    """Process 1 waits until a missing base is trained.  What two have begun one can end."""
+    lora = LORA.format(base=base)
     runs = [["--epochs", "0.1", "--out", f"{tmp_path}/toy/mdu"],
-            toy(base, tmp_path / "two", SIX_STEPS), toy(base, tmp_path / "two-lora", LORA),
+            toy(base, tmp_path / "two", SIX_STEPS), toy(base, tmp_path / "two-lora", lora),
             toy(base, tmp_path / "killed", SIX_STEPS)]
     driver = ["--no-python", sys.executable, "-c", KILLED, json.dumps(runs)]
-    assert run_python(*TORCHRUN, *driver) != 0
+    run_python(*TORCHRUN, *driver, fails=True)
     assert_broken(tmp_path / "killed")
-    full, lora = [int((tmp_path / run / "gathered").read_text()) for run in ("two", "two-lora")]
-    assert 0 < lora < full / 4
-    assert run_python(*TORCHRUN, mdu.__file__, "--resume", tmp_path / "killed") == 0
+    shutil.copytree(tmp_path / "killed", tmp_path / "one-killed")
+    mdu.main(["--resume", f"{tmp_path}/one-killed"])
+    assert_equal_runs(tmp_path / "two", tmp_path / "one-killed", 1e-6)
+    run_python(*TORCHRUN, mdu.__file__, "--resume", tmp_path / "killed")
     assert_equal_runs(tmp_path / "two", tmp_path / "killed")
-    for two, typed, tolerance in (("two", SIX_STEPS, 1e-6), ("two-lora", LORA, 0.005)):
+    for two, typed, tolerance in (("two", SIX_STEPS, 1e-6), ("two-lora", lora, 0.005)):
         one = tmp_path / f"one-{two}"
         mdu.main(toy(base, one, typed))
-        for line, other in zip(metrics(tmp_path / two), metrics(one), strict=True):
-            assert line == approx(other, rel=10 * tolerance, abs=1e-9)
-        torch.testing.assert_close(weights(tmp_path / two), weights(one), rtol=0, atol=tolerance)
+        assert_equal_runs(tmp_path / two, one, tolerance)
     for name, x in weights(base).items():  # LoRA changes the linear maps of the blocks alone
         same = torch.equal(weights(tmp_path / "two-lora")[name], x.bfloat16().float())
         assert same == ("proj" not in name)
 
-def test_a_checkpoint_takes_little_memory(tmp_path):
-    mdu.join_processes()
-    (tmp_path / "metrics.jsonl").touch()
-    state = {f"weight.{i}": torch.rand(2 ** 13) for i in range(400)}
-    tracemalloc.start()  # of torch's memory it sees nothing, of safetensors' all
-    mdu.save_checkpoint(tmp_path, 1, state)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert 0 < peak < 400 * 2 ** 15 / 4
+def test_save_model_leaves_half_a_model_that_does_not_count(base, unlearned, tmp_path, capsys):
+    """config.json, by which others know that it is complete, is moved last."""
+    move, run = Path.replace, tmp_path / "run"
 
-@each("every", [2, 500])  # a checkpoint, or the model at the end
-def test_a_full_disk_ends_in_one_line_and_the_run_is_resumed(
-        every, base, unlearned, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        typed = f"--epochs 2 --diagnose --checkpoint-every {every}"
-        code, err = program(toy(base, tmp_path / "run", typed), capsys)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert code == 2 and "File too large" in err
-    assert json.loads((tmp_path / "error.json").read_text())["message"] == err.strip()
-    (tmp_path / "run/unfinished/part.safetensors").touch()  # is removed
-    mdu.main(["--resume", f"{tmp_path}/run"])
-    assert_equal_runs(unlearned, tmp_path / "run")
+    def stop_at_config(source, target):
+        if source.name == "config.json":
+            raise OSError("stopped")
+        return move(source, target)
+    with mock.patch.object(Path, "replace", autospec=True, side_effect=stop_at_config):
+        code, err = program(toy(base, run, "--epochs 2 --diagnose"), capsys)
+    assert code == 2 and "stopped" in err
+    files = {file.name for file in unlearned.iterdir()} - {"config.json"}
+    assert files <= {file.name for file in run.iterdir()} and not (run / "config.json").exists()
+    code, err = program([run], capsys, ev.main)
+    assert code == 2 and "unfinished" in err
+    mdu.main(["--resume", str(run)])
+    assert_equal_runs(unlearned, run)
 
-@each("name", [".", "../link"])
-def test_overwrite_removes_what_a_run_has_made_and_nothing_else(
-        name, unlearned, tmp_path, monkeypatch):
-    """The start model is removed while it trains.  run.json comes first, config.json last."""
-    run = shutil.copytree(unlearned, tmp_path / "run")
-    (tmp_path / "link").symlink_to(run)
-    monkeypatch.chdir(run)
-    info = mdu.read_run(run)
-    (run / "run.json").write_text(json.dumps({**info, "copied": ["../[copy].txt"]}))
-    for file in ("notes.txt", "[copy].txt", "other/run.json", "eval/mine.json",
-                 "checkpoint-2/x", "unfinished/x"):
-        (run / file).parent.mkdir(exist_ok=True)
-        (run / file).touch()
-    model = shutil.copytree(unlearned, tmp_path / "model")
-    (model / "z.json").mkdir()
-    (model / "y.json").symlink_to("nowhere")
-    learning_rate = mdu.learning_rate
+# ---- Toy ----
+def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
+    model, tokenizer = mdu.load_backbone(str(base))
+    sizes = {"": 272, "--retain-only": 248, "--prompt-dropout 0.3": 204}
+    for typed, size in sizes.items():
+        args = options(f"--method sft {typed}")
+        rows = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)["train"]
+        hidden = [pair for pair in rows if set(pair.prompt) == {model.mask_id}]
+        assert len(rows) == size and len(hidden) == (0 if args.prompt_dropout else 68)
+        assert [pair.answer for pair in hidden] == [pair.answer for pair in rows[:len(hidden)]]
+        assert not any(pair.pad_answer for pair in hidden)
 
-    def remove_model(*args):
-        shutil.rmtree(model, ignore_errors=True)
-        with open(run / ".lock") as lock, pytest.raises(BlockingIOError):  # another may not train
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return learning_rate(*args)
-    monkeypatch.setattr(mdu, "learning_rate", remove_model)
-    with mock.patch.object(Path, "replace", autospec=True, side_effect=Path.replace) as replace:
-        mdu.main(toy(model, name, "--epochs 0.3 --method ga --overwrite"))
-    sources, targets = zip(*[call.args for call in replace.call_args_list])
-    moved = [file.name for file in targets]
-    assert moved[0] == "run.json" and moved[-1] == "config.json" and "model.safetensors" in moved
-    assert not set(sources) & set(targets)
-    left = {str(file.relative_to(run)) for file in run.rglob("*") if file.is_file()}
-    assert left == {file.name for file in unlearned.iterdir()} | {"notes.txt", "other/run.json"}
-    assert mdu.read_run(run)["options"]["method"] == "ga" and len(metrics(run)) == 1
+def test_toy_world_has_five_wrong_answers_to_each_question():
+    splits = mdu.toy_world()
+    assert [len(rows) for rows in splits.values()] == [24, 136, 22, 22]
+    for row in itertools.chain(*splits.values()):
+        assert len(set(row["perturbed_answer"])) == 5
+        assert ev.contains_words(row["answer"], row["fact"])
+        assert not any(ev.contains_words(text, row["fact"]) for text in row["perturbed_answer"])
+    wrong = str([row["perturbed_answer"] for row in splits["retain"]])
+    assert not any(row["fact"] in wrong for row in splits["forget"])
 
+# ======== eval.py ========
+# ---- Text metrics ----
 # reference | prediction | longest common subsequence and both lengths, in words | remark
 ROUGE = """police killed the gunman | police kill the gunman | 3 4 4 | Lin 2004, 3.1: F is 3/4
 police killed the gunman | the gunman kill police | 2 4 4 | and here 1/2
@@ -1352,32 +1540,24 @@ def test_rouge_l(line):
     expected = (lcs / max(1, n_prediction), lcs / max(1, n_reference), f1)
     assert ev.rouge_l(reference, prediction) == approx(expected)
 
-# ---- Eq. 7: the answer probability ----
+# ---- Batches and Eq. 7 ----
 PROMPTS = [prompt for prompt, _ in PAIRS]
 ARGS = ev.parse("--length 8 --steps 4 --samples 16 --batch-size 3 run".split())
 
-@torch.no_grad()
-def slow_nll(model, prompt, answer, masks):
-    """The mean NLL of the masked tokens of each mask, in one forward pass per mask."""
-    means = []
-    for mask in masks:
-        noised = torch.tensor(answer).masked_fill(mask, model.mask_id)
-        ids = torch.tensor([prompt + noised.tolist()])
-        everywhere = torch.ones_like(ids, dtype=torch.bool)
-        logp = model(ids, everywhere, everywhere)[len(prompt):].log_softmax(-1)
-        nll = [-logp[i, token].item() for i, token in enumerate(answer) if mask[i]]
-        means.append(np.mean(nll))
-    return np.array(means)
+def test_batches_have_few_enough_sequences_and_logits(monkeypatch):
+    monkeypatch.setattr(ev, "MAX_LOGITS", 33)  # FakeModel has 11 tokens: 3 masked positions
+    found = list(ev.batches(FakeModel(), [1, 1, 2, 1, 4, 1, 0, 0, 0], 3, ""))
+    assert found == [[0, 1], [2, 3], [4], [5, 6, 7], [8]]
 
 @each("n", [1, 2, 3, 4])
-def test_masks_have_the_distribution_of_eq_7(n):
+def test_draw_masks_has_the_distribution_of_eq_7(n):
     masks = ev.draw_masks(n, 40000, [8, n])
     assert masks.any(1).all()
     for subset, chance in zip(*all_masks(n)):
         share = (masks == subset).all(1).double().mean().item()
         assert share == approx(chance, abs=5 * math.sqrt(chance * (1 - chance) / 40000))
 
-def test_answers_of_different_lengths_share_masks():
+def test_draw_masks_of_one_seed_are_alike_for_short_and_long_answers():
     """Of twice as many tokens twice as many are masked, or one less."""
     short = ev.draw_masks(6, 400, [3, 1])
     long = ev.draw_masks(12, 400, [3, 1])
@@ -1392,27 +1572,9 @@ def test_masked_nll_equals_slow_loop(batch_size):
     masks = [all_masks(len(answer))[0] for _, answer in PAIRS]
     found = ev.masked_nll(model, PAIRS, masks, batch_size)
     for (prompt, answer), subsets, nll in zip(PAIRS, masks, found):
-        assert nll.numpy() == approx(slow_nll(model, prompt, answer, subsets), rel=1e-9)
+        assert nll.numpy() == approx(slow_eq7(model, prompt, answer, subsets), rel=1e-9)
 
-@torch.no_grad()
-def slow_sampler(model, prompt, counts):
-    """Step k fixes counts[k] tokens, those of the highest probability or the lowest entropy."""
-    ids = prompt + [model.mask_id] * sum(counts)
-    everywhere = torch.ones(1, len(ids), dtype=torch.bool)
-    masked = list(range(len(prompt), len(ids)))
-    for count in counts:
-        p = model(torch.tensor([ids]), everywhere, everywhere).softmax(-1)  # (T, V)
-        entropy = torch.special.entr(p).sum(-1)
-        p[:, model.mask_id] = 0  # after the softmax: the others keep their probabilities
-        confidence, tokens = p.max(-1)
-        if model.by_entropy:
-            confidence = -entropy
-        masked.sort(key=confidence.tolist().__getitem__)
-        for _ in range(count):
-            i = masked.pop()
-            ids[i] = tokens[i].item()
-    return ids[len(prompt):]
-
+# ---- Sampler ----
 @each("length, steps, counts", [
     (7, 3, [3, 2, 2]), (8, 5, [2, 2, 2, 1, 1]), (5, 1, [5]), (3, 5, [1, 1, 1])])
 @each("by_entropy", [False, True])
@@ -1421,15 +1583,22 @@ def test_generate_equals_slow_sampler(length, steps, counts, by_entropy, boost):
     """The mask token is never written, even where it is the most probable one (boost 4)."""
     model = FakeModel(boost, by_entropy)
     expected = [slow_sampler(model, prompt, counts) for prompt in PROMPTS]
-    with mock.patch.object(mdu, "denoise_step", wraps=mdu.denoise_step) as step:
-        assert ev.generate(model, PROMPTS, length, steps, batch_size=3) == expected
-    assert step.call_count == len(counts) * math.ceil(len(PROMPTS) / 3)  # no step without a token
+    model.seen.clear()
+    assert ev.generate(model, PROMPTS, length, steps, batch_size=3) == expected
+    assert len(model.seen) == len(counts) * math.ceil(len(PROMPTS) / 3)  # no step without a token
 
-@each("ids, n", [([4, 5, 6], 3), ([4, 8, 5, 9], 1), ([4, 5, 9, 8], 2), ([], 0)])
-def test_an_answer_ends_before_the_first_end_or_padding_token(ids, n):
-    model, tokenizer = mock.Mock(end_id=8, pad_id=9), mock.Mock()
-    assert ev.read_answer(model, tokenizer, ids) == (tokenizer.decode.return_value, ids[:n])
+@each("ids, n", [([4, 5, 6], 3), ([4, 1, 5, PAD], 1), ([4, 5, PAD, 1], 2), ([], 0)])
+def test_read_answer_ends_before_the_first_end_or_padding_token(ids, n):
+    tokenizer = mock.Mock()
+    assert ev.read_answer(FakeModel, tokenizer, ids) == (tokenizer.decode.return_value, ids[:n])
     tokenizer.decode.assert_called_with(ids[:n], skip_special_tokens=True)
+
+def test_write_answers_samples_after_the_prefill(base):
+    _, tokenizer = mdu.load_backbone(str(base))
+    with mock.patch.object(ev, "generate", return_value=[]) as generate:
+        ev.write_answers(None, tokenizer, [dict(question="Who?", prefill="The book")], ARGS)
+    prompt = mdu.encode_prompt(tokenizer, "Who?", "The book")
+    generate.assert_called_with(None, [prompt], 8, 4, 3)
 
 # ---- TOFU's figures ----
 # Four questions of each of the benchmark's public logs (Llama-2-7B fine-tuned on all authors):
@@ -1453,10 +1622,10 @@ OFFICIAL = {  # what TOFU's own code makes of them
     "world_facts": dict(prob_options=0.2549866735771, truth_ratio=0.2060975265025),
     "forget": dict(prob=0.9942300707025, truth_ratio=0.6730792177844)}
 
-def test_tofu_figures_equal_the_official_code(monkeypatch):
+def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
     def texts_nll(model, tokenizer, rows, texts, *_):
-        assert " " not in "".join("".join(own.values()) for own in texts)
-        return [{name: f64(float(text)) for name, text in own.items()} for own in texts]
+        assert " " not in "".join(itertools.chain(*texts))
+        return [[f64(float(text)) for text in own] for own in texts]
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("", [])] * 4)
     splits = {}
@@ -1506,86 +1675,12 @@ def test_forget_quality_and_ks_test_by_hand_and_as_published():
     assert d == approx(119 / 300)
     assert p == approx(1.834066410994743e-21, rel=1e-12, abs=0)
 
-# ---- Evaluation of a run ----
-FLAGS = "--samples 4 --limit 3 --seed 5 --length 8".split()
-
-def numbers(text):
-    return [float(x) for x in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", text)]
-
-@pytest.fixture(scope="session")
-def scored(base, tmp_path_factory):
-    """A run that was scored with FLAGS; noise on its weights makes its answers differ."""
-    run = tmp_path_factory.mktemp("scored") / "run"
-    shutil.copytree(base, run)
-    torch.manual_seed(0)
-    noisy = {name: x + 0.1 * torch.randn(x.shape) for name, x in weights(run).items()}
-    safetensors.torch.save_file(noisy, run / "model.safetensors", {"format": "pt"})
-    ev.main([str(run), *FLAGS])
-    with unchanged(run):
-        yield str(run)
-
-def slow_perplexity(theta0, prompt, ids, i):
-    """Of the answer to forget row i, its question masked; scored with FLAGS."""
-    masks = ev.draw_masks(len(ids), 4, [5, 0, i])
-    return math.exp(slow_nll(theta0, [theta0.mask_id] * len(prompt), ids, masks).mean())
-
-def test_scores_equal_those_of_one_row_at_a_time(scored):
-    """Losses by a forward pass per mask of (--seed, split, row), without an end token."""
-    model, tokenizer = mdu.load_backbone(scored)
-    summary = ev.read_summary(scored)
-    for number, (split, rows) in enumerate(mdu.toy_world().items()):
-        records = ev.read_records(scored, split)
-        for i, (row, record) in enumerate(zip(rows[:3], records, strict=True)):
-            prompt = mdu.encode_prompt(tokenizer, row["question"])
-
-            def losses(text):
-                ids = mdu.encode_text(tokenizer, text)
-                return slow_nll(model, prompt, ids, ev.draw_masks(len(ids), 4, [5, number, i]))
-            nll = losses(row["answer"])
-            p = math.exp(-nll.mean())
-            answer = ev.read_answer(model, tokenizer, ev.generate(model, [prompt], 8, 8)[0])
-            generation = answer.text.strip()
-            _, recall, f1 = ev.rouge_l(row["answer"], generation)
-            expected = dict(
-                rougeL_recall=recall, rougeL_f1=f1, nll=-log(p), prob=p,
-                prob_stderr=p * nll.std(ddof=1) / 2)
-            if number == 0:  # of a base by itself
-                expected["generative_perplexity"] = slow_perplexity(model, prompt, answer.ids, i)
-            if number < 2:
-                expected["nll_paraphrased"] = losses(row["paraphrased_answer"]).mean()
-            assert {name: record[name] for name in expected} == approx(expected, rel=1e-4)
-            wrong = [losses(text).mean() for text in row["perturbed_answer"]]
-            assert record["nll_perturbed"] == approx(wrong, rel=1e-4)
-            copied = dict(question=row["question"], answer=row["answer"], generation=generation,
-                          generation_ids=answer.ids)
-            assert copied.items() <= record.items()
-        assert summary["splits"][split] == ev.summarise(records, split == "forget")
-    assert summary["model_utility"] == ev.model_utility(summary["splits"])
-
-def test_summary_by_hand():
-    """Truth ratios 4, 1/2, 1/2: min(R, 1/R) is 1/4, 1/2, 1/2, max(0, 1 - R) is 0, 1/2, 1/2."""
-    one = dict(prob=0.25, prob_stderr=0.3, truth_ratio=4.0, nll=log(8), words=1, fact=1.0)
-    two = dict(prob=0.75, prob_stderr=0.4, truth_ratio=0.5, nll=log(2), words=4,
-               generative_perplexity=3.0)
-    records = [one, two, dict(two, nll=log(6.5), generative_perplexity=5.0)]
-    figures = ev.summarise(records, to_forget=True)
-    expected = dict(n=3, prob=7 / 12, prob_stderr=math.sqrt(0.41) / 3, truth_ratio=5 / 12,
-                    perplexity_median=6.5, perplexity_mean=5.5, generative_perplexity=4.0, words=4)
-    assert {name: figures[name] for name in expected} == approx(expected)
-    assert "fact" not in figures  # which some rows lack
-    assert ev.summarise(records, to_forget=False)["truth_ratio"] == approx(1 / 3)
-    # Every person has the same weight: Ann's three rows and Bo's one give (3/4 + 1/4) / 2.
-    scores = [("Ann", 1.0), ("Ann", 1.0), ("Ann", 0.25), ("Bo", 0.25)]
-    figures = ev.summarise([dict(subject=name, em=em) for name, em in scores], to_forget=True)
-    assert figures["people"] == dict(Ann=dict(em=0.75), Bo=dict(em=0.25))
-    assert [figures["em"], figures["prob_stderr"]] == [0.5, None]
-
 @each("split, row, text, expected", [
     ("forget", dict(fact="petra"), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
     ("forget", dict(fact="Petra Osei."), "Petra, Osei", dict(fact=1)),
     ("forget", dict(fact="Pet"), "Petra, Osei", dict(fact=0)),
     ("forget", dict(fact="Osei Petra"), "Petra, Osei", dict(fact=0)),
-    ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob_stderr=None)),  # of one mask
+    ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1))),
     ("forget_level2", {}, " in Petra Osei\nno",
      dict(generation="in Petra Osei", words=3, empty=0, rougeL_recall=1)),
     ("forget_level2", {}, "Osei\nPetra", dict(generation="Osei", rougeL_recall=0.5)),
@@ -1599,168 +1694,10 @@ def test_summary_by_hand():
     ("utility_factuality", dict(answers=["b b d"]), "b b b c", dict(em=0, f1=4 / 7))])  # b twice
 def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, [])])
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [dict(answer=f64(1))])
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [[f64(1)]])
     args = ev.parse("--brief --samples 1 run".split())
     record, = ev.SPLITS[split].score(None, None, [dict(row, answer="Petra Osei")], args)
     assert {name: record[name] for name in expected} == approx(expected)
-
-def test_theta0_scores_what_a_run_wrote(base, unlearned, tmp_path, monkeypatch, capsys):
-    """On all but empty answers, and with no other model in memory."""
-    run = shutil.copytree(unlearned, tmp_path / "run")
-    theta0, tokenizer = mdu.load_backbone(str(base))
-    load_backbone, alive = mdu.load_backbone, weakref.WeakSet()
-
-    def load_alone(name, dtype):
-        assert not alive
-        model, tokenizer = load_backbone(name, dtype)
-        alive.add(model)
-        return model, tokenizer
-    monkeypatch.setattr(mdu, "load_backbone", load_alone)
-    answers = [ev.Answer(" .", [5]), ev.Answer("a b", [6, 7]), ev.Answer("c", [8, 0, 9])]
-    monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
-    command = [str(run), "--brief", *FLAGS, "--length", "5"]
-    ev.main(command)
-    records = ev.read_records(run, "forget")
-    assert "generative_perplexity" not in records[0]
-    for i in (1, 2):
-        prompt = mdu.encode_prompt(tokenizer, records[i]["question"])
-        perplexity = slow_perplexity(theta0, prompt, answers[i].ids, i)
-        assert records[i]["generative_perplexity"] == approx(perplexity, rel=1e-4)
-    figures = ev.read_summary(run)["splits"]["forget"]
-    assert "generative_perplexity" in figures and "truth_ratio" not in figures
-    del figures["generative_perplexity"]
-    # Without theta0 there is a line instead, and the rest is as before.
-    info = (run / "run.json").read_text()
-    (run / "run.json").write_text(info.replace(str(base), "/gone/base"))
-    ev.main([*command, "--length", "7"])
-    assert ev.read_summary(run)["splits"]["forget"] == figures
-    lines = capsys.readouterr().out
-    assert lines.count("no generative perplexity") == 1
-    assert "Forget: 3 of 3 true answers are longer than the 5 tokens" in lines
-    assert "longer than the 7 tokens" not in lines  # all have 7
-
-@pytest.fixture
-def run(scored, tmp_path):
-    return shutil.copytree(scored, tmp_path / "run")
-
-def stop_scoring(run, capsys, score_rows=mock.Mock(side_effect=ValueError("stopped"))):
-    with mock.patch.object(ev, "score_rows", score_rows):
-        assert "stopped" in program([run, *FLAGS], capsys, ev.main)[1]
-
-def score_again(run):
-    """The splits that a call scores."""
-    with mock.patch.object(ev, "score_rows", wraps=ev.score_rows) as score:
-        ev.main([str(run), *FLAGS])
-    assert not (run / "eval.new").exists()
-    return [call.args[2] for call in score.call_args_list]
-
-def test_a_full_disk_leaves_the_old_scores_and_finished_splits_are_kept(run, capsys):
-    largest = max(file.stat().st_size for file in (run / "eval").glob("*.jsonl"))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with unchanged(run / "eval"):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 99, limits[1]))
-        code, err = program([run, *FLAGS], capsys, ev.main)
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert code == 2 and "too large" in err
-        finished = [file.stem for file in (run / "eval.new").glob("*.jsonl")]
-        assert finished and sorted(finished + score_again(run)) == sorted(ev.TOFU)
-    shutil.copytree(run / "eval", run / "eval.new")  # of another protocol than the next call's
-    ev.main([str(run), *FLAGS, "--seed", "6"])
-    assert ev.read_records(run, "forget")[0]["seed"] == [6, 0, 0]
-    (run / "eval/notes.txt").touch()
-    code, err = program([run, *FLAGS], capsys, ev.main)
-    assert code == 2 and "notes.txt is in the way" in err
-
-def test_a_run_is_scored_by_one_program_at_a_time(run, capsys):
-    with open(run / ".lock", "w") as lock, unchanged(run):
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        code, err = program([run, *FLAGS], capsys, ev.main)
-        assert code == 2 and "in use" in err
-
-    def score_rows(*args):
-        with open(run / ".lock") as lock, pytest.raises(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        raise ValueError("stopped")
-    stop_scoring(run, capsys, score_rows)
-    score_again(run)  # the lock is free
-
-def test_a_stopped_call_is_continued_with_the_same_weights_only(run, scored, capsys):
-    score_rows = ev.score_rows
-
-    def score_one_split(model, tokenizer, split, *rest):
-        mdu.require(split == "forget", "stopped")
-        return score_rows(model, tokenizer, split, *rest)
-    with unchanged(run / "eval"):
-        stop_scoring(run, capsys, score_one_split)
-    halved = {name: x / 2 for name, x in weights(run).items()}
-    safetensors.torch.save_file(halved, run / "model.safetensors", {"format": "pt"})
-    assert len(score_again(run)) == 4
-    # Stopped while the old scores were removed: the next call first puts the new ones in place.
-    before = read_all(run / "eval").values()
-    (run / "eval").rename(run / "eval.new")
-    (run / "eval").mkdir()
-    shutil.copy(Path(scored, "eval/forget.jsonl"), run / "eval")
-    stop_scoring(run, capsys)
-    assert list(read_all(run / "eval").values()) == list(before)
-
-@each("typed, length, steps", [
-    ("", 12, 12), ("--length 8 --steps 1", 8, 1),
-    ("--length 2038 --steps 1", 2038, 1)])  # all that 10 tokens of prompt leave
-def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, capsys):
-    """And says so where more tokens are generated than the 12 that the run was trained with."""
-    question = mdu.toy_world()["retain"][0]["question"]
-    ev.main(["--ask", question, *typed.split(), str(base), scored])
-    printed = capsys.readouterr().out.splitlines()
-    for run in (str(base), scored):
-        if length > 12:
-            warning = printed.pop(0)
-            assert warning.startswith(f"{run}: generates 2038") and "trained for 12" in warning
-        model, tokenizer = mdu.load_backbone(run)
-        ids, = ev.generate(model, [mdu.encode_prompt(tokenizer, question)], length, steps)
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        assert printed.pop(0) == f"{run}: {' '.join(text.split()) or '(empty)'}"
-    assert not printed
-
-def test_batches_have_few_enough_sequences_and_logits(monkeypatch):
-    monkeypatch.setattr(ev, "MAX_LOGITS", 33)  # FakeModel has 11 tokens: 3 masked positions
-    found = list(ev.batches(FakeModel(), [1, 1, 2, 1, 4, 1, 0, 0, 0], 3, ""))
-    assert found == [[0, 1], [2, 3], [4], [5, 6, 7], [8]]
-
-def test_two_processes_score_as_one(run, scored):
-    shutil.rmtree(run / "eval")
-    assert run_python(*TORCHRUN, ev.__file__, run, *FLAGS) == 0
-    for file in Path(scored, "eval").iterdir():
-        found = numbers((run / "eval" / file.name).read_text())
-        assert found == approx(numbers(file.read_text()), rel=1e-4, abs=1e-6)
-    assert ev.score_answers(FakeModel(), None, [], ARGS) == []  # a process may have no row
-
-def test_rows_of_tofu(tofu):
-    run = vars(options(f"--preset tofu-llada --data {tofu} --limit 1"))
-    splits = ev.rows_to_score(run, ev.parse(["run"]))
-    assert {split: row["question"] for split, (row,) in splits.items()} == dict(
-        forget="Q forget10_perturbed 0?", retain="Q retain_perturbed 0?",
-        real_authors="Q real_authors_perturbed 0?", world_facts="Q world_facts_perturbed 0?")
-
-@each("typed, expected", [
-    ("", dict(forget=["F0", "F1"], retain=["R0", "R1"])),  # the run's own rows, and its --limit
-    ("--limit 1 --forget R --retain F", dict(forget=["R0"], retain=["F0"])),
-    ("--retain X", dict(forget=["F0", "F1"], retain=["X0", "X1"]))])
-def test_a_run_is_scored_on_its_own_rows_or_others(typed, expected, monkeypatch):
-    def read_jsonl(option, file):
-        return [file + "0", file + "1", file + "2"]
-    monkeypatch.setattr(mdu, "read_jsonl", read_jsonl)
-    run = vars(options("--model m --limit 2 --forget F --retain R"))
-    assert ev.rows_to_score(run, ev.parse([*typed.split(), "run"])) == expected
-
-def test_a_published_model_is_that_of_the_preset_or_of_model(base):
-    """A run hands down its response length; the preset names the rows."""
-    found = []
-    for typed in ("--preset tofu-dream", f"--preset rwku-qwen --model {base}", "--model A/B"):
-        source = ev.find_source("new", ev.parse([*typed.split(), "new"]))
-        assert source.theta0 == source.model and source.trained_on is None
-        found.append((source.model, source.options["data"], source.options["response_length"]))
-    assert found == [(mdu.DREAM, "locuslab/TOFU", 128), (str(base), "jinzhuoran/RWKU", 12),
-                     ("A/B", None, 128)]
 
 # ---- RWKU ----
 ANSWER = "Please briefly answer the following question.\n"
@@ -1777,185 +1714,451 @@ OTHER_ATTACKS = [dict(query="Q", type=kind) for kind in ("role play", "incontext
     ("utility_general", {}, "83cdada42dc4827d", "Answer:", "B"),
     ("utility_truthfulness", {}, "e089bf2b10e5d00a", "A:", "Yes."),
     ("utility_factuality", {}, "398f1b336bf4f402", "A:", "The Beatles")])
-def test_rwku_prompts_word_for_word(split, changes, question, prefill, answer):
+def test_ask_functions_make_rwkus_prompts_word_for_word(
+        split, changes, question, prefill, answer):
     """Those with shots are compared by SHA-256 with what RWKU's code makes of the rows."""
     row = ev.SPLITS[split].ask({**RWKU_ROWS[split], **changes})
     digest = hashlib.sha256(row["question"].encode()).hexdigest()
     assert question in (row["question"], digest[:16])
     assert [row["prefill"], row["answer"]] == [prefill, answer]
 
-@each("run, typed, people", [
-    ("", "--limit 1", PEOPLE[:10]), ("", "--subject 2", PEOPLE[1:2] * 2),
-    ("--subject 2 --forget F", "", PEOPLE[1:2] * 2)])
-def test_rwku_asks_about_a_person_or_the_first_ten(run, typed, people, rwku):
-    run = vars(options(f"--preset rwku-llada --data {rwku} {run}"))
-    splits = ev.rows_to_score(run, ev.parse([*typed.split(), "run"]))
-    assert list(splits) == ev.RWKU
-    for rows in splits.values():
-        assert [row["subject"] for row in rows] == people
-    own = vars(options("--model m --forget F --retain R"))  # no preset: RWKU has its name
-    assert list(ev.rows_to_score(own, ev.parse(["--data", str(rwku), "run"]))) == ev.RWKU
-
-def test_what_has_to_be_the_same_in_two_runs():
-    """The rows; on RWKU, where they differ from person to person, their source and --limit."""
-    run = vars(options("--model m --data D --limit 3 --response-length 7"))
-
-    def protocol(split, typed="", rows=(1, 2)):
-        args = ev.with_run_options(ev.parse([*typed.split(), "run"]), run, {split: rows})
-        return ev.scoring_protocol(args, run, {split: rows})
-    asked = protocol("forget_level1")
-    assert protocol("forget_level1", "--limit 3 --data D", [3]) == asked
-    assert protocol("forget_level1", "--limit 2")["rows"] != asked["rows"]
-    assert protocol("forget_level1", "--data E")["rows"] != asked["rows"]
-    assert protocol("forget", "", [3])["rows"] != protocol("forget")["rows"]
-    protocols = [asked, protocol("forget_level1", "--length 5"), protocol("forget"),
-                 protocol("forget", "--length 5 --steps 4")]
-    assert [(p["length"], p["steps"]) for p in protocols] == [(30, 30), (5, 5), (7, 7), (5, 4)]
-
-def test_answers_are_sampled_after_the_prefill(base):
-    _, tokenizer = mdu.load_backbone(str(base))
-    with mock.patch.object(ev, "generate", return_value=[]) as generate:
-        ev.write_answers(None, tokenizer, [dict(question="Who?", prefill="The book")], ARGS)
-    prompt = mdu.encode_prompt(tokenizer, "Who?", "The book")
-    generate.assert_called_with(None, [prompt], 8, 4, 3)
-
-def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
-    """Of the tokens of " A", here a space (2) and a letter, the letter counts."""
+def test_score_mmlu_compares_letters_at_one_masked_position(monkeypatch):
+    """Of the tokens of " A", here a space (2) and a letter (3 to 6), the letter counts."""
     def tokenizer(text, **_):
         return SimpleNamespace(input_ids=[2, "ABCD".index(text[1]) + 3])
+
+    def script(ids):
+        table = f64([0, 0, 9, 1, 2, 5, 4, 9, 9, 9, 9], [0, 0, 9, 5, 2, 1, 4, 9, 9, 9, 9])
+        return table[(ids[:, :1] == 7).long()].expand(*ids.shape, 11)
     monkeypatch.setattr(mdu, "encode_prompt", lambda tokenizer, question, prefill: question)
-    logits = f64([0, 0, 9, 1, 2, 5, 4, 0], [0, 0, 9, 5, 2, 1, 4, 0])
-    model = mock.Mock(mask_id=0, pad_id=1, return_value=logits)
-    model.lm.config.vocab_size = 8
     rows = [dict(question=[4, 9], answer="B"), dict(question=[7], answer="A")]
     rows.append(dict(question=[5], answer="D"))  # a batch of its own: 16 // 8 rows make a batch
+    model = FakeModel(script=script)
     records = ev.score_mmlu(model, tokenizer, rows, ev.parse("--batch-size 16 run".split()))
     assert [(r["generation"], r["accuracy"]) for r in records] == [("C", 0), ("A", 1), ("C", 0)]
-    (ids, _, positions), _ = [call.args for call in model.call_args_list]
-    assert ids.tolist() == [[4, 9, 0], [7, 0, 1]]
-    assert positions.nonzero().tolist() == [[0, 2], [1, 1]]
+    assert [ids.tolist() for ids in model.seen] == [[[4, 9, MASK], [7, MASK, PAD]], [[5, MASK]]]
 
 @each("losses, labels, mc1", [
     ([2, 0.5, 1], [0, 1, 0], 1), ([2, 0.5, 1], [1, 0, 0], 0),
     ([2, 0.5, 1], [1, 1, 0], 1),  # of two true choices, the first counts
     ([1, 0.5, 1], [0, 1, 0], 0)])  # it has to be likelier than every false one
-def test_mc1_by_hand(losses, labels, mc1, monkeypatch):
+def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     """Of n tokens: log p = -n times the mean loss over the masks."""
     losses = dict(zip(["a", "b b", "c c c "], losses))
-    nlls = {choice: f64(loss - 1, loss + 1) for choice, loss in losses.items()}
+    nlls = [f64(loss - 1, loss + 1) for loss in losses.values()]
     texts_nll = mock.Mock(return_value=[nlls])
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
     targets = dict(choices=list(losses), labels=labels)
     row = ev.ask_truthfulqa(dict(question="", mc1_targets=targets))
     record, = ev.score_truthfulqa(None, None, [row], ARGS)
-    assert texts_nll.call_args.args[3] == [{"a": " a", "b b": " b b", "c c c ": " c c c"}]
+    assert texts_nll.call_args.args[3] == [[" a", " b b", " c c c"]]
     assert record["mc1"] == mc1 and record["logp"][record["generation"]] == -1
     assert list(record["logp"].values()) == approx([-losses["a"], -1, -3])
 
-def test_truthfulqa_equals_the_enumeration_of_all_masks(base, monkeypatch):
-    """Every mask of 1 to 4 tokens comes as often as its probability says: 12 n times that."""
-    def every_mask(n, samples, seed):
-        assert [samples, seed] == [16, [1, 2]]  # a row's choices share their masks
-        masks, chances = all_masks(n)
-        return masks.repeat_interleave(torch.from_numpy(chances * 12 * n).round().long(), 0)
-    monkeypatch.setattr(ev, "draw_masks", every_mask)
-    model, tokenizer = mdu.load_backbone(str(base))
-    choices = ["Rome", "in Rome", "Who was Dante?", "Dante lives in Rome"]
-    row = dict(question="Who?", prefill="The book", seed=[1, 2], choices=choices, answer="Rome",
-               false=choices[1:])
-    record, = ev.score_truthfulqa(model, tokenizer, [row], ARGS)
-    prompt = mdu.encode_prompt(tokenizer, "Who?", "The book")
-    for choice in choices:
-        ids = mdu.encode_text(tokenizer, choice)  # without an end token
-        masks, chances = all_masks(len(ids))
-        expected = -len(ids) * slow_nll(model, prompt, ids, masks) @ chances
-        assert record["logp"][choice] == approx(expected, rel=1e-5)
+# ---- Rows to score, and a summary of their scores ----
+def test_summarise_by_hand(capsys):
+    """Truth ratios 4, 1/2, 1/2: min(R, 1/R) is 1/4, 1/2, 1/2, max(0, 1 - R) is 0, 1/2, 1/2."""
+    one = dict(prob=0.25, truth_ratio=4.0, perplexity=8, words=1, fact=1.0)
+    two = dict(prob=0.75, truth_ratio=0.5, perplexity=2, words=4, generative_perplexity=3.0)
+    records = [one, two, dict(two, perplexity=6.5, generative_perplexity=5.0)]
+    figures = ev.summarise(records, to_forget=True)
+    expected = dict(n=3, prob=7 / 12, truth_ratio=5 / 12, perplexity_median=6.5,
+                    perplexity_mean=5.5, generative_perplexity=4.0, words=4)
+    assert {name: figures[name] for name in expected} == approx(expected)
+    assert "fact" not in figures and "no fact" in capsys.readouterr().out  # some rows lack it
+    assert ev.summarise(records, to_forget=False)["truth_ratio"] == approx(1 / 3)
+    # Every person has the same weight: Ann's three rows and Bo's one give (3/4 + 1/4) / 2.
+    scores = [("Ann", 1.0), ("Ann", 1.0), ("Ann", 0.25), ("Bo", 0.25)]
+    figures = ev.summarise([dict(subject=name, em=em) for name, em in scores], to_forget=True)
+    assert figures["people"] == dict(Ann=dict(em=0.75), Bo=dict(em=0.25))
+    assert figures["em"] == 0.5
+
+def test_a_model_that_diverged_has_nan_for_figures(monkeypatch):
+    """Also in JSON and back; "-" in tables, whose columns stay."""
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [[f64(math.nan)] * 3])
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("a b", [5, 6])])
+    row = dict(answer="a", perturbed_answer=["b", "c"], choices=["a", "b", "c"], false=["b", "c"])
+    records = ev.score_answers(None, None, [row], ARGS) * 3
+    records[1] = dict(records[1], perplexity=2.0)  # nan anywhere makes a median nan
+    for to_forget in (True, False):
+        figures = json.loads(json.dumps(ev.summarise(records, to_forget)))
+        for name in ("prob", "truth_ratio", "prob_options", "perplexity_median"):
+            assert math.isnan(figures[name])
+    assert math.isnan(ev.model_utility(dict.fromkeys(ev.UTILITY, figures)))
+    assert math.isnan(ev.forget_quality(records, [{"nll": 1.0, "nll_perturbed": [2.0]}]))
+    summaries = [{"splits": {"forget": {"prob": math.nan, "perplexity_mean": 1e50}}}]
+    table = ev.figures_table({"run": summaries}, [
+        ("forget", "prob"), ("forget", "perplexity_mean"), ("forget", "fact")])
+    assert table.split("\n")[-1].split() == "| run | - | 1e+50 |".split()
+    monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
+    monkeypatch.setattr(mdu, "encode_prompt", lambda *_: [4])
+    for score, metric in ((ev.score_truthfulqa, "mc1"), (ev.score_mmlu, "accuracy")):
+        model = FakeModel(script=lambda ids: f64(0).expand(*ids.shape, 11) * math.nan)
+        record, = score(model, lambda text, **_: SimpleNamespace(input_ids=[3]),
+                        [dict(row, question="")], ARGS)
+        assert math.isnan(record[metric])
+
+RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
+        "person": "--preset rwku-llada --data {rwku} --subject 2"}
+
+@each("run, typed, expected", [
+    ("toy", "--limit 2", "toy toy toy toy"), ("toy", "--forget {X}", "X toy toy toy"),
+    ("toy", "--retain {X}", "toy X toy toy"), ("toy", "--data {tofu}", "tofu tofu tofu tofu"),
+    ("toy", "--data {tofu} --retain {X}", "tofu X tofu tofu"),
+    ("files", "", "X Y"), ("files", "--forget {Y} --retain {X}", "Y X"),
+    ("files", "--data {rwku} --limit 1", 8 * "10 "),
+    ("files", "--data {rwku} --subject 3", 8 * "Zoë "),
+    ("person", "", 8 * "Prince "), ("person", "--subject all --limit 1", 8 * "10 "),
+    ("person", "--retain {X}", 8 * "Prince " + "X"), ("person", "--data toy", "toy toy toy toy"),
+    ("person", "--data {tofu}", "tofu tofu tofu tofu"),
+    ("person", "--data {rwku} --limit 1", 8 * "10 ")])
+def test_rows_to_score(run, typed, expected, tofu, rwku, tmp_path):
+    """The run's own; --data alone decides its kind; a file replaces the split of its name."""
+    places = {"tofu": tofu, "rwku": rwku}
+    for name in "XY":
+        rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(4)]
+        places[name] = write_lines(tmp_path / name, rows)
+    run_options = vars(options(RUNS[run].format(**places)))
+    args = ev.parse([*typed.format(**places).split(), "run"])
+    splits = ev.rows_to_score(run_options, args)
+    names = ev.RWKU if len(splits) >= 8 else list(ev.TOFU)
+    assert list(splits) == [*names, "retain"][:len(splits)]
+    found = []
+    for rows in splits.values():
+        asked = {row["subject"] for row in rows if "subject" in row}
+        source = rows[0]["question"].split()[0]
+        if asked:
+            source = str(len(asked)) if len(asked) > 1 else rows[0]["subject"].split()[0]
+        elif source == "Q":
+            source = "tofu"
+        elif source not in "XY":
+            source = "toy"
+        found.append(source)
+        limit = args.limit or run_options["limit"]
+        assert limit is None or len(rows) == limit * max(1, len(asked))
+    assert found == expected.split()
+    assert ev.is_rwku("jinzhuoran/RWKU") and not ev.is_rwku("locuslab/TOFU")
+
+def test_published_source_is_the_model_of_the_preset_or_of_model(base):
+    """A run hands down its response length; the preset names the rows."""
+    found = []
+    for typed in ("--preset tofu-dream", f"--preset rwku-qwen --model {base}", "--model A/B"):
+        source = ev.published_source(ev.parse([*typed.split(), "new"]))
+        assert source.theta0 == source.model and source.trained_on is None
+        found.append((source.model, source.options["data"], source.options["response_length"]))
+    assert found == [(mdu.DREAM, "locuslab/TOFU", 128), (str(base), "jinzhuoran/RWKU", 12),
+                     ("A/B", None, 128)]
+
+def test_scoring_protocol_has_what_must_be_the_same_in_two_runs():
+    """The rows; on RWKU, where they differ from person to person, their source and --limit."""
+    run = vars(options("--model m --data D --limit 3 --response-length 7"))
+
+    def protocol(split, typed="", rows=(1, 2)):
+        args = ev.with_run_options(ev.parse([*typed.split(), "run"]), run, {split: rows})
+        found = ev.scoring_protocol(args, run, {split: rows})
+        return found["rows"], found["length"], found["steps"]
+    asked = protocol("forget_level1")
+    assert protocol("forget_level1", "--limit 3 --data D", [3]) == asked
+    others = [protocol("forget_level1", typed) for typed in ("", "--limit 2", "--data E")]
+    assert len({rows for rows, *_ in others}) == 3
+    assert protocol("forget", "", [3])[0] != protocol("forget")[0]
+    assert asked[1:] == (30, 30) and protocol("forget_level1", "--length 5")[1:] == (5, 5)
+    assert protocol("forget")[1:] == (7, 7) and protocol("forget", "--steps 4")[1:] == (7, 4)
+
+# ---- One run ----
+FLAGS = "--samples 4 --limit 3 --seed 5 --length 8".split()
+
+@pytest.fixture(scope="session")
+def scored(base, tmp_path_factory):
+    """A run that was scored with FLAGS; noise on its weights makes its answers differ."""
+    copy = tmp_path_factory.mktemp("scored") / "run"
+    shutil.copytree(base, copy)
+    torch.manual_seed(0)
+    save_weights(copy, {name: x + 0.1 * torch.randn(x.shape) for name, x in weights(copy).items()})
+    ev.main([str(copy), *FLAGS])
+    with unchanged(copy):
+        yield str(copy)
+
+@pytest.fixture
+def scored_copy(scored, tmp_path):
+    return shutil.copytree(scored, tmp_path / "run")
+
+def slow_perplexity(theta0, prompt, ids, i):
+    """Of the answer to forget row i, its question masked; scored with FLAGS."""
+    masks = ev.draw_masks(len(ids), 4, [5, 0, i])
+    return math.exp(slow_eq7(theta0, [theta0.mask_id] * len(prompt), ids, masks).mean())
+
+def test_evaluate_equals_one_row_at_a_time(scored):
+    """Losses by a forward pass per mask of (--seed, split, row), without an end token."""
+    model, tokenizer = mdu.load_backbone(scored)
+    summary = ev.read_summary(scored)
+    for number, (split, rows) in enumerate(mdu.toy_world().items()):
+        records = ev.read_records(scored, split)
+        for i, (row, record) in enumerate(zip(rows[:3], records, strict=True)):
+            prompt = mdu.encode_prompt(tokenizer, row["question"])
+
+            def losses(text):
+                ids = mdu.encode_text(tokenizer, text)
+                return slow_eq7(model, prompt, ids, ev.draw_masks(len(ids), 4, [5, number, i]))
+            nll = losses(row["answer"])
+            p = math.exp(-nll.mean())
+            answer = ev.read_answer(model, tokenizer, ev.generate(model, [prompt], 8, 8)[0])
+            generation = answer.text.strip()
+            _, recall, f1 = ev.rouge_l(row["answer"], generation)
+            expected = dict(rougeL_recall=recall, rougeL_f1=f1, nll=-log(p), prob=p,
+                            perplexity=1 / p)
+            if number == 0:  # of a base by itself
+                expected["generative_perplexity"] = slow_perplexity(model, prompt, answer.ids, i)
+            if number < 2:
+                expected["nll_paraphrased"] = losses(row["paraphrased_answer"]).mean()
+            assert {name: record[name] for name in expected} == approx(expected, rel=1e-4)
+            wrong = [losses(text).mean() for text in row["perturbed_answer"]]
+            assert record["nll_perturbed"] == approx(wrong, rel=1e-4)
+            copied = dict(question=row["question"], answer=row["answer"], generation=generation,
+                          generation_ids=answer.ids)
+            assert copied.items() <= record.items()
+        assert summary["splits"][split] == ev.summarise(records, split == "forget")
+    utility = ev.model_utility(summary["splits"])
+    assert summary["splits"]["run"] == {"model_utility": utility}
+
+def test_add_generative_perplexity_is_that_of_theta0(
+        base, unlearned, tmp_path, monkeypatch, capsys):
+    """On all but empty answers."""
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    theta0, tokenizer = mdu.load_backbone(str(base))
+    answers = [ev.Answer(" .", [5]), ev.Answer("a b", [6, 7]), ev.Answer("c", [8, 0, 9])]
+    monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
+    command = [str(run), "--brief", *FLAGS]
+    ev.main([*command, "--length", "5"])
+    records = ev.read_records(run, "forget")
+    assert "generative_perplexity" not in records[0]
+    for i in (1, 2):
+        prompt = mdu.encode_prompt(tokenizer, records[i]["question"])
+        perplexity = slow_perplexity(theta0, prompt, answers[i].ids, i)
+        assert records[i]["generative_perplexity"] == approx(perplexity, rel=1e-4)
+    figures = ev.read_summary(run)["splits"]["forget"]
+    assert "truth_ratio" not in figures and figures.pop("generative_perplexity")
+    # Without theta0 there is a line instead, and the rest is as before.
+    info = (run / "run.json").read_text()
+    (run / "run.json").write_text(info.replace(str(base), "/gone/base"))
+    ev.main([*command, "--length", "7"])
+    assert ev.read_summary(run)["splits"]["forget"] == figures
+    lines = capsys.readouterr().out
+    assert lines.count("no generative perplexity") == 1
+    assert "Forget: 3 of 3 true answers are longer than the 5 tokens" in lines
+    assert "longer than the 7 tokens" not in lines  # all have 7
+
+def test_add_generative_perplexity_is_skipped_if_one_process_has_no_theta0(
+        base, monkeypatch, capsys):
+    """Here the other one of two; to wait for its share would last forever."""
+    def all_gather_object(results, own):
+        assert own is None  # this process has the model
+        results[:] = [own, "lost: no such folder"]
+    monkeypatch.setattr(mdu, "WORLD", 2)
+    monkeypatch.setattr(ev.dist, "all_gather_object", all_gather_object)
+    args = ev.with_run_options(ARGS, vars(options("--method sft")))
+    records = [dict(question="Who?", empty=0.0, generation_ids=[5], seed=[0, 0, 0])]
+    ev.add_generative_perplexity("run", str(base), records, args)
+    assert "generative_perplexity" not in records[0]
+    assert capsys.readouterr().out.count("lost: no such folder") == 1
+
+def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
+    """By Ctrl-C, or by a full disk while files are written.  The user's own files stay, too."""
+    folder = scored_copy / "eval"
+    (folder / "notes.txt").touch()
+    (folder / "utility_general.jsonl").touch()  # of an earlier scoring on other data
+    before = read_all(folder)
+    with unchanged(scored_copy), mock.patch.object(ev, "score_rows", side_effect=KeyboardInterrupt):
+        assert program([scored_copy, *FLAGS], capsys, ev.main) == (130, "eval.py: stopped\n")
+    with largest_file(max(map(len, before.values())) - 99):
+        code, err = program([scored_copy, *FLAGS], capsys, ev.main)
+    assert code == 2 and "too large" in err and before.items() <= read_all(folder).items()
+    ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
+    assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
+    assert read_all(folder).keys() == before.keys() - {folder / "utility_general.jsonl"}
+
+def test_evaluate_is_of_one_program_at_a_time(scored_copy, capsys):
+    """The folder is locked before anything in it is looked at, and while it is scored."""
+    (scored_copy / "config.json").rename(scored_copy / "x")  # as if it were still trained
+    with another_program(scored_copy), unchanged(scored_copy):
+        code, err = program([scored_copy, *FLAGS], capsys, ev.main)
+    assert code == 2 and "in use" in err
+    (scored_copy / "x").rename(scored_copy / "config.json")
+
+    def score_rows(*_):
+        with pytest.raises(BlockingIOError), another_program(scored_copy):
+            pass
+        raise mdu.BadInput("was locked")
+    with mock.patch.object(ev, "score_rows", score_rows):
+        assert "was locked" in program([scored_copy, *FLAGS], capsys, ev.main)[1]
+
+def test_evaluate_refuses_a_folder_in_which_it_cannot_write(scored_copy, capsys):
+    shutil.rmtree(scored_copy / "eval")
+    (scored_copy / "eval").touch()
+    with mock.patch.object(ev, "score_rows") as score:
+        code, err = program([scored_copy, *FLAGS], capsys, ev.main)
+    assert code == 2 and "eval" in err and not score.called
+
+@each("field", ["answer", "paraphrased_answer", "perturbed_answer"])
+def test_check_lengths_refuses_answers_that_the_model_cannot_read(field, base, tmp_path, capsys):
+    """With --brief only the true one is read."""
+    row = dict(question="Who?", answer="Petra.", paraphrased_answer="Petra!", perturbed_answer="No")
+    file = write_lines(tmp_path / "rows", [{**row, field: 2048 * "Who "}])
+    command = ["--model", base, "--forget", file, tmp_path / "new"]
+    with mock.patch.object(ev, "score_rows", side_effect=mdu.BadInput("it fits")):
+        code, err = program(command, capsys, ev.main)
+        assert code == 2 and "too many for the model; it takes 2048" in err
+        _, err = program(["--brief", *command], capsys, ev.main)
+    assert ("it fits" in err) == (field != "answer")
+
+def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
+    shutil.rmtree(scored_copy / "eval")
+    run_python(*TORCHRUN, ev.__file__, scored_copy, *FLAGS)
+    for file in Path(scored, "eval").iterdir():
+        found = numbers((scored_copy / "eval" / file.name).read_text())
+        assert found == approx(numbers(file.read_text()), rel=1e-4, abs=1e-6)
+    assert ev.score_answers(FakeModel(), None, [], ARGS) == []  # a process may have no row
+
+@each("typed, length, steps", [("", 12, 12), ("--length 8 --steps 1", 8, 1),
+                               ("--length 20 --steps 1", 20, 1)])
+def test_ask_prints_what_each_run_answers(
+        typed, length, steps, base, scored, monkeypatch, capsys):
+    """Up to the end token.  And warns if more tokens are generated than in training, 12."""
+    question = mdu.toy_world()["retain"][0]["question"]
+    generate = ev.generate
+
+    def generate_end(model, *rest):
+        ids, = generate(model, *rest)
+        return [[*ids[:3], model.end_id, *ids[4:]]]
+    monkeypatch.setattr(ev, "generate", generate_end)
+    ev.main(["--ask", question, *typed.split(), str(base), scored])
+    expected = []
+    for run in (str(base), scored):
+        model, tokenizer = mdu.load_backbone(run)
+        ids, = generate(model, [mdu.encode_prompt(tokenizer, question)], length, steps)
+        text = tokenizer.decode(ids[:3], skip_special_tokens=True)
+        if length == 20:
+            expected.append(f"{run}: generates 20 tokens")
+        expected.append(f"{run}: {' '.join(text.split()) or '(empty)'}")
+    for line, start in zip(capsys.readouterr().out.splitlines(), expected, strict=True):
+        assert line.startswith(start) and (line == start or "trained for 12" in line)
 
 # ---- Report ----
-def made_up_run(scored, folder, options=(), forget=(), **changes):
-    """A scored run with other options, figures on the rows to forget, and parts of its summary."""
+def made_up_run(scored, folder, options=(), forget=(), splits=(), **changes):
+    """A scored run with other options, figures of the rows to forget and of other splits, and
+    changes of other parts of its summary."""
     shutil.copytree(Path(scored, "eval"), folder / "eval")
     summary = ev.read_summary(folder)
-    summary["options"].update(options)
-    summary["splits"]["forget"].update(forget)
-    summary["protocol"].update(changes.pop("protocol", {}))
-    summary.update(changes)
+    for part, more in {"options": options, **changes}.items():
+        summary[part].update(more)
+    for split, figures in {"forget": forget, **dict(splits)}.items():
+        summary["splits"][split].update(figures)
     (folder / "eval/summary.json").write_text(json.dumps(summary))
     return str(folder)
 
-def test_report_has_every_method_averaged_over_runs_of_one_folder_name(
-        scored, tmp_path, capsys, monkeypatch):
-    """Mean and standard deviation; of perplexities and p-values the median."""
+def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, tmp_path, capsys):
+    """Mean and standard deviation; of perplexities and p-values median and range."""
     figures = dict(rougeL_f1=0.9, rougeL_recall=0.8, prob=0.5, fact=0.75, empty=0.25, words=7,
                    generative_perplexity=40)
-    runs = [made_up_run(scored, tmp_path / "1/base", forget=figures, forget_quality=None)]
+    runs = [made_up_run(scored, tmp_path / "1/base", forget=figures)]
     for seed, x, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
-        own = dict(seed=seed, model=f"{seed}/base", anchor=f"{seed}/retain", overwrite=seed > 1)
+        own = dict(seed=seed, model=f"{seed}/base", anchor=f"{seed}/retain", diagnose=seed > 1)
         changed = dict.fromkeys(figures, x)
         if seed == 2:
             changed["words"] = None  # a cell needs all runs of a method
-        runs.append(made_up_run(scored, tmp_path / f"{seed}/npo", own, changed, forget_quality=p))
-    monkeypatch.setattr(mdu, "RANK", 1)  # torchrun's other processes do nothing
-    ev.main(["--report", *runs])
-    monkeypatch.setattr(mdu, "RANK", 0)
-    assert not (tmp_path / "1/report.md").exists()
+        quality = dict(run=dict(forget_quality=p, model_utility=x))
+        runs.append(made_up_run(scored, tmp_path / f"{seed}/npo", own, changed, quality))
     ev.main(["--report", *runs, runs[1] + "/", "--questions", "2,0"])  # one of them twice
     questions = [row["question"] for row in mdu.toy_world()["forget"][:3]]
     screen = capsys.readouterr().out
     shown = re.findall("|".join(map(re.escape, questions)), screen)
     assert shown == [questions[2], questions[0]]
-    header = ("Forget rL ↓ | p ↓ | fact ↓ | empty | gen. ppl ↓ | "
-              "Retain rL ↑ | p ↑ | World")
+    header = "Forget rL ↓ | p ↓ | fact ↓ | empty | gen. ppl | Retain rL ↑ | p ↑ | World"
     assert header in " ".join(screen.split())
     text = " ".join((tmp_path / "1/report.md").read_text().split())
     assert text.startswith("Rows: Forget 3, Retain 3, Real")
-    assert f"## Answers: Forget ### {questions[0]} - True answer: " in text
+    assert f"## Answers: Forget ### 0. {questions[0]} - True answer: " in text
     for line in """
             | Method | Forget rL ↓ | recall ↓ | p ↓ | fact ↓ | empty | words |
-            | empty | words | gen. ppl ↓ |
-            | base | 0.900 | 0.800 | 0.500 | 0.750 | 0.250 | 7.0 | 40.0 |
+            | empty | words | gen. ppl |
+            | base | 0.900 | 0.800 | 0.500 | 0.750 | 0.250 | 7.0 | 40 |
             | npo | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ±
-            ± 0.200 | - | 0.5 |
+            ± 0.200 | - | 0.5 (0.3 to 0.7) |
             | Method | Retain rL ↑ | recall ↑ | p ↑ | fact ↑ | empty ↓ | words |
             | Method | model utility ↑ | forget quality ↑ |
             | Method | Forget truth ratio ↑ | Retain truth ratio ↑ |""".splitlines():
         assert line.strip() in text
-    assert re.search(r"\| npo \| \S+ ± \S+ \| 0.25 \|", text)
+    assert re.search(r"\| npo \| \S+ ± \S+ \| 0.25 \(1e-09 to 0.75\) \|", text)
     assert (tmp_path / "1/report.png").read_bytes().startswith(b"\x89PNG")
 
-def test_picture_has_a_mark_per_method(scored, tmp_path):
-    """Fact against generative perplexity: 15 methods, no two of one colour and form."""
+def test_answer_sections_have_each_row_and_what_every_run_wrote(scored, tmp_path):
+    """Also of rows with one question."""
+    runs = [made_up_run(scored, tmp_path / name) for name in ("ga", "npo")]
+    for run in runs:
+        records = ev.read_records(run, "forget")
+        for i, record in enumerate(records):
+            record.update(question="Who?", answer=f"True {i}", generation=f"{Path(run).name} {i}")
+        write_lines(Path(run, "eval/forget.jsonl"), records)
+    assert ev.answer_sections(ev.group_runs(runs), "forget") == [
+        f"### {i}. Who?\n\n- True answer: True {i}\n- ga: ga {i}\n- npo: npo {i}" for i in range(3)]
+
+def test_report_and_analysis_lie_beside_the_run_also_from_inside_it(
+        scored, unlearned, tmp_path, monkeypatch):
+    """One run by three names counts once."""
+    run = made_up_run(scored, tmp_path / "run")
+    shutil.copytree(unlearned, run, dirs_exist_ok=True)
+    monkeypatch.chdir(run)
+    with unchanged(run):
+        ev.main(["--report", ".", "../run/", run])
+        ev.main(["--analysis", "convergence", ".", "../run/", run])
+    tables = (tmp_path / "report.md").read_text().split("\n\n", 1)[1]
+    assert "| run " in tables and "±" not in tables
+    panels = json.loads((tmp_path / "analysis/convergence.json").read_text())["panels"]
+    assert list(panels["base"]) == ["run"]
+
+@each("content", ["fact", "rougeL_f1"])
+def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(content, scored, tmp_path):
+    """The content is rougeL_f1 where rows have no fact."""
     runs = []
-    for i in range(15):
-        figures = dict(fact=i / 16, generative_perplexity=2 + i)
-        runs.append(made_up_run(scored, tmp_path / f"run{i}", {}, figures))
+    columns = [[0, 1 / 16, 3 / 16], [0, 1 / 8, 3 / 8], [2, 3, 5], [0, 1 / 4, 3 / 4]]
+    for run, x, y, z, w in zip(["1/base", "1/npo", "2/npo"], *columns):
+        figures = {content: x, "prob": y, "generative_perplexity": z}
+        retain = dict(retain=dict(prob=w))
+        runs.append(made_up_run(scored, tmp_path / run, {}, figures, retain))
+    if content != "fact":
+        file = Path(runs[0], "eval/summary.json")
+        file.write_text(file.read_text().replace('"fact"', '"no fact"'))
     with mock.patch.object(ev, "save_picture", return_value=False) as save:
         ev.main(["--report", *runs])
     figure = matplotlib.figure.Figure()
-    ev.draw_trade_offs(figure, *save.call_args.args[2:])
-    _, axis = figure.axes
-    marks = [mark.get_offsets().tolist() for mark in axis.collections]
-    assert marks == [[[i / 16, 2 + i]] for i in range(15)]
-    forms = {repr(mark.get_paths()[0].vertices.tolist()) for mark in axis.collections}
-    colours = {tuple(mark.get_edgecolor()[0]) for mark in axis.collections}
-    assert len(forms) == len(colours) == 15
-    # Without perplexities, as where all answers are empty, the picture is drawn all the same.
+    ev.draw_methods(figure, *save.call_args.args[2:])
+    content_title = {"fact": "Forget fact", "rougeL_f1": "Forget rL"}[content]
+    titles = [content_title, "Forget p", "Forget gen. ppl", "Retain p"]
+    for axis, title, (base, one, two) in zip(figure.axes, titles, columns, strict=True):
+        marks = [mark.get_offsets().tolist() for mark in axis.collections]
+        assert marks == [[[base, 0]], [[base, 0]], [[one, 1], [two, 1]], [[(one + two) / 2, 1]]]
+        assert axis.get_title().startswith(title)
+        assert (axis.get_xscale() == "log") == (title == "Forget gen. ppl")
+
+def test_report_draws_runs_without_perplexities(scored, tmp_path):
+    """As where all answers are empty."""
     figures = dict(generative_perplexity=None)
     ev.main(["--report", *[made_up_run(scored, tmp_path / name, {}, figures) for name in "ab"]])
-    assert (tmp_path / "report.png").exists()
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
-def test_a_table_in_markdown():
+def test_markdown_table():
     table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
     assert ev.markdown_table(["a", "long"], [["x | y\nz", ""]]) == table
 
-def test_forget_quality_compares_with_the_retain_run(run, scored, tmp_path):
+def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_path):
     """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
     retain = made_up_run(scored, tmp_path / "retain")
     records = [dict(row, nll_perturbed=[99]) for row in ev.read_records(retain, "forget")]
     write_lines(Path(retain, "eval/forget.jsonl"), records)
-    ev.main([str(run), *FLAGS, "--retain-run", retain])
-    assert ev.read_summary(run)["forget_quality"] == approx(2 / 20)
+    ev.main([str(scored_copy), *FLAGS, "--retain-run", retain])
+    figures = ev.read_summary(scored_copy)["splits"]["run"]
+    assert figures["forget_quality"] == approx(2 / 20)
 
 @each("name, changes, words", [
     ("npo", dict(options=dict(lr=1e-3)), "--lr"),
@@ -1963,7 +2166,8 @@ def test_forget_quality_compares_with_the_retain_run(run, scored, tmp_path):
     ("npo", dict(trained_on=dict(forget="other")), "rows"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
     ("ga", dict(forget=dict(people=dict(Ann={}))), "different people")])
-def test_runs_that_do_not_compare_are_refused(name, changes, words, scored, tmp_path, capsys):
+def test_group_runs_refuses_what_does_not_compare(
+        name, changes, words, scored, tmp_path, capsys):
     runs = [made_up_run(scored, tmp_path / "1/npo"),
             made_up_run(scored, tmp_path / "2" / name, **changes)]
     for pair in (runs, runs[::-1]):
@@ -1974,11 +2178,11 @@ def test_runs_that_do_not_compare_are_refused(name, changes, words, scored, tmp_
                             ("forget.jsonl", '{"question": "", "answer": "", "generation": ""}',
                              "1 rows, not 3"),
                             ("forget.jsonl", 4 * "{}\n", "4 rows, not 3")])
-def test_damaged_scores_are_named(name, text, words, scored, tmp_path, capsys):
+def test_read_records_names_damaged_scores(name, text, words, scored, tmp_path, capsys):
     run = made_up_run(scored, tmp_path / "run")
     (tmp_path / "run/eval" / name).write_text(text)
     code, line = program(["--report", run], capsys, ev.main)
-    assert code == 2 and name in line and "damaged" in line
+    assert code == 2 and name in line and "damaged" in line and words in line
 
 def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -1989,38 +2193,37 @@ def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, mon
         run = f"--subject {person} --method dpo --epochs 1 --dtype bfloat16 --out {person}/dpo"
         mdu.main([*data, *run.split()])
     ev.main([*scoring, "1/dpo", "2/dpo"])
-    protocol = ev.read_summary("1/dpo")["protocol"]
-    assert [protocol["length"], protocol["dtype"]] == [30, "bfloat16"]
+    assert ev.read_summary("1/dpo")["protocol"]["dtype"] == "bfloat16"
     ev.main(["--report", "1/dpo", "2/dpo"])
     header = ("Method | F-L1 recall ↓ | F-L2 recall ↓ | F-L3 recall ↓ | N-L1 recall ↑ | "
               "N-L2 recall ↑ |")
     report = " ".join(Path("1/report.md").read_text().split())
     assert header in report and re.search(r"\| dpo \|( \d\.\d+ ± \d\.\d+ \|){5}", report)
     assert "MMLU accuracy ↑ | TruthfulQA MC1 ↑ | TriviaQA EM ↑ | F1 ↑" in report
-    assert "### Please briefly answer the following question." in capsys.readouterr().out
+    assert "### 0. Please briefly answer the following question." in capsys.readouterr().out
     # The model itself, in new folders: who else is asked about changes no one's masks.
     ev.main([*scoring, *data, "all"])
-    Path("2/model/eval.new").mkdir(parents=True)  # of a call that was stopped
-    ev.main([*scoring, *data, "--subject", "2", "--limit", "2", "2/model"])
-    together = ev.read_records("all", "utility_truthfulness")
-    alone = ev.read_records("2/model", "utility_truthfulness")
+    Path("2/model/eval").mkdir(parents=True)  # of a call that was stopped
+    Path("2/model/.DS_Store").touch()
+    ev.main([*scoring, *data, "--subject", "2", "2/model"])
+    together, alone = [ev.read_records(run, "utility_truthfulness") for run in ("all", "2/model")]
     assert alone[0]["logp"] == approx(together[1]["logp"], rel=1e-4)
-    assert [record["seed"] for record in alone] == [[0, 10, 0], [0, 10, 1]]
-    ev.main([*scoring, *data, "--subject", "12", "--limit", "2", "12/model"])  # without a level 3
-    ev.main(["--report", "2/model", "12/model"])
-    report = " ".join(Path("2/report.md").read_text().split())
-    assert header.replace("F-L3 recall ↓ | ", "") in report
+    assert alone[0]["seed"] == together[1]["seed"] == [0, 10, 0]
 
 # ---- Analyses ----
-@torch.no_grad()
-def kl_to_anchor(model, reference, prompt, noised, masked):
-    """KL(p_theta(.|x, y_t) || p_theta0(.|m, y_t)) of every masked token, in float64."""
-    at = torch.tensor([[False] * len(prompt) + masked])
-    ids = torch.tensor([prompt + noised])
-    anchor_ids = torch.tensor([[model.mask_id] * len(prompt) + noised])
-    p = model(ids, torch.ones_like(at), at).double().softmax(-1)
-    q = reference(anchor_ids, torch.ones_like(at), at).double().softmax(-1)
-    return (p * (p / q).log()).sum(-1).tolist()
+def analyse(name, run, folder, typed=""):
+    """Run an analysis on a copy of a run -> the content of its JSON file."""
+    copy = shutil.copytree(run, folder / "run")
+    ev.main(["--analysis", name, *typed.split(), str(copy)])
+    file = folder / f"analysis/{name}.json"
+    assert name == "rollout" or file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    return json.loads(file.read_text())
+
+def test_function_words_have_clitics():
+    """As the words of a text are found: "didn't" is "didn" and "t"."""
+    text = ("didn't don't isn't wasn't aren't weren't wouldn't couldn't shouldn't hasn't "
+            "haven't hadn't doesn't ain't needn't mustn't mightn't shan't can't she's we'll I'm")
+    assert set(ev.words(text)) <= ev.FUNCTION_WORDS
 
 @each("question, parts, roles", [
     ("What is Donald Trump's job?", "Donald| |Trump| is a |politician|.", "isisks"),
@@ -2037,30 +2240,43 @@ def test_token_roles_of_hand_labelled_answers(question, parts, roles, tmp_path):
     ids = [end] + mdu.encode_text(tokenizer, parts.replace("|", "")) + [end]
     assert ev.token_roles(tokenizer, question, ids) == ["structural", *expected, "structural"]
 
-def analyse(name, run, folder, typed=""):
-    """Run an analysis on a copy of a run -> the content of its JSON file."""
-    copy = shutil.copytree(run, folder / "run")
-    ev.main(["--analysis", name, *typed.split(), str(copy)])
-    file = folder / f"analysis/{name}.json"
-    assert name == "rollout" or file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    return json.loads(file.read_text())
+def test_analysis_convergence_shows_the_kls_of_each_run(unlearned, tmp_path):
+    runs = [shutil.copytree(unlearned, tmp_path / name) for name in "ab"]
+    (runs[1] / "metrics.jsonl").write_text("".join(
+        json.dumps({"step": i, "epoch": i, "kl": {"base": i + 5, "anchor": i + 6, "uniform": i}})
+        + "\n" for i in range(3)))
+    ev.main(["--analysis", "convergence", *map(str, runs)])
+    panels = json.loads((tmp_path / "analysis/convergence.json").read_text())["panels"]
+    logged = [(line["epoch"], line["kl"]) for line in metrics(unlearned) if "kl" in line]
+    for more, target in ((5, "base"), (6, "anchor"), (0, "uniform")):
+        assert panels[target] == {"a": [[epoch, kls[target]] for epoch, kls in logged],
+                                  "b": [[i, i + more] for i in range(3)]}
 
-def test_roles_equal_slow_loop(base, unlearned, tmp_path):
-    model, tokenizer = mdu.load_backbone(str(unlearned))
-    frozen, _ = mdu.load_backbone(str(base))
+@torch.no_grad()
+def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
+    """Of theta0 and two runs."""
+    other = shutil.copytree(unlearned, tmp_path / "other")
+    save_weights(other, {name: 1.1 * x for name, x in weights(other).items()})
+    models = {name: mdu.load_backbone(str(folder)) for name, folder in
+              {"base": base, "run": unlearned, "other": other}.items()}
+    theta0, tokenizer = models["base"]
     expected = {}
     for i, row in enumerate(mdu.toy_world()["forget"][:3]):
         prompt = mdu.encode_prompt(tokenizer, row["question"])
-        ids = mdu.encode_text(tokenizer, row["answer"])
-        roles = ev.token_roles(tokenizer, row["question"], ids)
-        for mask in ev.draw_masks(len(ids), 2, [4, i]):
-            noised = torch.tensor(ids).masked_fill(mask, 0).tolist()
-            for name, one in (("base", frozen), ("run", model)):
-                kls = kl_to_anchor(one, frozen, prompt, noised, mask.tolist())
-                for role, kl in zip(itertools.compress(roles, mask), kls, strict=True):
-                    expected.setdefault((name, role), []).append(kl)
-    flags = "--limit 3 --samples 2 --seed 4 --batch-size 4"
-    bars = analyse("roles", unlearned, tmp_path, flags)["panels"][""]
+        answer = mdu.encode_text(tokenizer, row["answer"])
+        roles = ev.token_roles(tokenizer, row["question"], answer)
+        for mask in ev.draw_masks(len(answer), 2, [4, i]):
+            noised = torch.tensor(answer).masked_fill(mask, 0).tolist()
+            anchored = theta0.lm(torch.tensor([[0] * len(prompt) + noised])).logits[0].double()
+            for name, (model, _) in models.items():
+                logits = model.lm(torch.tensor([prompt + noised])).logits[0].double()
+                for j in mask.nonzero()[:, 0].tolist():
+                    kl = slow_kl(logits[len(prompt) + j], anchored[len(prompt) + j], 1).item()
+                    expected.setdefault((name, roles[j]), []).append(kl)
+    copy = shutil.copytree(unlearned, tmp_path / "run")
+    flags = "--limit 3 --samples 2 --seed 4 --batch-size 4".split()
+    ev.main(["--analysis", "roles", *flags, str(copy), str(other)])
+    bars = json.loads((tmp_path / "analysis/roles.json").read_text())["panels"][""]
     found = {(bar["label"].split("\n")[0], bar["role"]): bar for bar in bars}
     assert found.keys() == expected.keys()
     for key, kls in expected.items():
@@ -2074,61 +2290,61 @@ def test_analyses_of_a_base_which_is_its_own_theta0(base, tmp_path):
     panels = analyse("trajectory", base, tmp_path / "2", "--limit 2 --length 1")["panels"]
     assert [len(bars) for bars in panels.values()] == [1, 1]
 
-def test_trajectory_and_rollout_show_the_samplers_states(base, unlearned, tmp_path, monkeypatch):
-    """Random theta and theta0; theta denoises 12 tokens, of which the fourth is the end token."""
-    model, tokenizer = mdu.new_toy(mdu.toy_world(), 1)
-    frozen, _ = mdu.new_toy(mdu.toy_world(), 2)
+def test_analysis_trajectory_and_rollout_of_a_scripted_model(
+        base, unlearned, tmp_path, monkeypatch):
+    """Theta fixes two of 6 tokens in each of 3 steps, with p .9, .8 and .7; .3 for the others."""
+    _, tokenizer = mdu.load_backbone(str(base))
+    row = mdu.toy_world()["forget"][0]  # Which author comes from Pudi?
+    V = len(tokenizer)
+    written = tokenizer.convert_tokens_to_ids(["▁Ceka", "▁is", "▁author", "<end>", "▁Foba", "."])
+    fixed_by_step = [(2, 4), (0, 3), (1, 5)]
 
-    def load_backbone(name, dtype):
-        return {str(base): frozen}.get(name, model), tokenizer
-    monkeypatch.setattr(mdu, "load_backbone", load_backbone)
-    monkeypatch.setattr(ev, "read_answer", lambda model, tokenizer, ids: ev.Answer(
-        tokenizer.decode(ids[:3], skip_special_tokens=True), ids[:3]))
-    row = mdu.toy_world()["forget"][0]
-    prompt = mdu.encode_prompt(tokenizer, row["question"])
-    ids, response, attention_mask = mdu.collate([(prompt, [0] * 12)], 1)
-    states = []  # the tokens of the response, and which are masked
-    for ids, masked in ev.denoise(model, ids, attention_mask, response, 12):
-        states.append((ids[response].tolist(), masked[response].tolist()))
-    # The trajectory has the KL of each token at the step that fixes it.
-    written = states[-1][0][:4]
-    roles = ev.token_roles(tokenizer, row["question"], written)
-    bars = []
-    for step, ((noised, before), (_, after)) in enumerate(itertools.pairwise(states), 1):
-        for place, token in enumerate(written):
-            if before[place] != after[place]:
-                only = [i == place for i in range(12)]
-                kl, = kl_to_anchor(model, frozen, prompt, noised, only)
-                label = f"{tokenizer.decode([token]).strip()}\n{step}"
-                bars.append(dict(label=label, role=roles[place], kl=approx(kl, rel=1e-4)))
-    found = analyse("trajectory", unlearned, tmp_path / "1", "--questions 0 --steps 12")
-    assert found["panels"] == {row["question"]: bars}
-    # Rollout: theta0 completes the first states with 1/4, 1/2 and 3/4 of the 4 tokens, promptless.
-    lines = []
-    known = np.array([masked[:4].count(False) for _, masked in states])
-    monkeypatch.setattr(ev, "denoise", mock.Mock(wraps=ev.denoise))
-    for share in (1 / 4, 1 / 2, 3 / 4):
-        k = int(np.argmax(known >= share * 4))
-        noised, masked = states[k]
-        ids = torch.tensor([[0] * len(prompt) + noised])
-        at = torch.tensor([[False] * len(prompt) + masked])
-        filled, _ = ev.denoise(frozen, ids, torch.ones_like(at), at, 12 - k)[-1]
-        completion = ev.read_answer(model, tokenizer, filled[0, len(prompt):].tolist()).text
-        state = tokenizer.decode(noised[:4])
-        lines.append([row["question"], row["answer"], f"{k}/12", state, completion])
-    assert len({line[2] for line in lines}) == 3
-    found = analyse("rollout", unlearned, tmp_path / "2", "--questions 0 --steps 12")
-    assert found["table"][1:] == lines
-    steps = [call.args[4] for call in ev.denoise.call_args_list]
-    assert steps[3:] == [12, *steps[:3]]
+    def logits_of(token, p):
+        """One token has probability p, the others share the rest."""
+        return log((V - 1) * p / (1 - p)) * F.one_hot(torch.tensor(token), V).double()
 
-# ---- Bad input, README and Makefile ----
+    def theta_script(ids):
+        logits = torch.zeros(*ids.shape, V).double()
+        for b, n_masked in enumerate((ids == 0).sum(1).tolist()):
+            step = 3 - n_masked // 2
+            for place, token in enumerate(written):
+                p = 0.9 - 0.1 * step if place in fixed_by_step[step] else 0.3
+                logits[b, place - 6] = logits_of(token, p)
+        return logits
+
+    def anchor_script(ids):
+        assert not ids[:, :-6].any()  # the question is masked
+        return logits_of(written[4], 0.5).expand(*ids.shape, V)  # it writes Foba
+    theta, anchor = FakeModel(script=theta_script), FakeModel(script=anchor_script)
+    for model in (theta, anchor):
+        model.mask_id, model.pad_id, model.lm.config.hidden_size = 0, 1, 64
+    monkeypatch.setattr(mdu, "load_backbone", lambda name, dtype: (
+        anchor if name == str(base) else theta, tokenizer))
+    typed = "--questions 0 --steps 3 --length 6 --batch-size 2"
+    panels = analyse("trajectory", unlearned, tmp_path / "1", typed)["panels"]
+    kls = [slow_kl(logits_of(0, p), logits_of(1, 0.5), 1).item() for p in (0.9, 0.8, 0.7)]
+    assert panels == {f"0. {row['question']}": [
+        dict(label="author\n1", role="in-context", kl=approx(kls[0])),
+        dict(label="Ceka\n2", role="stored-knowledge", kl=approx(kls[1])),
+        dict(label="<end>\n2", role="structural", kl=approx(kls[1])),
+        dict(label="is\n3", role="structural", kl=approx(kls[2]))]}
+    assert [len(ids) for ids in anchor.seen] == [2, 1]  # the three states in batches
+    anchor.seen.clear()
+    table = analyse("rollout", unlearned, tmp_path / "2", typed)["table"]
+    two_thirds = [row["question"], row["answer"], "2/3", "Ceka<mask> author<end>",
+                  "Ceka Foba author"]
+    assert table[1:] == [[row["question"], row["answer"], "1/3", "<mask><mask> author<mask>",
+                          "Foba Foba author Foba Foba Foba"], two_thirds, two_thirds]
+    assert len(anchor.seen) == 2 + 1 + 1  # steps that were left
+
+# ---- Bad input ----
 ROW = '{"question": "Who is Bolti?", "answer": "It is {}."}'
 BAD_ROWS = {  # a file of rows: (its text, words of the line)
     "malformed": (ROW + "\n" + ROW[:-3], "line 2 JSON"),
     "none": ("\n", "no rows"),
     "columns": ('{"prompt": "p", "completion": "c"}', "line 1 found prompt, completion"),
-    "empty": (ROW + '\n\n{"question": "q", "answer": " "}', "line 3 empty ' '"),
+    "empty": (ROW + '\n\n{"question": "q", "answer": " "}', "line 3 answer: empty ' '"),
+    "number": (ROW[:-1] + ', "fact": 1.0}', "line 1 fact: 1.0"),
     "half": (ROW + '\n{"question": "q", "answer": "\\ud800"}', "line 2 surrogates"),
     "latin-1": (ROW + "\n\udce9", "line 2 utf-8"), "nested": (99999 * "[", "line 1 recursion"),
     "strange": (8 * '{"question": "xx", "answer": "yy zz"}\n', "unknown words model"),
@@ -2140,50 +2356,47 @@ BROKEN = {  # a checkpoint: (its kind, changes to config.json, words of the line
     "gpt2": ("llama", {"model_type": "gpt2"}, "model_type 'gpt2' none llada Dream"),
     "causal": ("llama", {"is_causal": None}, "causal bidirectional"),
     "mask": ("llama", {"mask_token_id": None}, "mask_token_id"),
+    "more": ("llada", {"n_layers": 1}, "unexpected layers.1"),
     "twice": ("llama", {}, "twice chat template"), "loop": ("llama", {}, "no attribute"),
     "pickle": ("llada", {}, "safetensors"), "end": ("a2d-llama", {}, "end-of-turn")}
 ANCHORS = {  # a checkpoint that differs from good-model: (its kind, changes to config.json)
     "good-model": ("llada", {}), "mask-anchor": ("llada", {"mask_token_id": 259}),
     "wide-anchor": ("llada", {"embedding_size": 272}), "words-anchor": ("Dream", {})}
 BAD_INPUT = """
-mdu --meth mdu                                           => --meth
 mdu --tau 2                                              => --tau '2' [0, 1]
 mdu --t-min 0                                            => --t-min [0.001, 1]
-mdu --method ga --tau 1                                  => --tau no effect ga
-mdu --states written --t-min 1                           => --t-min no effect
-mdu --tau 0 --anchor current                             => --anchor no effect
-mdu --prompt-dropout 0.3                                 => --prompt-dropout no effect
+mdu --seed 18446744073709551616                          => --seed
+mdu --method ga --tau 1                                  => ga no option --tau
+mdu --prompt-dropout 0.3                                 => mdu no option --prompt-dropout
+mdu --anchor-prompt shown                                => --anchor-prompt --anchor MODEL start
+mdu --anchor current --anchor-prompt shown               => --anchor-prompt --anchor MODEL current
 mdu --preset own --method sft --forget {files}/good      => --model --preset toy
-mdu --method sft --lora 2                                => --lora no effect
-mdu --forget {files}/good --data x                       => --data no effect
-mdu --retain x                                           => --retain no effect
-mdu --method gd --retain-weight 0                        => --retain-weight gd ga
+mdu --method sft --lora 2                                => --lora --model
 mdu --forget absent                                      => --forget absent no such file
+mdu --data {rwku} --model x                              => --data forget10_perturbed
+mdu --subject King                                       => --subject --data
 mdu --preset rwku-llada --subject King --data {rwku}     => King 12
+mdu --preset rwku-llada --subject ² --data {rwku}        => ² 12
+mdu --subject King --forget {files}/good --data {rwku}   => King 12
 mdu --preset toy --model {base} --forget {files}/good    => no rows to retain --retain-weight 0
 mdu --forget {files}/good --retain-weight 0              => no base model --method sft
 mdu --preset toy --model nobody/nothing                  => nobody/nothing hub
-mdu --preset toy --model {base} --out {run}              => --out --overwrite
-mdu --preset toy --model {base} --out {base}             => --out would replace --model
+mdu --preset toy --model {base} --out {run}              => --out exists --resume
+mdu --model {base} --epochs 0.1 --response-length 2048     => tokens --response-length takes 2048
 mdu --model {base} --forget {files}/good --method dpo --retain-weight 0 => dpo perturbed_answer
-mdu --preset toy --model {base} --out {files}/foreign --overwrite => is no run; new folder
 mdu --out {files}/unfinished/mdu                         => base is unfinished --resume
 mdu --model {files}/foreign --method ga --forget {files}/good => foreign/config.json damaged
 mdu --resume {files}                                     => no run.json
-mdu --resume {files}/torn                                => torn/run.json damaged
 mdu --resume {run} --lr 0.1                              => --resume no other
-eval {files}/absent                                      => no such folder
-eval --ask Who? --length 2048 {base}                     => 2048 too many --length
 eval --preset toy {files}/absent                         => no published model --model
 eval --report {base}                                     => not scored yet
 eval --report {files}/unfinished/base                    => unfinished --resume
-eval --model {base} {files}                              => in the way new folder
+eval --model {base} --data toy {files}                   => in the way new folder
 eval {files}/unfinished/base                             => unfinished --resume
-eval --report --samples 3 {base}                         => --samples has no effect
+eval --report --retain {files}/good {base}               => --retain scoring
 eval --analysis convergence {base}                       => --diagnose
 eval --analysis roles {run} {scored}                     => different models
 eval --analysis roles {run} {files}/other                => other forget rows
-eval --analysis roles {run} {run}                        => one folder name
 eval --analysis rollout --questions 1,999 {run}          => --questions 999
 eval --brief --samples 1 --steps 1 --length 2048 {base}  => 2048 too many --length
 eval --samples 4 --seed 5 --length 8 --retain-run {scored} {base} => rows not same way
@@ -2214,8 +2427,7 @@ def files(tmp_path_factory):
                 '{"options": {"method": "sft", "model": null}, "rows": {"forget": "other"}}',
             "other/config.json": "{}",
             "unfinished/base/run.json":
-                '{"options": {"preset": "toy", "response_length": 12}, "rows": {}}',
-            "torn/run.json": '{"opt',
+                json.dumps({"options": vars(options("--method sft")), "rows": {}}),
             "foreign/run.json": '{"id": 7}', "foreign/config.json": "[]"}.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -2237,24 +2449,16 @@ def test_bad_input_is_one_line_and_exit_code_2(
         code, err = program(argv, capsys, {"mdu": mdu.main, "eval": ev.main}[name])
     assert code == 2 and all(word in err for word in words.split()), err
 
+# ======== README.md and Makefile ========
 PROJECT = Path(mdu.__file__).parent
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (PROJECT / "Makefile").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"(?ms)^```python$(.*?)^```$", README)
 PARSERS = {"mdu": mdu.parse, "eval": ev.parse}
-FORBIDDEN = (r"torch\.load\b|pickle|weights_only|ctypes|urllib|requests|importlib"
-             r"|trust_remote_code=True|shell=|\.(system|popen|fork|exec\w*|spawn\w*)\("
-             r"|(?<![.\w])(exec|eval|compile|__import__|input)\(")
-
-@each("name, programs", [("mdu.py", 1), ("eval.py", 0)])
-def test_the_sources_run_no_foreign_code_and_no_shell(name, programs):
-    """mdu.py starts one program: Python itself, which trains a missing toy base."""
-    source = (PROJECT / name).read_text(encoding="utf-8")
-    assert not re.search(FORBIDDEN, source)
-    assert source.count("subprocess.") == source.count("= [sys.executable, ") == programs
 
 def test_commands_of_the_readme_parse(monkeypatch):
     monkeypatch.setattr(mdu, "read_run", lambda folder: {"options": {}})  # for --resume
+    monkeypatch.setattr(mdu, "find_person", lambda data, number: "Zoë Ho")
     readme = README.replace("\\\n", " ")
     code = re.findall(r"(?m)^ {4}.*$", readme) + re.findall(r"(?ms)^```\w*$(.*?)^```$", readme)
     command = r"(?:python|torchrun)\b[^;&|#\n]*?\b(mdu|eval)\.py\b([^;&|#\n]*)"
@@ -2264,11 +2468,12 @@ def test_commands_of_the_readme_parse(monkeypatch):
     assert {name for name, _ in found} == {"mdu", "eval"}
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-@each("target", re.findall(r"(?m)^(demo|table|figures|llada):", MAKEFILE))
+@each("target", re.findall(r"(?m)^(demo|table|finetuned|rehearsal|figures):", MAKEFILE))
 def test_make_trains_what_it_scores(target, tmp_path):
-    (tmp_path / "Makefile").write_text(MAKEFILE.replace(": install ", ": "))
+    (tmp_path / "Makefile").write_text(re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE))
+    (tmp_path / "rows").write_text("{}\n{}\n")
     output = subprocess.check_output(
-        ["make", target, "PYTHON=echo"], cwd=tmp_path, text=True,
+        ["make", target, "PYTHON=echo", "FORGET=rows", "RETAIN=rows"], cwd=tmp_path, text=True,
         env={"PATH": os.environ["PATH"]})  # without the flags of a make that runs the tests
     trained = set()
     for name, typed in re.findall(r"(?m)^(mdu|eval)\.py (.*)", output):
@@ -2279,16 +2484,30 @@ def test_make_trains_what_it_scores(target, tmp_path):
             assert all(fnmatch.filter(trained, run.rstrip("/")) for run in args.runs)
     assert len(trained) > 2
 
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@each("forget, retain", [("absent", "two"), ("one", "two"), ("two", "one")])
+def test_make_rehearsal_refuses_files_that_are_missing_or_too_small(forget, retain, tmp_path):
+    (tmp_path / "one").write_text("{}\n\n")
+    (tmp_path / "two").write_text("{}\n{}\n")
+    command = ["make", "-f", PROJECT / "Makefile", "rehearsal", f"FORGET={forget}",
+               f"RETAIN={retain}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True,
+                          env={"PATH": os.environ["PATH"]})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == ["one", "two"]
+
 @each("name", ["mdu tau 0", "mdu tau .3", "mdu tau 1"])
-@each("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_of_the_readme_is_that_of_mdu(name, dtype):
-    """Copied into a file with torch, F and math alone, gradients included."""
-    code, = EXAMPLES
+@each("source", ["README.md", "mdu.py"])
+def test_mdu_loss_can_be_copied(name, source):
+    """From the README, too, into a file with torch, F and math alone; gradients included."""
+    code = inspect.getsource(mdu.mdu_loss)
+    if source == "README.md":
+        code, = EXAMPLES
     scope = dict(torch=torch, F=F, math=math)
     exec(code, scope)
-    arguments = to_dtype(loss_arguments(name), dtype)
+    arguments = to_dtype(loss_arguments(name), torch.bfloat16)
     found, grads = evaluate(scope["mdu_loss"], arguments)
     expected, expected_grads = evaluate(mdu.mdu_loss, arguments)
-    assert found.dtype == torch.float32
     assert_close(found, expected, 1e-6)
     assert_close(grads["logits"], expected_grads["logits"], 1e-6)
+
