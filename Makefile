@@ -4,7 +4,7 @@ SEED := 1
 OUT := out/demo
 SCORE := --brief --samples 32
 DEMO := ga gd npo simnpo wga dpo mdu-tau0 mdu-tau0.5 mdu-tau1
-FINETUNED := finetune default default-tau0.5 npo dpo setting-2 question-masked setting-1 original
+FINETUNED := finetune default npo dpo setting-2 question-masked setting-1 original
 RELEARNED := npo dpo setting-2 question-masked setting-1 original
 export CUDA_VISIBLE_DEVICES :=
 help:  ## this list
@@ -36,7 +36,6 @@ finetuned-%:
 	$$train --method sft --retain-only --prompt-dropout 0.5 --epochs 340 --out $$out/original; \
 	$$train --method sft --model $$out/original --prompt-dropout 0.5 --epochs 170 --out $$out/finetune; \
 	$$unlearn --out $$out/default; \
-	$$unlearn --tau 0.5 --out $$out/default-tau0.5; \
 	$$unlearn --method npo --out $$out/npo; \
 	$$unlearn --method dpo --out $$out/dpo; \
 	$$unlearn --states written --anchor current --tau 0.5 --out $$out/setting-2; \
