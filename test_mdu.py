@@ -461,7 +461,7 @@ def write_tokenizer(folder, kind):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 def write_checkpoint(folder, kind, tied=False, n_files=1, **changes):
-    """A random bfloat16 checkpoint in the hub's layout -> its tensors by their native names."""
+    """A random bfloat16 checkpoint in the hub's layout -> transformers' model of its weights."""
     folder.mkdir(exist_ok=True)
     tie = "weight_tying" if kind == "llada" else "tie_word_embeddings"
     config = {**CONFIGS[kind], "model_type": kind, tie: tied, **changes}
@@ -470,41 +470,37 @@ def write_checkpoint(folder, kind, tied=False, n_files=1, **changes):
     (folder / "modeling.py").write_text("raise RuntimeError('code of the folder was run')\n")
     write_tokenizer(folder, kind)
     native = {"Dream": "qwen2", "llada": "llama"}.get(kind, kind.removeprefix("a2d-"))
-    shapes = transformers.AutoConfig.for_model(native, **SIZES, head_dim=config.get("head_dim", 8))
+    shapes = transformers.AutoConfig.for_model(
+        native, **SIZES, head_dim=config.get("head_dim", 8), rope_theta=config["rope_theta"],
+        rms_norm_eps=config["rms_norm_eps"], tie_word_embeddings=tied, is_causal=False)
     shapes.vocab_size = changes.get("embedding_size", 264)
-    lm = transformers.AutoModelForCausalLM.from_config(shapes)
+    lm = transformers.AutoModelForCausalLM.from_config(shapes).eval()
     torch.manual_seed(11)
-    tensors, stored = {}, {}
-    for name, x in lm.state_dict().items():
-        x = (0.3 * torch.randn(x.shape) + float("norm" in name)).bfloat16()
-        tensors[name] = x.float()
+    files = [{} for _ in range(n_files)]
+    for i, (name, p) in enumerate(lm.named_parameters()):  # a tied head is none
+        p.data = (0.3 * torch.randn(p.shape) + float("norm" in name)).bfloat16().float()
         if kind == "llada":
             for part, other in LLADA_NAMES.items():
                 name = name.replace(part, other)
-        stored[name] = x
-    if tied:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-        stored.popitem()  # the head
-    files = {name: "model.safetensors" for name in stored}
-    if n_files > 1:
-        for i, name in enumerate(stored):
-            files[name] = f"model-{i % n_files + 1:05}-of-{n_files:05}.safetensors"
-    for file in set(files.values()):
-        own = {name: x for name, x in stored.items() if files[name] == file}
-        safetensors.torch.save_file(own, folder / file, {"format": "pt"})
-    index = {"metadata": {}, "weight_map": files}
+        files[i % n_files][name] = p.data.bfloat16()
+    weight_map = {}
+    for i, tensors in enumerate(files, 1):
+        file = f"model-{i:05}-of-{n_files:05}.safetensors" if n_files > 1 else "model.safetensors"
+        safetensors.torch.save_file(tensors, folder / file, {"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, file))
+    index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return tensors
+    return lm
 
 @pytest.fixture(scope="session", params=[
     *itertools.product(CONFIGS, [False], [1]), ("llada", True, 3), ("a2d-qwen3", True, 2)])
 def hub(request, tmp_path_factory):
     kind, tied, n_files = request.param
     folder = tmp_path_factory.mktemp("hub")
-    tensors = write_checkpoint(folder, kind, tied, n_files)
+    reference = write_checkpoint(folder, kind, tied, n_files)
     model, tokenizer = mdu.load_backbone(str(folder))
-    return SimpleNamespace(kind=kind, tied=tied, n_files=n_files, folder=folder, tensors=tensors,
-                           model=model, tokenizer=tokenizer)
+    return SimpleNamespace(kind=kind, tied=tied, n_files=n_files, folder=folder,
+                           reference=reference, model=model, tokenizer=tokenizer)
 
 # ======== mdu.py ========
 # ---- Forward process ----
@@ -521,14 +517,6 @@ def test_mask_tokens_masks_tokens_with_a_number_below_t():
         assert [row.nonzero().flatten().tolist() for row in masked] == expected
         assert torch.equal(noised, torch.where(masked, MASK, ids)) and torch.equal(ids, before)
         assert not mdu.mask_tokens(ids, response & False, *arguments, at_least_one)[1].any()
-
-def test_mask_prompt_masks_prompts_but_no_answer_and_no_padding():
-    _, response, attention_mask = mdu.collate(PAIRS[:2], PAD)
-    noised = torch.tensor([[3, MASK, MASK, PAD, 5, MASK], [PAD, 7, 1, 2, PAD, PAD]])
-    before = noised.clone()
-    assert mdu.mask_prompt(noised, response, attention_mask, MASK).tolist() == [
-        [MASK, MASK, MASK, PAD, 5, MASK], [MASK, MASK, MASK, 2, PAD, PAD]]
-    assert torch.equal(noised, before)
 
 # ---- Losses ----
 LOSSES = {  # name: (loss, slow loss, settings)
@@ -667,10 +655,6 @@ def test_draw_step_takes_every_row_once_in_a_pass_and_in_a_new_order():
     assert set(names[:5]) != set(names[10:15])
     assert set(names[:5]) != {row.prompt[0] for row in train[:5]}
     assert len({row.t for row in forget + retain + train}) == 60
-    # A draw has random numbers of its seed, stream and index alone.
-    streams = ["forget", "forget order", "retain", "retain order", "train", "diagnose"]
-    keys = list(itertools.product([1, 2], streams, range(20)))
-    assert len({mdu.rng_for(*key).random() for key in keys}) == len(keys)
 
 def test_draw_example_depends_on_the_seed():
     """The order of rows (here of their lengths), t, the masks and which prompts are hidden."""
@@ -726,26 +710,6 @@ def test_draw_example_hides_prompts_of_answers_without_padding():
     assert any(PAD in row.answer for row in kept)
 
 # ---- One step ----
-def test_still_written_by_hand():
-    """Each row's first token is its number.  Decoded is its script, from the last position on."""
-    scripts = [[5, 5, 4, 7], [9, 6, 2], [7, 8], [6, 5, 6]]
-    answers = [[4, 5, 6, 9], [9, 6, 3], [4, 6], [6, 6, 3]]
-    expected = [[1, 1, 0, 0],  # 4 has moved, 5 is written twice, 6 is forgotten
-                [0, 1, 0],  # 9 is written, but no word
-                [0, 0],  # nothing is left
-                [1, 1, 0]]  # a word that the answer has twice
-
-    def script(ids):
-        logits = torch.zeros(*ids.shape, 11)
-        for b, tokens in enumerate(scripts):
-            for i, token in enumerate(tokens, 1):
-                logits[b, i, token] = 5 + i
-        return logits
-    pairs = [([b], answer) for b, answer in enumerate(answers)]
-    batch = mdu.Batch(*mdu.collate(pairs, PAD), None, None, None)
-    written = mdu.still_written(FakeModel(script=script), batch)
-    assert [row[r].int().tolist() for row, r in zip(written, batch.response)] == expected
-
 @each("by_entropy", [False, True])
 @each("size", [1, 3, 20])
 def test_still_written_equals_a_slow_loop(by_entropy, size):
@@ -1229,42 +1193,8 @@ def test_find_model_downloads_no_pickle_and_the_revision_that_is_asked_for(
                          ("merges.txt", True), ("pytorch_model.bin", False), ("x.pt", False)):
         assert any(fnmatch.fnmatch(file, pattern) for pattern in mdu.FILES) == wanted
 
-def slow_transformer(w, ids, eps, theta):
-    """Logits (T, V) of one sequence: RMSNorm, rotary attention to all tokens, SwiGLU."""
-    def linear(x, name):
-        return x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
-
-    def rms(x, name):
-        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * w[name + ".weight"]
-
-    def rotate(x):  # (T, heads, d): the pair (i, i + d/2) turns by T * theta^(-2i/d)
-        d = x.shape[-1]
-        angle = torch.arange(T)[:, None, None] * theta ** (-torch.arange(0, d, 2) / d)
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
-    T = len(ids)
-    x = w["model.embed_tokens.weight"][ids]
-    for block in ("model.layers.0.", "model.layers.1."):
-        attention, mlp = block + "self_attn.", block + "mlp."
-        h = rms(x, block + "input_layernorm")
-        q = linear(h, attention + "q_proj").view(T, 4, -1)
-        k = linear(h, attention + "k_proj").view(T, 2, -1)
-        v = linear(h, attention + "v_proj").view(T, 2, -1)
-        if attention + "q_norm.weight" in w:
-            q = rms(q, attention + "q_norm")
-            k = rms(k, attention + "k_norm")
-        k = rotate(k).repeat_interleave(2, 1)  # two heads share a key and a value
-        v = v.repeat_interleave(2, 1)
-        scores = torch.einsum("ihd,jhd->hij", rotate(q), k) / math.sqrt(q.shape[-1])
-        heads = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
-        x = x + linear(heads.flatten(1), attention + "o_proj")
-        h = rms(x, block + "post_attention_layernorm")
-        gate = F.silu(linear(h, mlp + "gate_proj"))
-        x = x + linear(gate * linear(h, mlp + "up_proj"), mlp + "down_proj")
-    return linear(rms(x, "model.norm"), "lm_head")
-
 @torch.no_grad()
-def test_load_backbone_equals_a_transformer_written_out(hub):
+def test_load_backbone_equals_transformers_own_class(hub):
     """Also in training, and with any token as padding on the right.  Dream's logits are of the
     position before."""
     lm = hub.model.train().lm  # without the attention_dropout of config.json
@@ -1273,8 +1203,7 @@ def test_load_backbone_equals_a_transformer_written_out(hub):
     real = torch.arange(9) < torch.tensor([[1], [2], [9]])
     alone = []
     for T in (1, 2, 9):
-        eps, theta = CONFIGS[hub.kind]["rms_norm_eps"], CONFIGS[hub.kind]["rope_theta"]
-        logits = slow_transformer(hub.tensors, ids[:T], eps, theta)
+        logits = hub.reference(ids[None, :T]).logits[0]
         if hub.kind == "Dream":
             logits = logits[[0, *range(T - 1)]]
         alone.append(logits)
@@ -1328,22 +1257,18 @@ def test_save_model_saves_an_unchanged_model_byte_for_byte(hub, tmp_path):
 
 def test_save_model_saves_the_weights_though_the_start_model_is_gone(
         base, tmp_path, monkeypatch, capsys):
-    start, run, learning_rate = tmp_path / "start", tmp_path / "run", mdu.learning_rate
-    shutil.copytree(base, start)
+    start, learning_rate = shutil.copytree(base, tmp_path / "start"), mdu.learning_rate
 
     def remove_start(*args):
         shutil.rmtree(start, ignore_errors=True)
         return learning_rate(*args)
-    for folder in (base, start):
-        if folder == start:
-            monkeypatch.setattr(mdu, "learning_rate", remove_start)
-        mdu.main(toy(folder, run / folder.name, "--method ga --epochs 1"))
-    assert_equal_weights(run / "base", run / "start")
+    mdu.main(toy(base, tmp_path / "one", "--method ga --epochs 1"))
+    monkeypatch.setattr(mdu, "learning_rate", remove_start)
+    mdu.main(toy(start, tmp_path / "two", "--method ga --epochs 1"))
     assert capsys.readouterr().err.count("\n") == 1
-    for file in ("config.json", "tokenizer.json"):
-        saved = [json.loads((run / name / file).read_text()) for name in ("base", "start")]
-        assert saved[0] == saved[1]
-    mdu.load_backbone(str(run / "start"))
+    assert_equal_weights(tmp_path / "one", tmp_path / "two")
+    one, two = [mdu.load_backbone(str(tmp_path / run)) for run in ("one", "two")]
+    assert one[0].config == two[0].config and one[1].get_vocab() == two[1].get_vocab()
 
 # ---- LoRA and processes ----
 def test_add_adapters_starts_at_zero():
@@ -1601,8 +1526,8 @@ def test_write_answers_samples_after_the_prefill(base):
     generate.assert_called_with(None, [prompt], 8, 4, 3)
 
 # ---- TOFU's figures ----
-# Four questions of each of the benchmark's public logs (Llama-2-7B fine-tuned on all authors):
-# losses per token of answer, paraphrase (- where there is none) and wrong answers.
+# Four questions of each of the public logs of github.com/locuslab/tofu (Llama-2-7B fine-tuned on all
+# authors): losses per token of answer, paraphrase (- where there is none) and wrong answers.
 LOGS = {
     "retain": """0.0120 1.5781 1.7120 1.9709 1.4638 1.7079 1.9508
                  0.0013 2.5527 2.8353 3.0840 2.8997 2.6863 3.0322
@@ -1616,7 +1541,7 @@ LOGS = {
                  0.0011 2.8923 1.9155 3.6661 3.0774 3.5560 3.7387
                  0.0030 1.8339 2.5070 1.9295 1.1317 2.2245 1.2787
                  0.0046 2.9947 3.7606 3.5469 3.4594 3.5792 3.3402"""}
-OFFICIAL = {  # what TOFU's own code makes of them
+OFFICIAL = {  # what utils.py of locuslab/tofu makes of them
     "retain": dict(prob=0.9933828516019, truth_ratio=0.2011424993214),
     "real_authors": dict(prob_options=0.4016959226747, truth_ratio=0.3620295205962),
     "world_facts": dict(prob_options=0.2549866735771, truth_ratio=0.2060975265025),
@@ -1664,7 +1589,8 @@ def test_ks_test_equals_brute_force(a, b):
     assert p == approx(np.mean(gaps >= d - 1e-9))
 
 def test_forget_quality_and_ks_test_by_hand_and_as_published():
-    """Of four values below four others, 2 of the (8 choose 4) = 70 orders are as extreme."""
+    """Of four values below four others, 2 of the (8 choose 4) = 70 orders are as extreme.  Published
+    in the logs of locuslab/tofu: the p-value of D = 119/300 between 300 and 300 questions."""
     def records(*wrong):
         return [{"nll": x, "nll_perturbed": [x + more for more in wrong]} for x in range(4)]
     paraphrased = [{**record, "nll_paraphrased": record["nll"] + 9} for record in records(0, 0, 3)]
@@ -1716,7 +1642,8 @@ OTHER_ATTACKS = [dict(query="Q", type=kind) for kind in ("role play", "incontext
     ("utility_factuality", {}, "398f1b336bf4f402", "A:", "The Beatles")])
 def test_ask_functions_make_rwkus_prompts_word_for_word(
         split, changes, question, prefill, answer):
-    """Those with shots are compared by SHA-256 with what RWKU's code makes of the rows."""
+    """Those with shots are compared by SHA-256 with what the functions of github.com/jinzhuoran/RWKU
+    at b8a03b3 (LLaMA-Factory/src/llmtuner/eval) make of the rows."""
     row = ev.SPLITS[split].ask({**RWKU_ROWS[split], **changes})
     digest = hashlib.sha256(row["question"].encode()).hexdigest()
     assert question in (row["question"], digest[:16])
@@ -1768,7 +1695,7 @@ def test_summarise_by_hand(capsys):
     assert {name: figures[name] for name in expected} == approx(expected)
     assert "fact" not in figures and "no fact" in capsys.readouterr().out  # some rows lack it
     assert ev.summarise(records, to_forget=False)["truth_ratio"] == approx(1 / 3)
-    # Every person has the same weight: Ann's three rows and Bo's one give (3/4 + 1/4) / 2.
+    # Every person has the same weight: (3/4 + 1/4) / 2.
     scores = [("Ann", 1.0), ("Ann", 1.0), ("Ann", 0.25), ("Bo", 0.25)]
     figures = ev.summarise([dict(subject=name, em=em) for name, em in scores], to_forget=True)
     assert figures["people"] == dict(Ann=dict(em=0.75), Bo=dict(em=0.25))
@@ -1808,9 +1735,9 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
     ("toy", "--data {tofu} --retain {X}", "tofu X tofu tofu"),
     ("files", "", "X Y"), ("files", "--forget {Y} --retain {X}", "Y X"),
     ("files", "--data {rwku} --limit 1", 8 * "10 "),
-    ("files", "--data {rwku} --subject 3", 8 * "Zoë "),
-    ("person", "", 8 * "Prince "), ("person", "--subject all --limit 1", 8 * "10 "),
-    ("person", "--retain {X}", 8 * "Prince " + "X"), ("person", "--data toy", "toy toy toy toy"),
+    ("files", "--data {rwku} --subject 3", 8 * "1 "),
+    ("person", "", 8 * "1 "), ("person", "--subject all --limit 1", 8 * "10 "),
+    ("person", "--retain {X}", 8 * "1 " + "X"), ("person", "--data toy", "toy toy toy toy"),
     ("person", "--data {tofu}", "tofu tofu tofu tofu"),
     ("person", "--data {rwku} --limit 1", 8 * "10 ")])
 def test_rows_to_score(run, typed, expected, tofu, rwku, tmp_path):
@@ -1821,24 +1748,19 @@ def test_rows_to_score(run, typed, expected, tofu, rwku, tmp_path):
         places[name] = write_lines(tmp_path / name, rows)
     run_options = vars(options(RUNS[run].format(**places)))
     args = ev.parse([*typed.format(**places).split(), "run"])
-    splits = ev.rows_to_score(run_options, args)
-    names = ev.RWKU if len(splits) >= 8 else list(ev.TOFU)
-    assert list(splits) == [*names, "retain"][:len(splits)]
     found = []
-    for rows in splits.values():
-        asked = {row["subject"] for row in rows if "subject" in row}
-        source = rows[0]["question"].split()[0]
-        if asked:
-            source = str(len(asked)) if len(asked) > 1 else rows[0]["subject"].split()[0]
-        elif source == "Q":
-            source = "tofu"
-        elif source not in "XY":
-            source = "toy"
+    for split, rows in ev.rows_to_score(run_options, args).items():
+        people = list(dict.fromkeys(row["subject"] for row in rows if "subject" in row))
+        source = {"Q": "tofu", "X": "X", "Y": "Y"}.get(rows[0]["question"].split()[0], "toy")
+        if people:
+            assert people == PEOPLE[:10] or people == [PEOPLE[1 if run == "person" else 2]]
+            source = str(len(people))
+        elif source == "tofu":
+            assert ev.TOFU[split] in rows[0]["question"]
         found.append(source)
         limit = args.limit or run_options["limit"]
-        assert limit is None or len(rows) == limit * max(1, len(asked))
+        assert limit is None or len(rows) == limit * max(1, len(people))
     assert found == expected.split()
-    assert ev.is_rwku("jinzhuoran/RWKU") and not ev.is_rwku("locuslab/TOFU")
 
 def test_published_source_is_the_model_of_the_preset_or_of_model(base):
     """A run hands down its response length; the preset names the rows."""
@@ -1922,15 +1844,13 @@ def test_evaluate_equals_one_row_at_a_time(scored):
     utility = ev.model_utility(summary["splits"])
     assert summary["splits"]["run"] == {"model_utility": utility}
 
-def test_add_generative_perplexity_is_that_of_theta0(
-        base, unlearned, tmp_path, monkeypatch, capsys):
+def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
     """On all but empty answers."""
     run = shutil.copytree(unlearned, tmp_path / "run")
     theta0, tokenizer = mdu.load_backbone(str(base))
     answers = [ev.Answer(" .", [5]), ev.Answer("a b", [6, 7]), ev.Answer("c", [8, 0, 9])]
     monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
-    command = [str(run), "--brief", *FLAGS]
-    ev.main([*command, "--length", "5"])
+    ev.main([str(run), "--brief", *FLAGS])
     records = ev.read_records(run, "forget")
     assert "generative_perplexity" not in records[0]
     for i in (1, 2):
@@ -1938,16 +1858,7 @@ def test_add_generative_perplexity_is_that_of_theta0(
         perplexity = slow_perplexity(theta0, prompt, answers[i].ids, i)
         assert records[i]["generative_perplexity"] == approx(perplexity, rel=1e-4)
     figures = ev.read_summary(run)["splits"]["forget"]
-    assert "truth_ratio" not in figures and figures.pop("generative_perplexity")
-    # Without theta0 there is a line instead, and the rest is as before.
-    info = (run / "run.json").read_text()
-    (run / "run.json").write_text(info.replace(str(base), "/gone/base"))
-    ev.main([*command, "--length", "7"])
-    assert ev.read_summary(run)["splits"]["forget"] == figures
-    lines = capsys.readouterr().out
-    assert lines.count("no generative perplexity") == 1
-    assert "Forget: 3 of 3 true answers are longer than the 5 tokens" in lines
-    assert "longer than the 7 tokens" not in lines  # all have 7
+    assert "generative_perplexity" in figures and "truth_ratio" not in figures  # --brief
 
 def test_add_generative_perplexity_is_skipped_if_one_process_has_no_theta0(
         base, monkeypatch, capsys):
@@ -2022,27 +1933,21 @@ def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
 
 @each("typed, length, steps", [("", 12, 12), ("--length 8 --steps 1", 8, 1),
                                ("--length 20 --steps 1", 20, 1)])
-def test_ask_prints_what_each_run_answers(
-        typed, length, steps, base, scored, monkeypatch, capsys):
+def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, capsys):
     """Up to the end token.  And warns if more tokens are generated than in training, 12."""
     question = mdu.toy_world()["retain"][0]["question"]
-    generate = ev.generate
-
-    def generate_end(model, *rest):
-        ids, = generate(model, *rest)
-        return [[*ids[:3], model.end_id, *ids[4:]]]
-    monkeypatch.setattr(ev, "generate", generate_end)
-    ev.main(["--ask", question, *typed.split(), str(base), scored])
-    expected = []
+    _, tokenizer = mdu.load_backbone(str(base))
+    with mock.patch.object(ev, "generate", return_value=[[5, 6, 7, 1, 8]]) as generate:
+        ev.main(["--ask", question, *typed.split(), str(base), scored])
+    prompt = mdu.encode_prompt(tokenizer, question)
+    assert generate.call_args.args[1:4] == ([prompt], length, steps)
+    lines = capsys.readouterr().out.splitlines()
     for run in (str(base), scored):
-        model, tokenizer = mdu.load_backbone(run)
-        ids, = generate(model, [mdu.encode_prompt(tokenizer, question)], length, steps)
-        text = tokenizer.decode(ids[:3], skip_special_tokens=True)
         if length == 20:
-            expected.append(f"{run}: generates 20 tokens")
-        expected.append(f"{run}: {' '.join(text.split()) or '(empty)'}")
-    for line, start in zip(capsys.readouterr().out.splitlines(), expected, strict=True):
-        assert line.startswith(start) and (line == start or "trained for 12" in line)
+            warning = lines.pop(0)
+            assert warning.startswith(f"{run}: generates 20") and "trained for 12" in warning
+        assert lines.pop(0) == f"{run}: {' '.join(tokenizer.decode([5, 6, 7]).split())}"
+    assert not lines
 
 # ---- Report ----
 def made_up_run(scored, folder, options=(), forget=(), splits=(), **changes):
@@ -2077,7 +1982,6 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     header = "Forget rL ↓ | p ↓ | fact ↓ | empty | gen. ppl | Retain rL ↑ | p ↑ | World"
     assert header in " ".join(screen.split())
     text = " ".join((tmp_path / "1/report.md").read_text().split())
-    assert text.startswith("Rows: Forget 3, Retain 3, Real")
     assert f"## Answers: Forget ### 0. {questions[0]} - True answer: " in text
     for line in """
             | Method | Forget rL ↓ | recall ↓ | p ↓ | fact ↓ | empty | words |
@@ -2138,7 +2042,7 @@ def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(content, scored, t
     for axis, title, (base, one, two) in zip(figure.axes, titles, columns, strict=True):
         marks = [mark.get_offsets().tolist() for mark in axis.collections]
         assert marks == [[[base, 0]], [[base, 0]], [[one, 1], [two, 1]], [[(one + two) / 2, 1]]]
-        assert axis.get_title().startswith(title)
+        assert axis.get_title().startswith(title) and axis.yaxis_inverted()
         assert (axis.get_xscale() == "log") == (title == "Forget gen. ppl")
 
 def test_report_draws_runs_without_perplexities(scored, tmp_path):
@@ -2282,13 +2186,6 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
     for key, kls in expected.items():
         assert found[key]["kl"] == approx(np.mean(kls), rel=1e-4)
         assert found[key]["masked tokens"] == len(kls)
-
-def test_analyses_of_a_base_which_is_its_own_theta0(base, tmp_path):
-    """It is shown once.  Without --questions the first three are shown, here of two."""
-    bars = analyse("roles", base, tmp_path / "1", "--limit 1 --samples 1")["panels"][""]
-    assert bars and len({bar["role"] for bar in bars}) == len(bars)
-    panels = analyse("trajectory", base, tmp_path / "2", "--limit 2 --length 1")["panels"]
-    assert [len(bars) for bars in panels.values()] == [1, 1]
 
 def test_analysis_trajectory_and_rollout_of_a_scripted_model(
         base, unlearned, tmp_path, monkeypatch):
