@@ -1526,8 +1526,8 @@ def test_write_answers_samples_after_the_prefill(base):
     generate.assert_called_with(None, [prompt], 8, 4, 3)
 
 # ---- TOFU's figures ----
-# Four questions of each of the public logs of github.com/locuslab/tofu (Llama-2-7B fine-tuned on all
-# authors): losses per token of answer, paraphrase (- where there is none) and wrong answers.
+# Four questions of each of the public logs of github.com/locuslab/tofu (Llama-2-7B fine-tuned on
+# all authors): losses per token of answer, paraphrase (- where there is none) and wrong answers.
 LOGS = {
     "retain": """0.0120 1.5781 1.7120 1.9709 1.4638 1.7079 1.9508
                  0.0013 2.5527 2.8353 3.0840 2.8997 2.6863 3.0322
@@ -1589,8 +1589,8 @@ def test_ks_test_equals_brute_force(a, b):
     assert p == approx(np.mean(gaps >= d - 1e-9))
 
 def test_forget_quality_and_ks_test_by_hand_and_as_published():
-    """Of four values below four others, 2 of the (8 choose 4) = 70 orders are as extreme.  Published
-    in the logs of locuslab/tofu: the p-value of D = 119/300 between 300 and 300 questions."""
+    """Of four values below four others, 2 of the (8 choose 4) = 70 orders are as extreme.  In the
+    public logs of locuslab/tofu is the p-value of D = 119/300 between 300 and 300 questions."""
     def records(*wrong):
         return [{"nll": x, "nll_perturbed": [x + more for more in wrong]} for x in range(4)]
     paraphrased = [{**record, "nll_paraphrased": record["nll"] + 9} for record in records(0, 0, 3)]
@@ -1642,8 +1642,8 @@ OTHER_ATTACKS = [dict(query="Q", type=kind) for kind in ("role play", "incontext
     ("utility_factuality", {}, "398f1b336bf4f402", "A:", "The Beatles")])
 def test_ask_functions_make_rwkus_prompts_word_for_word(
         split, changes, question, prefill, answer):
-    """Those with shots are compared by SHA-256 with what the functions of github.com/jinzhuoran/RWKU
-    at b8a03b3 (LLaMA-Factory/src/llmtuner/eval) make of the rows."""
+    """Those with shots are compared by SHA-256 with what github.com/jinzhuoran/RWKU at b8a03b3
+    (LLaMA-Factory/src/llmtuner/eval) makes of the rows."""
     row = ev.SPLITS[split].ask({**RWKU_ROWS[split], **changes})
     digest = hashlib.sha256(row["question"].encode()).hexdigest()
     assert question in (row["question"], digest[:16])
