@@ -710,6 +710,30 @@ def test_draw_example_hides_prompts_of_answers_without_padding():
     assert any(PAD in row.answer for row in kept)
 
 # ---- One step ----
+def test_still_written_by_hand():
+    """Each prompt is its row's number.  Decoded is the row's script, from its last position on."""
+    script = [[5, 5, 4, 7], [9, 6, 2], [7, 8], [6, 5, 6]]
+    answers = [[4, 5, 6, 9], [9, 6, 3], [4, 6], [6, 6, 3]]
+    expected = [[1, 1, 0, 0],  # 4 has moved, 5 is written twice, 6 is forgotten
+                [0, 1, 0],  # 9 is written, but no word
+                [0, 0],  # nothing is left
+                [1, 1, 0]]  # a word that the answer has twice
+
+    def logits(ids):
+        found = torch.zeros(*ids.shape, 11)
+        for b, tokens in enumerate(script):
+            for i, token in enumerate(tokens, 1):
+                found[b, i, token] = 5 + i
+        return found
+
+    pairs = [([b], answer) for b, answer in enumerate(answers)]
+    batch = mdu.Batch(*mdu.collate(pairs, PAD), None, None, None)
+    model = FakeModel(script=logits)
+    written = mdu.still_written(model, batch)
+    assert [row[r].int().tolist() for row, r in zip(written, batch.response)] == expected
+    still_masked = [(ids == MASK).sum(1).tolist() for ids in model.seen]
+    assert still_masked == [[4, 3, 2, 3], [3, 2, 1, 2], [2, 1, 0, 1], [1, 0, 0, 0]]
+
 @each("by_entropy", [False, True])
 @each("size", [1, 3, 20])
 def test_still_written_equals_a_slow_loop(by_entropy, size):
