@@ -710,6 +710,30 @@ def test_draw_example_hides_prompts_of_answers_without_padding():
     assert any(PAD in row.answer for row in kept)
 
 # ---- One step ----
+def test_still_written_by_hand():
+    """Each prompt is its row's number.  Decoded is the row's script, from its last position on."""
+    script = [[5, 5, 4, 7], [9, 6, 2], [7, 8], [6, 5, 6]]
+    answers = [[4, 5, 6, 9], [9, 6, 3], [4, 6], [6, 6, 3]]
+    expected = [[1, 1, 0, 0],  # 4 has moved, 5 is written twice, 6 is forgotten
+                [0, 1, 0],  # 9 is written, but no word
+                [0, 0],  # nothing is left
+                [1, 1, 0]]  # a word that the answer has twice
+
+    def logits(ids):
+        found = torch.zeros(*ids.shape, 11)
+        for b, tokens in enumerate(script):
+            for i, token in enumerate(tokens, 1):
+                found[b, i, token] = 5 + i
+        return found
+
+    pairs = [([b], answer) for b, answer in enumerate(answers)]
+    batch = mdu.Batch(*mdu.collate(pairs, PAD), None, None, None)
+    model = FakeModel(script=logits)
+    written = mdu.still_written(model, batch)
+    assert [row[r].int().tolist() for row, r in zip(written, batch.response)] == expected
+    still_masked = [(ids == MASK).sum(1).tolist() for ids in model.seen]
+    assert still_masked == [[4, 3, 2, 3], [3, 2, 1, 2], [2, 1, 0, 1], [1, 0, 0, 0]]
+
 @each("by_entropy", [False, True])
 @each("size", [1, 3, 20])
 def test_still_written_equals_a_slow_loop(by_entropy, size):
@@ -1476,11 +1500,11 @@ def test_batches_have_few_enough_sequences_and_logits(monkeypatch):
 
 @each("n", [1, 2, 3, 4])
 def test_draw_masks_has_the_distribution_of_eq_7(n):
-    masks = ev.draw_masks(n, 40000, [8, n])
+    masks = ev.draw_masks(n, 10000, [8, n])
     assert masks.any(1).all()
     for subset, chance in zip(*all_masks(n)):
         share = (masks == subset).all(1).double().mean().item()
-        assert share == approx(chance, abs=5 * math.sqrt(chance * (1 - chance) / 40000))
+        assert share == approx(chance, abs=5 * math.sqrt(chance * (1 - chance) / 10000))
 
 def test_draw_masks_of_one_seed_are_alike_for_short_and_long_answers():
     """Of twice as many tokens twice as many are masked, or one less."""
@@ -1526,8 +1550,8 @@ def test_write_answers_samples_after_the_prefill(base):
     generate.assert_called_with(None, [prompt], 8, 4, 3)
 
 # ---- TOFU's figures ----
-# Four questions of each of the public logs of github.com/locuslab/tofu (Llama-2-7B fine-tuned on all
-# authors): losses per token of answer, paraphrase (- where there is none) and wrong answers.
+# Four questions of each of the public logs of github.com/locuslab/tofu (Llama-2-7B fine-tuned on
+# all authors): losses per token of answer, paraphrase (- where there is none) and wrong answers.
 LOGS = {
     "retain": """0.0120 1.5781 1.7120 1.9709 1.4638 1.7079 1.9508
                  0.0013 2.5527 2.8353 3.0840 2.8997 2.6863 3.0322
@@ -1589,8 +1613,8 @@ def test_ks_test_equals_brute_force(a, b):
     assert p == approx(np.mean(gaps >= d - 1e-9))
 
 def test_forget_quality_and_ks_test_by_hand_and_as_published():
-    """Of four values below four others, 2 of the (8 choose 4) = 70 orders are as extreme.  Published
-    in the logs of locuslab/tofu: the p-value of D = 119/300 between 300 and 300 questions."""
+    """Of four values below four others, 2 of the (8 choose 4) = 70 orders are as extreme.  In the
+    public logs of locuslab/tofu is the p-value of D = 119/300 between 300 and 300 questions."""
     def records(*wrong):
         return [{"nll": x, "nll_perturbed": [x + more for more in wrong]} for x in range(4)]
     paraphrased = [{**record, "nll_paraphrased": record["nll"] + 9} for record in records(0, 0, 3)]
@@ -1642,8 +1666,8 @@ OTHER_ATTACKS = [dict(query="Q", type=kind) for kind in ("role play", "incontext
     ("utility_factuality", {}, "398f1b336bf4f402", "A:", "The Beatles")])
 def test_ask_functions_make_rwkus_prompts_word_for_word(
         split, changes, question, prefill, answer):
-    """Those with shots are compared by SHA-256 with what the functions of github.com/jinzhuoran/RWKU
-    at b8a03b3 (LLaMA-Factory/src/llmtuner/eval) make of the rows."""
+    """Those with shots are compared by SHA-256 with what github.com/jinzhuoran/RWKU at b8a03b3
+    (LLaMA-Factory/src/llmtuner/eval) makes of the rows."""
     row = ev.SPLITS[split].ask({**RWKU_ROWS[split], **changes})
     digest = hashlib.sha256(row["question"].encode()).hexdigest()
     assert question in (row["question"], digest[:16])
@@ -2254,6 +2278,7 @@ BROKEN = {  # a checkpoint: (its kind, changes to config.json, words of the line
     "causal": ("llama", {"is_causal": None}, "causal bidirectional"),
     "mask": ("llama", {"mask_token_id": None}, "mask_token_id"),
     "more": ("llada", {"n_layers": 1}, "unexpected layers.1"),
+    "beyond": ("llada", {"mask_token_id": 999}, "mask_token_id"),
     "twice": ("llama", {}, "twice chat template"), "loop": ("llama", {}, "no attribute"),
     "pickle": ("llada", {}, "safetensors"), "end": ("a2d-llama", {}, "end-of-turn")}
 ANCHORS = {  # a checkpoint that differs from good-model: (its kind, changes to config.json)
