@@ -1217,6 +1217,51 @@ def test_find_model_downloads_no_pickle_and_the_revision_that_is_asked_for(
                          ("merges.txt", True), ("pytorch_model.bin", False), ("x.pt", False)):
         assert any(fnmatch.fnmatch(file, pattern) for pattern in mdu.FILES) == wanted
 
+def slow_transformer(w, ids, eps, theta):
+    """Logits (T, V) of one sequence: RMSNorm, rotary attention to all tokens, SwiGLU."""
+    def linear(x, name):
+        return x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
+
+    def rms(x, name):
+        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * w[name + ".weight"]
+
+    def rotate(x):  # (T, heads, d): the pair (i, i + d/2) turns by T * theta^(-2i/d)
+        d = x.shape[-1]
+        angle = torch.arange(T)[:, None, None] * theta ** (-torch.arange(0, d, 2) / d)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+    T = len(ids)
+    x = w["model.embed_tokens.weight"][ids]
+    for block in ("model.layers.0.", "model.layers.1."):
+        attention, mlp = block + "self_attn.", block + "mlp."
+        h = rms(x, block + "input_layernorm")
+        q = linear(h, attention + "q_proj").view(T, 4, -1)
+        k = linear(h, attention + "k_proj").view(T, 2, -1)
+        v = linear(h, attention + "v_proj").view(T, 2, -1)
+        if attention + "q_norm.weight" in w:
+            q = rms(q, attention + "q_norm")
+            k = rms(k, attention + "k_norm")
+        k = rotate(k).repeat_interleave(2, 1)  # two heads share a key and a value
+        v = v.repeat_interleave(2, 1)
+        scores = torch.einsum("ihd,jhd->hij", rotate(q), k) / math.sqrt(q.shape[-1])
+        heads = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
+        x = x + linear(heads.flatten(1), attention + "o_proj")
+        h = rms(x, block + "post_attention_layernorm")
+        gate = F.silu(linear(h, mlp + "gate_proj"))
+        x = x + linear(gate * linear(h, mlp + "up_proj"), mlp + "down_proj")
+    return linear(rms(x, "model.norm"), "lm_head")
+
+@torch.no_grad()
+def test_load_backbone_equals_a_transformer_written_out(hub):
+    tensors = hub.reference.state_dict()
+    ids = torch.arange(9) * 37 % 264
+    eps, theta = CONFIGS[hub.kind]["rms_norm_eps"], CONFIGS[hub.kind]["rope_theta"]
+    logits = slow_transformer(tensors, ids, eps, theta)
+    if hub.kind == "Dream":
+        logits = logits[[0, *range(8)]]
+    everywhere = torch.ones(1, 9, dtype=torch.bool)
+    assert_close(hub.model(ids[None], everywhere, everywhere), logits, 2e-5)
+
 @torch.no_grad()
 def test_load_backbone_equals_transformers_own_class(hub):
     """Also in training, and with any token as padding on the right.  Dream's logits are of the
