@@ -3,9 +3,10 @@ PYTHON := .venv/bin/python
 SEED := 1
 OUT := out/demo
 SCORE := --brief --samples 32
-DEMO := ga gd npo simnpo wga dpo mdu-tau0 mdu-tau0.5 mdu-tau1
-FINETUNED := finetune default npo dpo setting-2 question-masked setting-1 original
-RELEARNED := npo dpo setting-2 question-masked setting-1 original
+BASELINES := ga gd npo simnpo wga dpo
+DEMO := $(BASELINES) mdu-tau0 mdu-tau0.5 mdu-tau1
+FINETUNED := finetune default $(BASELINES) setting-2 question-masked setting-1 original
+RELEARNED := npo simnpo wga dpo setting-2 question-masked setting-1 original
 export CUDA_VISIBLE_DEVICES :=
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## /make \1\t/p' Makefile
@@ -36,8 +37,7 @@ finetuned-%:
 	$$train --method sft --retain-only --prompt-dropout 0.5 --epochs 340 --out $$out/original; \
 	$$train --method sft --model $$out/original --prompt-dropout 0.5 --epochs 170 --out $$out/finetune; \
 	$$unlearn --out $$out/default; \
-	$$unlearn --method npo --out $$out/npo; \
-	$$unlearn --method dpo --out $$out/dpo; \
+	for method in $(BASELINES); do $$unlearn --method $$method --out $$out/$$method; done; \
 	$$unlearn --states written --anchor current --tau 0.5 --out $$out/setting-2; \
 	$$unlearn --anchor $$out/original --out $$out/question-masked; \
 	$$unlearn --anchor $$out/original --anchor-prompt shown --out $$out/setting-1; \

@@ -1091,6 +1091,15 @@ def test_parse_makes_paths_absolute(tmp_path, monkeypatch):
     assert [getattr(args, name) for name in names] == [f"{tmp_path}/{name}" for name in names]
     assert options("--model a/b --anchor c/d").anchor == "c/d"
 
+def test_help_explains_every_option(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    for main in (mdu.main, ev.main):
+        with pytest.raises(SystemExit):
+            main(["--help"])
+        screen = capsys.readouterr().out.split("defaults:")[0]
+        explained = re.findall(r"(?m)^  (-.*(?:\n {20}.*)*)", screen)
+        assert len(explained) > 10 and all(re.search(r"\s{2}\S", text) for text in explained)
+
 RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put before it
     "def dpo_loss(": "def kto_loss(nll, nll_ref, kappa):\n"
                      "    return kappa * (nll_ref - nll)\n\n\n",
@@ -1280,7 +1289,8 @@ def test_load_backbone_equals_transformers_own_class(hub):
     positions = torch.arange(9)[None] % 3 == 0
     assert_close(hub.model(ids[None], ids[None] >= 0, positions), alone[-1][::3], 2e-5)
 
-@each("padded, unpadded", itertools.product([False, True], repeat=2))
+@each("padded", [False, True])
+@each("unpadded", [False, True])
 def test_sees_later_tokens_with_and_without_padding(padded, unpadded):
     model = FakeModel()
 
@@ -1955,6 +1965,7 @@ def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
         code, err = program([scored_copy, *FLAGS], capsys, ev.main)
     assert code == 2 and "too large" in err and before.items() <= read_all(folder).items()
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
+    assert re.search(r"Forget \| rL \d\.", capsys.readouterr().out)
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
     assert read_all(folder).keys() == before.keys() - {folder / "utility_general.jsonl"}
 
