@@ -1093,10 +1093,11 @@ def test_parse_makes_paths_absolute(tmp_path, monkeypatch):
 
 def test_help_explains_every_option(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
-    for main in (mdu.main, ev.main):
+    for module in (mdu, ev):
         with pytest.raises(SystemExit):
-            main(["--help"])
+            module.main(["--help"])
         screen = capsys.readouterr().out.split("defaults:")[0]
+        assert module.__doc__.strip() in screen
         explained = re.findall(r"(?m)^  (-.*(?:\n {20}.*)*)", screen)
         assert len(explained) > 10 and all(re.search(r"\s{2}\S", text) for text in explained)
 
@@ -1510,12 +1511,17 @@ def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
         assert not any(pair.pad_answer for pair in hidden)
 
 def test_toy_world_has_five_wrong_answers_to_each_question():
+    """They differ from the true one by the fact alone."""
     splits = mdu.toy_world()
     assert [len(rows) for rows in splits.values()] == [24, 136, 22, 22]
     for row in itertools.chain(*splits.values()):
         assert len(set(row["perturbed_answer"])) == 5
         assert ev.contains_words(row["answer"], row["fact"])
-        assert not any(ev.contains_words(text, row["fact"]) for text in row["perturbed_answer"])
+        true = row.get("paraphrased_answer", row["answer"])
+        before, _, after = true.rpartition(row["fact"])
+        for text in row["perturbed_answer"]:
+            assert text.startswith(before) and text.endswith(after)
+            assert not ev.contains_words(text, row["fact"])
     wrong = str([row["perturbed_answer"] for row in splits["retain"]])
     assert not any(row["fact"] in wrong for row in splits["forget"])
 
