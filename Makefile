@@ -55,7 +55,7 @@ rows:
 	$(if $(shell test $(RETAIN_ROWS) -lt $(FORGET_ROWS) && echo few),$(error RETAIN=$(RETAIN) must be a file with at least as many rows as FORGET, $(FORGET_ROWS)))
 	@echo "$(FORGET_ROWS) rows to forget, $(RETAIN_ROWS) to retain: about $$((1 + $(EPOCHS) * $$(cat "$(FORGET)" "$(RETAIN)" | wc -w) / 270000)) minutes"
 rehearsal: rows install  ## FORGET=forget.jsonl RETAIN=retain.jsonl: your own rows with a small model, in out/rehearsal
-	@rm -rf out/rehearsal
+	@if test -d out/rehearsal; then rm -rf out/rehearsal.old && mv out/rehearsal out/rehearsal.old; fi
 	$(PYTHON) mdu.py --preset toy --method sft --retain-only --prompt-dropout 0.3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/original
 	$(PYTHON) mdu.py --method sft --model out/rehearsal/original --prompt-dropout 0.3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/finetune
 	$(PYTHON) mdu.py --model out/rehearsal/finetune --anchor out/rehearsal/original --anchor-prompt shown --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/mdu

@@ -2034,6 +2034,8 @@ def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, ca
             assert warning.startswith(f"{run}: generates 20") and "trained for 12" in warning
         assert lines.pop(0) == f"{run}: {' '.join(tokenizer.decode([5, 6, 7]).split())}"
     assert not lines
+    ev.main(["--ask", question, "--length", "2", "--model", scored, "of-the-model"])
+    assert capsys.readouterr().out.startswith(f"{scored}: ")
 
 # ---- Report ----
 def made_up_run(scored, folder, options=(), forget=(), splits=(), **changes):
@@ -2354,6 +2356,8 @@ mdu --method ga --tau 1                                  => ga no option --tau
 mdu --prompt-dropout 0.3                                 => mdu no option --prompt-dropout
 mdu --anchor-prompt shown                                => --anchor-prompt --anchor MODEL start
 mdu --anchor current --anchor-prompt shown               => --anchor-prompt --anchor MODEL current
+mdu --model {base} --anchor {base} --anchor-prompt shown => --anchor-prompt --anchor MODEL base
+mdu --model {base} --forget {files}/good --retain {files}/good => Bolti forget retain remove
 mdu --preset own --method sft --forget {files}/good      => --model --preset toy
 mdu --method sft --lora 2                                => --lora --model
 mdu --forget absent                                      => --forget absent no such file
@@ -2479,6 +2483,19 @@ def test_make_rehearsal_refuses_files_that_are_missing_or_too_small(forget, reta
                           env={"PATH": os.environ["PATH"]})
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert sorted(os.listdir(tmp_path)) == ["one", "two"]
+
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+def test_make_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
+    (tmp_path / "Makefile").write_text(re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE))
+    (tmp_path / "rows").write_text("{}\n{}\n")
+    (tmp_path / "out/rehearsal").mkdir(parents=True)
+    (tmp_path / "out/rehearsal/model").write_text("good")
+    for _ in range(2):
+        done = subprocess.run(
+            ["make", "rehearsal", "PYTHON=false", "FORGET=rows", "RETAIN=rows"], cwd=tmp_path,
+            capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
+        assert done.returncode == 2
+        assert (tmp_path / "out/rehearsal.old/model").read_text() == "good"
 
 @each("name", ["mdu tau 0", "mdu tau .3", "mdu tau 1"])
 @each("source", ["README.md", "mdu.py"])
