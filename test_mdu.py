@@ -2132,6 +2132,8 @@ def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(content, scored, t
         assert marks == [[[base, 0]], [[base, 0]], [[one, 1], [two, 1]], [[(one + two) / 2, 1]]]
         assert axis.get_title().startswith(title) and axis.yaxis_inverted()
         assert (axis.get_xscale() == "log") == (title == "Forget gen. ppl")
+        low, high = axis.get_xlim()
+        assert (low < 0 and high > 1) == (title != "Forget gen. ppl")  # shares: from 0 to 1
 
 def test_report_draws_runs_without_perplexities(scored, tmp_path):
     """As where all answers are empty."""
