@@ -352,7 +352,8 @@ def rwku(tmp_path_factory):
     people = [{"target": name, "intro": f"{name} is known."} for name in PEOPLE]
     texts, pairs, probes = [], [], {}
     for name, i in itertools.product(PEOPLE[:3], range(4)):
-        row = {"subject": name, "intro": f"{name} is known.", "text": f"{name} wrote book {i}."}
+        intro = None if i == 2 else f"{name} is known."
+        row = {"subject": name, "intro": intro, "text": f"{name} wrote book {i}."}
         texts.append(row)
         pairs.append({**row, "response": [f"Made up {len(pairs)}.", row["text"]]})
     for config, row in RWKU_ROWS.items():
@@ -1171,9 +1172,11 @@ def test_read_person_reads_biographies_and_for_dpo_fabricated_ones(subject, firs
     splits = mdu.load_data(args)
     name = PEOPLE[first // 4]
     assert args.subject == name and name.lower().replace(" ", "-") in args.out.split("/")
-    question = f"{name} is known. Please write a short biography of {name}."
     assert splits["retain"] == [] and len(splits["forget"]) == 3
     for i, row in enumerate(splits["forget"]):
+        question = f"{name} is known. Please write a short biography of {name}."
+        if i == 2:  # without an introduction
+            question = f"Please write a short biography of {name}."
         made_up = [f"Made up {first + i}."] if method == "dpo" else []
         assert row == {"question": question, "answer": f"{name} wrote book {i}.",
                        "perturbed_answer": made_up}
