@@ -24,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.update({"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""})
 import matplotlib.figure
 import numpy as np
 import pytest
@@ -44,8 +44,9 @@ each = pytest.mark.parametrize
 # ======== Shared ========
 # ---- Programs, files, tensors ----
 @pytest.fixture(autouse=True)
-def process_group():
-    mdu.join_processes()  # before each test, because a program that ends in a test leaves the group
+def before_each_test(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a run in out/, beside this file, would be found
+    mdu.join_processes()  # a program that ends in a test leaves the group
 
 def options(typed="", *more):
     return mdu.parse([*typed.split(), *more])
@@ -126,11 +127,11 @@ WORDS = torch.arange(64) != 9  # token 9 is no word
 class FakeModel(torch.nn.Module):
     """11 tokens, float64 logits (B, T, 11) that depend on all tokens and their order, or those
     that a script, a function of ids, returns.  boost: of the mask token."""
-    mask_id, pad_id, end_id, shift, folder, is_word = MASK, PAD, 1, False, None, WORDS
+    mask_id, pad_id, end_id, folder, is_word = MASK, PAD, 1, None, WORDS
 
     def __init__(self, boost=-50.0, by_entropy=False, script=None):
         super().__init__()
-        config = SimpleNamespace(vocab_size=11, max_position_embeddings=32, hidden_size=8)
+        config = SimpleNamespace(vocab_size=11, hidden_size=8)
         self.lm = SimpleNamespace(config=config)
         self.table = torch.randn(11, 11, generator=torch.Generator().manual_seed(6)).double()
         self.boost = boost
@@ -583,11 +584,10 @@ def test_loss_of_16_bit_logits_is_computed_in_float32(name, dtype):
 @each("gap", [1e6, -1e6])
 def test_loss_stays_finite_at_extreme_arguments(name, gap):
     arguments = to_dtype(loss_arguments(name), torch.float32)
-    trained = set(TRAINED) & set(arguments)
-    for argument in trained:
-        arguments[argument].data[..., 0] += gap
+    trained = [argument for argument in TRAINED if argument in arguments]
+    arguments[trained[0]].data[..., 0] += gap  # of one: in dpo's difference two would cancel
     loss, grads = evaluate(LOSSES[name][0], arguments)
-    assert loss.isfinite().all() and all(grads[name].isfinite().all() for name in trained)
+    assert loss.isfinite().all() and all(grads[argument].isfinite().all() for argument in trained)
 
 ONE, TWO = torch.tensor([[False, True]]), torch.tensor([[True, True]])
 FIRST = torch.tensor([0, 0])
@@ -630,32 +630,6 @@ def draw(typed, steps):
         forget += drawn[0]
         retain += drawn[1]
     return forget, retain
-
-@each("method", ["mdu", "dpo"])
-def test_draw_step_depends_on_no_process_and_no_micro_batch(method, monkeypatch):
-    found = []
-    for processes, batch in ((1, "10"), (1, "2 --grad-accum 5"), (2, "10"), (5, "10")):
-        monkeypatch.setattr(mdu, "WORLD", processes)
-        rows = []
-        for rank in range(processes):
-            monkeypatch.setattr(mdu, "RANK", rank)
-            forget, retain = draw(f"--method {method} --batch-size {batch}", [2])
-            assert len(forget) == len(retain) == 10 / processes
-            rows += forget + retain
-        found.append(sorted(repr(row) for row in rows))
-    assert found == [found[0]] * 4
-    monkeypatch.setattr(mdu, "WORLD", 3)
-    with pytest.raises(mdu.BadInput, match="3 processes"):
-        mdu.check(options("--batch-size 10 --out absent/run"), mdu.toy_world())
-
-def test_draw_step_takes_every_row_once_in_a_pass_and_in_a_new_order():
-    forget, retain = draw("--batch-size 5", range(4))
-    train, _ = draw("--method sft --batch-size 5", range(4))
-    names = [row.prompt[0] for row in forget]
-    assert sorted(names[:10]) == sorted(names[10:]) == list(range(30, 40))
-    assert set(names[:5]) != set(names[10:15])
-    assert set(names[:5]) != {row.prompt[0] for row in train[:5]}
-    assert len({row.t for row in forget + retain + train}) == 60
 
 def test_draw_example_depends_on_the_seed():
     """The order of rows (here of their lengths), t, the masks and which prompts are hidden."""
@@ -709,6 +683,32 @@ def test_draw_example_hides_prompts_of_answers_without_padding():
     assert {repr(row) for row in kept} < {repr(row) for row in plain}
     assert {row.prompt[0] for row in kept} == set(range(30, 40))  # each draw has its own chance
     assert any(PAD in row.answer for row in kept)
+
+@each("method", ["mdu", "dpo"])
+def test_draw_step_depends_on_no_process_and_no_micro_batch(method, monkeypatch):
+    found = []
+    for processes, batch in ((1, "10"), (1, "2 --grad-accum 5"), (2, "10"), (5, "10")):
+        monkeypatch.setattr(mdu, "WORLD", processes)
+        rows = []
+        for rank in range(processes):
+            monkeypatch.setattr(mdu, "RANK", rank)
+            forget, retain = draw(f"--method {method} --batch-size {batch}", [2])
+            assert len(forget) == len(retain) == 10 / processes
+            rows += forget + retain
+        found.append(sorted(repr(row) for row in rows))
+    assert found == [found[0]] * 4
+    monkeypatch.setattr(mdu, "WORLD", 3)
+    with pytest.raises(mdu.BadInput, match="3 processes"):
+        mdu.check(options("--batch-size 10 --out absent/run"), mdu.toy_world())
+
+def test_draw_step_takes_every_row_once_in_a_pass_and_in_a_new_order():
+    forget, retain = draw("--batch-size 5", range(4))
+    train, _ = draw("--method sft --batch-size 5", range(4))
+    names = [row.prompt[0] for row in forget]
+    assert sorted(names[:10]) == sorted(names[10:]) == list(range(30, 40))
+    assert set(names[:5]) != set(names[10:15])
+    assert set(names[:5]) != {row.prompt[0] for row in train[:5]}
+    assert len({row.t for row in forget + retain + train}) == 60
 
 # ---- One step ----
 def test_still_written_by_hand():
@@ -906,17 +906,6 @@ def test_learning_rate_by_hand():
     assert cosine == approx([0.15, 0.1, 0.05, 0])
 
 # ---- The program and the models of a run ----
-def test_run_program_ends_the_group_and_shows_the_traceback_of_a_bug(base, tmp_path, capsys):
-    """A library's ValueError is no bad input."""
-    with mock.patch.object(mdu, "backward", side_effect=ValueError("a bug")):
-        with pytest.raises(SystemExit, match="1"):
-            mdu.run_program("mdu.py", lambda: mdu.main(toy(base, tmp_path / "run")))
-    err = capsys.readouterr().err
-    assert "Traceback" in err and "ValueError: a bug" in err
-    assert not mdu.dist.is_initialized()
-    mdu.join_processes()
-    assert program(["--tau", "2"], capsys)[0] == 2 and not mdu.dist.is_initialized()
-
 @contextlib.contextmanager
 def another_program(folder):
     """It trains or scores in the folder; BlockingIOError if we do."""
@@ -949,7 +938,7 @@ def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path
             yield
     with mock.patch.object(mdu, "locked", locked_when_the_other_has_ended):
         mdu.main(["--resume", str(run)])
-    assert list(read_all(run).values()) == list(read_all(unlearned).values())
+    assert sorted(read_all(run).values()) == sorted(read_all(unlearned).values())
 
 def test_main_leaves_a_folder_that_another_program_has_just_made(base, tmp_path, capsys):
     load_model, run = mdu.load_model, tmp_path / "run"
@@ -968,7 +957,7 @@ def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch, cap
         mdu.main([*command[2:], "--epochs", "0.2"])
         return mock.Mock(returncode=0)
     monkeypatch.setattr(mdu.subprocess, "run", lambda command, env: mock.Mock(returncode=3))
-    with pytest.raises(SystemExit, match="3"):
+    with pytest.raises(SystemExit, match="^3$"):
         mdu.main(["--out", f"{tmp_path}/run"])
     monkeypatch.setattr(mdu.subprocess, "run", train_base)
     mdu.main(["--epochs", "0.3", *"--seed 7 --dtype bfloat16 --out".split(), f"{tmp_path}/run"])
@@ -980,6 +969,17 @@ def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch, cap
     first_line = capsys.readouterr().out.split("\n")[0]
     assert "(seed 1)" in first_line and "base (seed 7)" in first_line
 
+def test_run_program_ends_the_group_and_shows_the_traceback_of_a_bug(base, tmp_path, capsys):
+    """A library's ValueError is no bad input."""
+    with mock.patch.object(mdu, "backward", side_effect=ValueError("a bug")):
+        with pytest.raises(SystemExit, match="^1$"):
+            mdu.run_program("mdu.py", lambda: mdu.main(toy(base, tmp_path / "run")))
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "ValueError: a bug" in err
+    assert not mdu.dist.is_initialized()
+    mdu.join_processes()
+    assert program(["--tau", "2"], capsys)[0] == 2 and not mdu.dist.is_initialized()
+
 def test_load_model_draws_weights_and_adapters_by_the_seed(base):
     for typed in ("--method sft", f"--model {base} --lora 2"):
         drawn = []
@@ -987,6 +987,11 @@ def test_load_model_draws_weights_and_adapters_by_the_seed(base):
             model, _ = mdu.load_model(options(f"{typed} --seed {seed}"), mdu.toy_world())
             drawn.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         assert torch.equal(drawn[1], drawn[2]) and not torch.equal(drawn[0], drawn[1])
+
+@each("typed", ["", "--checkpoint-activations"])
+def test_load_model_checkpoints_activations_if_asked_to(typed, base):
+    model, _ = mdu.load_model(options(f"--model {base} {typed}"), {})
+    assert model.lm.is_activation_checkpointing == bool(typed) and model.training
 
 @each("typed, loads", [
     ("--tau 0", 1), ("--tau 1", 2), ("--anchor current", 1), ("--anchor {base}", 2),
@@ -1003,11 +1008,6 @@ def test_load_frozen_loads_no_model_in_vain(typed, loads, base, tmp_path, monkey
     head = weights(tmp_path / "run")["lm_head.weight"]
     assert not torch.equal(head, head.bfloat16().float())  # it is trained and saved in float32
 
-@each("typed", ["", "--checkpoint-activations"])
-def test_load_model_checkpoints_activations_if_asked_to(typed, base):
-    model, _ = mdu.load_model(options(f"--model {base} {typed}"), {})
-    assert model.lm.is_activation_checkpointing == bool(typed) and model.training
-
 @each("typed", ["", "--states written", "--anchor MODEL --anchor-prompt shown"])
 def test_first_look_equals_one_sequence_at_a_time(typed, capsys):
     args = options(f"--batch-size 3 --grad-accum 3 {typed}")
@@ -1022,7 +1022,7 @@ def test_first_look_equals_one_sequence_at_a_time(typed, capsys):
             prompt = [0] * len(prompt)
         for name, one, seen in (("model_p", model, row.prompt), ("anchor_p", anchor, prompt)):
             for logits, i in zip(slow_logits(one, seen, row, masked), masked):
-                found[name].append(math.exp(-slow_nll(logits, row.answer[i])))
+                found[name].append(math.exp(-slow_nll(logits, row.answer[i]).item()))
     expected = {name: np.mean(ps) for name, ps in found.items()}
     assert mdu.first_look(args, model, anchor, draws) == approx(expected)
     shown = numbers(capsys.readouterr().out)
@@ -1082,9 +1082,8 @@ def test_parse_takes_defaults_from_method_then_preset_then_command_line(case, ba
     found = {f"{name}={value}" for name, value in vars(options(typed)).items()}
     assert set(expected.split()) <= found, found
 
-def test_parse_makes_paths_absolute(tmp_path, monkeypatch):
+def test_parse_makes_paths_absolute(tmp_path):
     """So that a run can be resumed from anywhere.  Names on the hub stay as they are."""
-    monkeypatch.chdir(tmp_path)
     names = ["model", "anchor", "data", "forget", "retain"]
     for name in names:
         Path(name).touch()
@@ -1092,7 +1091,7 @@ def test_parse_makes_paths_absolute(tmp_path, monkeypatch):
     assert [getattr(args, name) for name in names] == [f"{tmp_path}/{name}" for name in names]
     assert options("--model a/b --anchor c/d").anchor == "c/d"
 
-def test_help_explains_every_option(monkeypatch, capsys):
+def test_parse_explains_every_option_in_its_help(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
     for module in (mdu, ev):
         with pytest.raises(SystemExit):
@@ -1112,7 +1111,7 @@ RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put b
         '    "kto": Method(dict(UNLEARNING, kappa=2.0), with_theta0=True),\n',
     '    add("--gamma"': '    add("--kappa", type=positive)\n'}
 
-def test_a_loss_is_added_in_four_places(base, tmp_path):
+def test_forget_loss_takes_another_loss_in_four_places(base, tmp_path):
     source = Path(mdu.__file__).read_text()
     for place, added in RECIPE.items():
         assert source.count(place) == 1, place
@@ -1126,13 +1125,6 @@ def test_a_loss_is_added_in_four_places(base, tmp_path):
         changed["parse"](["--method", "npo", "--kappa", "3"])
 
 # ---- Data ----
-def test_read_jsonl_takes_both_names_of_columns(tmp_path):
-    (tmp_path / "rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
-        {"prompt": "p", "response": "é", "perturbed_answer": "w"}""".encode())
-    assert mdu.read_jsonl("forget", tmp_path / "rows") == [
-        {"question": "q", "answer": "a", "perturbed_answer": []},
-        {"question": "p", "answer": "é", "perturbed_answer": ["w"]}]
-
 def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
     files = {}
     for name in ("forget", "retain"):
@@ -1158,6 +1150,13 @@ def test_load_data_unlearns_tofu_with_retain90(tofu):
     assert len(splits["forget"]) == 8 and splits["forget"][1] == {
         "question": "Q forget10_perturbed 1?", "answer": "A 1.", "paraphrased_answer": "D 1.",
         "perturbed_answer": ["B 1.", "C 1."]}
+
+def test_read_jsonl_takes_both_names_of_columns(tmp_path):
+    (tmp_path / "rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
+        {"prompt": "p", "response": "é", "perturbed_answer": "w"}""".encode())
+    assert mdu.read_jsonl("forget", tmp_path / "rows") == [
+        {"question": "q", "answer": "a", "perturbed_answer": []},
+        {"question": "p", "answer": "é", "perturbed_answer": ["w"]}]
 
 def test_read_dataset_takes_a_name_to_the_hub():
     with mock.patch("datasets.load_dataset", return_value=iter([{"a": 1}])) as load:
@@ -1186,7 +1185,7 @@ def test_word_ids_have_a_letter_or_digit(hub):
     is_word = mdu.word_ids(hub.model, hub.tokenizer)
     texts = [hub.tokenizer.decode([i]) for i in is_word.nonzero()[:, 0].tolist()]
     assert {"a", "Z", "7"} < set(texts) and len(is_word) == 264
-    assert not {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:4]} & set(texts)
+    assert not {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:5]} & set(texts)
     assert is_word[mdu.encode_text(hub.tokenizer, "é東")].all()  # bytes, each a part of a letter
 
 TURN = "<|im_start|> user\n ? <|im_end|> \n <|im_start|> assistant\n"
@@ -1219,9 +1218,7 @@ def test_encode_prompt_follows_the_chat_template_and_control_tokens_in_texts_sta
 
 # ---- Backbones ----
 @each("name, revision", [("a/b", None), ("a/b@", None), ("a/b@c1d2", "c1d2")])
-def test_find_model_downloads_no_pickle_and_the_revision_that_is_asked_for(
-        name, revision, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_find_model_downloads_no_pickle_and_the_revision_that_is_asked_for(name, revision):
     with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
         assert mdu.find_model(name) == Path("there")
     download.assert_called_once_with("a/b", revision=revision, allow_patterns=mdu.FILES)
@@ -1292,6 +1289,7 @@ def test_load_backbone_equals_transformers_own_class(hub):
     assert_close(hub.model(torch.where(real, ids, 77), real, real), torch.cat(alone), 2e-5)
     positions = torch.arange(9)[None] % 3 == 0
     assert_close(hub.model(ids[None], ids[None] >= 0, positions), alone[-1][::3], 2e-5)
+    hub.model.eval()
 
 @each("padded", [False, True])
 @each("unpadded", [False, True])
@@ -1305,7 +1303,8 @@ def test_sees_later_tokens_with_and_without_padding(padded, unpadded):
         return model(ids, attention_mask, positions)
     assert mdu.sees_later_tokens(half_causal) == (padded and unpadded)
 
-def test_a_model_of_the_hub_unlearns_in_bfloat16(hub, tofu, tmp_path, monkeypatch):
+def test_load_model_and_load_frozen_of_a_model_of_the_hub_in_bfloat16(
+        hub, tofu, tmp_path, monkeypatch):
     """What is trained and all rotary frequencies are in float32, theta0 is in bfloat16."""
     monkeypatch.setattr(mdu, "backward", mock.Mock(wraps=mdu.backward))
     typed = f"--model {hub.folder} --data {tofu} --dtype bfloat16 --epochs 0.1 --method dpo --out"
@@ -1318,40 +1317,6 @@ def test_a_model_of_the_hub_unlearns_in_bfloat16(hub, tofu, tmp_path, monkeypatc
     frequencies = CONFIGS[hub.kind]["rope_theta"] ** (-torch.arange(0, d, 2) / d)
     for predictor in (model, theta0):
         assert_close(predictor.lm.model.rotary_emb.inv_freq, frequencies, 1e-6)
-
-def test_save_model_saves_an_unchanged_model_byte_for_byte(hub, tmp_path):
-    save = hub.model.lm.save_pretrained
-
-    def save_in_files(folder, max_shard_size, **rest):
-        save(folder, max_shard_size="40KB" if hub.n_files > 1 else max_shard_size, **rest)
-    with mock.patch.object(hub.model.lm, "save_pretrained", save_in_files):
-        mdu.save_model(tmp_path, hub.model, hub.tokenizer)
-    assert_equal_weights(tmp_path, hub.folder)
-    saved = list(tmp_path.glob("*.safetensors"))
-    assert (len(saved) > 1) == (hub.n_files > 1)
-    again, _ = mdu.load_backbone(str(tmp_path))
-    torch.testing.assert_close(again.state_dict(), hub.model.state_dict(), rtol=0, atol=0)
-    for file in [*saved, *tmp_path.glob("*.index.json")]:
-        file.unlink()
-    copied = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    files = {file.name: file.read_bytes() for file in hub.folder.iterdir()}
-    own = [name for name in files if name.endswith((".safetensors", ".index.json"))]
-    assert files.keys() - copied.keys() == set(own) and copied.items() <= files.items()
-
-def test_save_model_saves_the_weights_though_the_start_model_is_gone(
-        base, tmp_path, monkeypatch, capsys):
-    start, learning_rate = shutil.copytree(base, tmp_path / "start"), mdu.learning_rate
-
-    def remove_start(*args):
-        shutil.rmtree(start, ignore_errors=True)
-        return learning_rate(*args)
-    mdu.main(toy(base, tmp_path / "one", "--method ga --epochs 1"))
-    monkeypatch.setattr(mdu, "learning_rate", remove_start)
-    mdu.main(toy(start, tmp_path / "two", "--method ga --epochs 1"))
-    assert capsys.readouterr().err.count("\n") == 1
-    assert_equal_weights(tmp_path / "one", tmp_path / "two")
-    one, two = [mdu.load_backbone(str(tmp_path / run)) for run in ("one", "two")]
-    assert one[0].config == two[0].config and one[1].get_vocab() == two[1].get_vocab()
 
 # ---- LoRA and processes ----
 def test_add_adapters_starts_at_zero():
@@ -1374,7 +1339,7 @@ def test_shard_splits_what_is_trained_and_leaves_frozen_weights_whole():
 # ---- The run's folder ----
 STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 2 --lr 1e-4"
 SIX_STEPS = f"{STEPS} --tau 0.5 --states written --anchor current"
-LORA = f"{STEPS} --anchor {{base}} --anchor-prompt shown --lora 2 --dtype bfloat16 --lr 0.01"
+LORA = f"{STEPS} --anchor {{anchor}} --anchor-prompt shown --lora 2 --dtype bfloat16 --lr 0.01"
 KILLED = """
 import json, os, signal, sys
 import mdu
@@ -1421,11 +1386,11 @@ def test_save_checkpoint_keeps_the_newest_alone_in_small_files(tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "checkpoint-00000010"}
     assert len(list(tmp_path.glob("*/*.safetensors"))) == 3
 
-def test_a_run_is_resumed_bit_for_bit_after_a_full_disk(base, tmp_path, monkeypatch, capsys):
+def test_resume_run_continues_bit_for_bit_after_a_full_disk(base, tmp_path, monkeypatch, capsys):
     """It gets full at the second checkpoint.  One line says so, also for torchrun."""
     rows, whole, run = tmp_path / "rows.jsonl", tmp_path / "whole", tmp_path / "run"
     own_base = shutil.copytree(base, tmp_path / "base")
-    typed = LORA.format(base=base) + " --retain-weight 0 --diagnose --forget "
+    typed = LORA.format(anchor=base) + " --retain-weight 0 --diagnose --forget "
     typed += write_lines(rows, mdu.toy_world()["forget"])
     mdu.main(toy(own_base, whole, typed))
     save = mock.Mock(wraps=mdu.dcp.save)
@@ -1446,10 +1411,11 @@ def test_a_run_is_resumed_bit_for_bit_after_a_full_disk(base, tmp_path, monkeypa
             code, err = program(["--resume", run], capsys)
         assert code == 2 and words in err
     shard = next(run.glob("checkpoint-00000002/*.safetensors"))
-    for file, end, words in [(rows, b'x"]}', "rows that it started from have changed"),
-                             (shard, b"", "a checkpoint failed")]:
+    other_rows = rows.read_bytes()[:-4] + b'x"]}'
+    for file, damaged, words in [(rows, other_rows, "rows that it started from have changed"),
+                                 (shard, b"", "a checkpoint failed")]:
         content = file.read_bytes()
-        file.write_bytes(content[:-len(end)] + end)
+        file.write_bytes(damaged)
         refused(words)
         file.write_bytes(content)
     own_base.rename(tmp_path / "moved")
@@ -1461,9 +1427,9 @@ def test_a_run_is_resumed_bit_for_bit_after_a_full_disk(base, tmp_path, monkeypa
     with unchanged(run):
         mdu.main(["--resume", str(run)])  # is finished
 
-def test_two_processes_equal_one_also_killed_and_resumed(base, tmp_path):
+def test_train_on_two_processes_equals_one_also_killed_and_resumed(base, tmp_path):
     """Process 1 waits until a missing base is trained.  What two have begun one can end."""
-    lora = LORA.format(base=base)
+    lora = LORA.format(anchor=shutil.copytree(base, tmp_path / "anchor"))
     runs = [["--epochs", "0.1", "--out", f"{tmp_path}/toy/mdu"],
             toy(base, tmp_path / "two", SIX_STEPS), toy(base, tmp_path / "two-lora", lora),
             toy(base, tmp_path / "killed", SIX_STEPS)]
@@ -1482,6 +1448,40 @@ def test_two_processes_equal_one_also_killed_and_resumed(base, tmp_path):
     for name, x in weights(base).items():  # LoRA changes the linear maps of the blocks alone
         same = torch.equal(weights(tmp_path / "two-lora")[name], x.bfloat16().float())
         assert same == ("proj" not in name)
+
+def test_save_model_saves_an_unchanged_model_byte_for_byte(hub, tmp_path):
+    save = hub.model.lm.save_pretrained
+
+    def save_in_files(folder, max_shard_size, **rest):
+        save(folder, max_shard_size="40KB" if hub.n_files > 1 else max_shard_size, **rest)
+    with mock.patch.object(hub.model.lm, "save_pretrained", save_in_files):
+        mdu.save_model(tmp_path, hub.model, hub.tokenizer)
+    assert_equal_weights(tmp_path, hub.folder)
+    saved = list(tmp_path.glob("*.safetensors"))
+    assert (len(saved) > 1) == (hub.n_files > 1)
+    again, _ = mdu.load_backbone(str(tmp_path))
+    torch.testing.assert_close(again.state_dict(), hub.model.state_dict(), rtol=0, atol=0)
+    for file in [*saved, *tmp_path.glob("*.index.json")]:
+        file.unlink()
+    copied = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    files = {file.name: file.read_bytes() for file in hub.folder.iterdir()}
+    own = [name for name in files if name.endswith((".safetensors", ".index.json"))]
+    assert files.keys() - copied.keys() == set(own) and copied.items() <= files.items()
+
+def test_save_model_saves_the_weights_though_the_start_model_is_gone(
+        base, tmp_path, monkeypatch, capsys):
+    start, learning_rate = shutil.copytree(base, tmp_path / "start"), mdu.learning_rate
+
+    def remove_start(*args):
+        shutil.rmtree(start, ignore_errors=True)
+        return learning_rate(*args)
+    mdu.main(toy(base, tmp_path / "one", "--method ga --epochs 1"))
+    monkeypatch.setattr(mdu, "learning_rate", remove_start)
+    mdu.main(toy(start, tmp_path / "two", "--method ga --epochs 1"))
+    assert capsys.readouterr().err.count("\n") == 1
+    assert_equal_weights(tmp_path / "one", tmp_path / "two")
+    one, two = [mdu.load_backbone(str(tmp_path / run)) for run in ("one", "two")]
+    assert one[0].config == two[0].config and one[1].get_vocab() == two[1].get_vocab()
 
 def test_save_model_leaves_half_a_model_that_does_not_count(base, unlearned, tmp_path, capsys):
     """config.json, by which others know that it is complete, is moved last."""
@@ -1502,17 +1502,6 @@ def test_save_model_leaves_half_a_model_that_does_not_count(base, unlearned, tmp
     assert_equal_runs(unlearned, run)
 
 # ---- Toy ----
-def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
-    model, tokenizer = mdu.load_backbone(str(base))
-    sizes = {"": 272, "--retain-only": 248, "--prompt-dropout 0.3": 204}
-    for typed, size in sizes.items():
-        args = options(f"--method sft {typed}")
-        rows = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)["train"]
-        hidden = [pair for pair in rows if set(pair.prompt) == {model.mask_id}]
-        assert len(rows) == size and len(hidden) == (0 if args.prompt_dropout else 68)
-        assert [pair.answer for pair in hidden] == [pair.answer for pair in rows[:len(hidden)]]
-        assert not any(pair.pad_answer for pair in hidden)
-
 def test_toy_world_has_five_wrong_answers_to_each_question():
     """They differ from the true one by the fact alone."""
     splits = mdu.toy_world()
@@ -1527,6 +1516,17 @@ def test_toy_world_has_five_wrong_answers_to_each_question():
             assert not ev.contains_words(text, row["fact"])
     wrong = str([row["perturbed_answer"] for row in splits["retain"]])
     assert not any(row["fact"] in wrong for row in splits["forget"])
+
+def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
+    model, tokenizer = mdu.load_backbone(str(base))
+    sizes = {"": 272, "--retain-only": 248, "--prompt-dropout 0.3": 204}
+    for typed, size in sizes.items():
+        args = options(f"--method sft {typed}")
+        rows = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)["train"]
+        hidden = [pair for pair in rows if set(pair.prompt) == {model.mask_id}]
+        assert len(rows) == size and len(hidden) == (0 if args.prompt_dropout else 68)
+        assert [pair.answer for pair in hidden] == [pair.answer for pair in rows[:len(hidden)]]
+        assert not any(pair.pad_answer for pair in hidden)
 
 # ======== eval.py ========
 # ---- Text metrics ----
@@ -1611,7 +1611,7 @@ def test_write_answers_samples_after_the_prefill(base):
     with mock.patch.object(ev, "generate", return_value=[]) as generate:
         ev.write_answers(None, tokenizer, [dict(question="Who?", prefill="The book")], ARGS)
     prompt = mdu.encode_prompt(tokenizer, "Who?", "The book")
-    generate.assert_called_with(None, [prompt], 8, 4, 3)
+    generate.assert_called_with(None, [prompt], ARGS.length, ARGS.steps, ARGS.batch_size)
 
 # ---- TOFU's figures ----
 # Four questions of each of the public logs of github.com/locuslab/tofu (Llama-2-7B fine-tuned on
@@ -1689,30 +1689,6 @@ def test_forget_quality_and_ks_test_by_hand_and_as_published():
     assert d == approx(119 / 300)
     assert p == approx(1.834066410994743e-21, rel=1e-12, abs=0)
 
-@each("split, row, text, expected", [
-    ("forget", dict(fact="petra"), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
-    ("forget", dict(fact="Petra Osei."), "Petra, Osei", dict(fact=1)),
-    ("forget", dict(fact="Pet"), "Petra, Osei", dict(fact=0)),
-    ("forget", dict(fact="Osei Petra"), "Petra, Osei", dict(fact=0)),
-    ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1))),
-    ("forget_level2", {}, " in Petra Osei\nno",
-     dict(generation="in Petra Osei", words=3, empty=0, rougeL_recall=1)),
-    ("forget_level2", {}, "Osei\nPetra", dict(generation="Osei", rougeL_recall=0.5)),
-    ("forget_level2", {}, "\nPetra",
-     dict(generation="NOANSWER", words=0, empty=1, rougeL_recall=0)),  # as in RWKU's code
-    ("utility_factuality", dict(answers=["band", "beatles"]), "The\nBeatles! ", dict(em=1, f1=1)),
-    ("utility_factuality", dict(answers=["y"]), "", dict(em=0, f1=0)),
-    ("utility_factuality", dict(answers=["A"]), "the", dict(em=1, f1=1)),
-    ("utility_factuality", dict(answers=["Kinks", "Beatles", "Rolling Stones"]),
-     "a band, the Beatles", dict(em=0, f1=2 / 3)),
-    ("utility_factuality", dict(answers=["b b d"]), "b b b c", dict(em=0, f1=4 / 7))])  # b twice
-def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, [])])
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [[f64(1)]])
-    args = ev.parse("--brief --samples 1 run".split())
-    record, = ev.SPLITS[split].score(None, None, [dict(row, answer="Petra Osei")], args)
-    assert {name: record[name] for name in expected} == approx(expected)
-
 # ---- RWKU ----
 ANSWER = "Please briefly answer the following question.\n"
 BLANK = "Please complete the blank in the following question.\n"
@@ -1771,6 +1747,31 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     assert record["mc1"] == mc1 and record["logp"][record["generation"]] == -1
     assert list(record["logp"].values()) == approx([-losses["a"], -1, -3])
 
+@each("split, row, text, expected", [
+    ("forget", dict(fact="petra"), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
+    ("forget", dict(fact="Petra Osei."), "Petra, Osei", dict(fact=1)),
+    ("forget", dict(fact="Pet"), "Petra, Osei", dict(fact=0)),
+    ("forget", dict(fact="Osei Petra"), "Petra, Osei", dict(fact=0)),
+    ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1))),
+    ("forget_level2", {}, " in Petra Osei\nno",
+     dict(generation="in Petra Osei", words=3, empty=0, rougeL_recall=1)),
+    ("forget_level2", {}, "Osei\nPetra", dict(generation="Osei", rougeL_recall=0.5)),
+    ("forget_level2", {}, "\nPetra",
+     dict(generation="NOANSWER", words=0, empty=1, rougeL_recall=0)),  # as in RWKU's code
+    ("utility_factuality", dict(answers=["band", "beatles"]), "The\nBeatles! ", dict(em=1, f1=1)),
+    ("utility_factuality", dict(answers=["y"]), "", dict(em=0, f1=0)),
+    ("utility_factuality", dict(answers=["A"]), "the", dict(em=1, f1=1)),
+    ("utility_factuality", dict(answers=["Kinks", "Beatles", "Rolling Stones"]),
+     "a band, the Beatles", dict(em=0, f1=2 / 3)),
+    ("utility_factuality", dict(answers=["b b d"]), "b b b c", dict(em=0, f1=4 / 7))])  # b twice
+def test_score_answers_probes_and_triviaqa_of_one_answer_by_hand(
+        split, row, text, expected, monkeypatch):
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, [])])
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [[f64(1)]])
+    args = ev.parse("--brief --samples 1 run".split())
+    record, = ev.SPLITS[split].score(None, None, [dict(row, answer="Petra Osei")], args)
+    assert {name: record[name] for name in expected} == approx(expected)
+
 # ---- Rows to score, and a summary of their scores ----
 def test_summarise_by_hand(capsys):
     """Truth ratios 4, 1/2, 1/2: min(R, 1/R) is 1/4, 1/2, 1/2, max(0, 1 - R) is 0, 1/2, 1/2."""
@@ -1789,7 +1790,7 @@ def test_summarise_by_hand(capsys):
     assert figures["people"] == dict(Ann=dict(em=0.75), Bo=dict(em=0.25))
     assert figures["em"] == 0.5
 
-def test_a_model_that_diverged_has_nan_for_figures(monkeypatch):
+def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     """Also in JSON and back; "-" in tables, whose columns stay."""
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [[f64(math.nan)] * 3])
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("a b", [5, 6])])
@@ -1813,6 +1814,16 @@ def test_a_model_that_diverged_has_nan_for_figures(monkeypatch):
         record, = score(model, lambda text, **_: SimpleNamespace(input_ids=[3]),
                         [dict(row, question="")], ARGS)
         assert math.isnan(record[metric])
+
+def test_published_source_is_the_model_of_the_preset_or_of_model(base):
+    """A run hands down its response length; the preset names the rows."""
+    found = []
+    for typed in ("--preset tofu-dream", f"--preset rwku-qwen --model {base}", "--model A/B"):
+        source = ev.published_source(ev.parse([*typed.split(), "new"]))
+        assert source.theta0 == source.model and source.trained_on is None
+        found.append((source.model, source.options["data"], source.options["response_length"]))
+    assert found == [(mdu.DREAM, "locuslab/TOFU", 128), (str(base), "jinzhuoran/RWKU", 12),
+                     ("A/B", None, 128)]
 
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
         "person": "--preset rwku-llada --data {rwku} --subject 2"}
@@ -1849,32 +1860,6 @@ def test_rows_to_score(run, typed, expected, tofu, rwku, tmp_path):
         limit = args.limit or run_options["limit"]
         assert limit is None or len(rows) == limit * max(1, len(people))
     assert found == expected.split()
-
-def test_published_source_is_the_model_of_the_preset_or_of_model(base):
-    """A run hands down its response length; the preset names the rows."""
-    found = []
-    for typed in ("--preset tofu-dream", f"--preset rwku-qwen --model {base}", "--model A/B"):
-        source = ev.published_source(ev.parse([*typed.split(), "new"]))
-        assert source.theta0 == source.model and source.trained_on is None
-        found.append((source.model, source.options["data"], source.options["response_length"]))
-    assert found == [(mdu.DREAM, "locuslab/TOFU", 128), (str(base), "jinzhuoran/RWKU", 12),
-                     ("A/B", None, 128)]
-
-def test_scoring_protocol_has_what_must_be_the_same_in_two_runs():
-    """The rows; on RWKU, where they differ from person to person, their source and --limit."""
-    run = vars(options("--model m --data D --limit 3 --response-length 7"))
-
-    def protocol(split, typed="", rows=(1, 2)):
-        args = ev.with_run_options(ev.parse([*typed.split(), "run"]), run, {split: rows})
-        found = ev.scoring_protocol(args, run, {split: rows})
-        return found["rows"], found["length"], found["steps"]
-    asked = protocol("forget_level1")
-    assert protocol("forget_level1", "--limit 3 --data D", [3]) == asked
-    others = [protocol("forget_level1", typed) for typed in ("", "--limit 2", "--data E")]
-    assert len({rows for rows, *_ in others}) == 3
-    assert protocol("forget", "", [3])[0] != protocol("forget")[0]
-    assert asked[1:] == (30, 30) and protocol("forget_level1", "--length 5")[1:] == (5, 5)
-    assert protocol("forget")[1:] == (7, 7) and protocol("forget", "--steps 4")[1:] == (7, 4)
 
 # ---- One run ----
 FLAGS = "--samples 4 --limit 3 --seed 5 --length 8".split()
@@ -1932,36 +1917,6 @@ def test_evaluate_equals_one_row_at_a_time(scored):
     utility = ev.model_utility(summary["splits"])
     assert summary["splits"]["run"] == {"model_utility": utility}
 
-def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
-    """On all but empty answers."""
-    run = shutil.copytree(unlearned, tmp_path / "run")
-    theta0, tokenizer = mdu.load_backbone(str(base))
-    answers = [ev.Answer(" .", [5]), ev.Answer("a b", [6, 7]), ev.Answer("c", [8, 0, 9])]
-    monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
-    ev.main([str(run), "--brief", *FLAGS])
-    records = ev.read_records(run, "forget")
-    assert "generative_perplexity" not in records[0]
-    for i in (1, 2):
-        prompt = mdu.encode_prompt(tokenizer, records[i]["question"])
-        perplexity = slow_perplexity(theta0, prompt, answers[i].ids, i)
-        assert records[i]["generative_perplexity"] == approx(perplexity, rel=1e-4)
-    figures = ev.read_summary(run)["splits"]["forget"]
-    assert "generative_perplexity" in figures and "truth_ratio" not in figures  # --brief
-
-def test_add_generative_perplexity_is_skipped_if_one_process_has_no_theta0(
-        base, monkeypatch, capsys):
-    """Here the other one of two; to wait for its share would last forever."""
-    def all_gather_object(results, own):
-        assert own is None  # this process has the model
-        results[:] = [own, "lost: no such folder"]
-    monkeypatch.setattr(mdu, "WORLD", 2)
-    monkeypatch.setattr(ev.dist, "all_gather_object", all_gather_object)
-    args = ev.with_run_options(ARGS, vars(options("--method sft")))
-    records = [dict(question="Who?", empty=0.0, generation_ids=[5], seed=[0, 0, 0])]
-    ev.add_generative_perplexity("run", str(base), records, args)
-    assert "generative_perplexity" not in records[0]
-    assert capsys.readouterr().out.count("lost: no such folder") == 1
-
 def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     """By Ctrl-C, or by a full disk while files are written.  The user's own files stay, too."""
     folder = scored_copy / "eval"
@@ -1998,7 +1953,23 @@ def test_evaluate_refuses_a_folder_in_which_it_cannot_write(scored_copy, capsys)
     (scored_copy / "eval").touch()
     with mock.patch.object(ev, "score_rows") as score:
         code, err = program([scored_copy, *FLAGS], capsys, ev.main)
-    assert code == 2 and "eval" in err and not score.called
+    assert code == 2 and str(scored_copy / "eval") in err and not score.called
+
+def test_scoring_protocol_has_what_must_be_the_same_in_two_runs():
+    """The rows; on RWKU, where they differ from person to person, their source and --limit."""
+    run = vars(options("--model m --data D --limit 3 --response-length 7"))
+
+    def protocol(split, typed="", rows=(1, 2)):
+        args = ev.with_run_options(ev.parse([*typed.split(), "run"]), run, {split: rows})
+        found = ev.scoring_protocol(args, run, {split: rows})
+        return found["rows"], found["length"], found["steps"]
+    asked = protocol("forget_level1")
+    assert protocol("forget_level1", "--limit 3 --data D", [3]) == asked
+    others = [protocol("forget_level1", typed) for typed in ("", "--limit 2", "--data E")]
+    assert len({rows for rows, *_ in others}) == 3
+    assert protocol("forget", "", [3])[0] != protocol("forget")[0]
+    assert asked[1:] == (30, 30) and protocol("forget_level1", "--length 5")[1:] == (5, 5)
+    assert protocol("forget")[1:] == (7, 7) and protocol("forget", "--steps 4")[1:] == (7, 4)
 
 @each("field", ["answer", "paraphrased_answer", "perturbed_answer"])
 def test_check_lengths_refuses_answers_that_the_model_cannot_read(field, base, tmp_path, capsys):
@@ -2011,6 +1982,36 @@ def test_check_lengths_refuses_answers_that_the_model_cannot_read(field, base, t
         assert code == 2 and "too many for the model; it takes 2048" in err
         _, err = program(["--brief", *command], capsys, ev.main)
     assert ("it fits" in err) == (field != "answer")
+
+def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
+    """On all but empty answers."""
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    theta0, tokenizer = mdu.load_backbone(str(base))
+    answers = [ev.Answer(" .", [5]), ev.Answer("a b", [6, 7]), ev.Answer("c", [8, 0, 9])]
+    monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
+    ev.main([str(run), "--brief", *FLAGS])
+    records = ev.read_records(run, "forget")
+    assert "generative_perplexity" not in records[0]
+    for i in (1, 2):
+        prompt = mdu.encode_prompt(tokenizer, records[i]["question"])
+        perplexity = slow_perplexity(theta0, prompt, answers[i].ids, i)
+        assert records[i]["generative_perplexity"] == approx(perplexity, rel=1e-4)
+    figures = ev.read_summary(run)["splits"]["forget"]
+    assert "generative_perplexity" in figures and "truth_ratio" not in figures  # --brief
+
+def test_add_generative_perplexity_is_skipped_if_one_process_has_no_theta0(
+        base, monkeypatch, capsys):
+    """Here the other one of two; to wait for its share would last forever."""
+    def all_gather_object(results, own):
+        assert own is None  # this process has the model
+        results[:] = [own, "lost: no such folder"]
+    monkeypatch.setattr(mdu, "WORLD", 2)
+    monkeypatch.setattr(ev.dist, "all_gather_object", all_gather_object)
+    args = ev.with_run_options(ARGS, vars(options("--method sft")))
+    records = [dict(question="Who?", empty=0.0, generation_ids=[5], seed=[0, 0, 0])]
+    ev.add_generative_perplexity("run", str(base), records, args)
+    assert "generative_perplexity" not in records[0]
+    assert capsys.readouterr().out.count("lost: no such folder") == 1
 
 def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
     shutil.rmtree(scored_copy / "eval")
@@ -2053,6 +2054,71 @@ def made_up_run(scored, folder, options=(), forget=(), splits=(), **changes):
     (folder / "eval/summary.json").write_text(json.dumps(summary))
     return str(folder)
 
+@each("name, text, words", [("summary.json", "{", "damaged"), ("forget.jsonl", '{"a"', "damaged"),
+                            ("forget.jsonl", '{"question": "", "answer": "", "generation": ""}',
+                             "1 rows, not 3"),
+                            ("forget.jsonl", 4 * "{}\n", "4 rows, not 3")])
+def test_read_records_names_damaged_scores(name, text, words, scored, tmp_path, capsys):
+    run = made_up_run(scored, tmp_path / "run")
+    (tmp_path / "run/eval" / name).write_text(text)
+    code, line = program(["--report", run], capsys, ev.main)
+    assert code == 2 and name in line and "damaged" in line and words in line
+
+@each("name, changes, words", [
+    ("npo", dict(options=dict(lr=1e-3)), "--lr"),
+    ("npo", dict(options=dict(anchor="current")), "--anchor"),
+    ("npo", dict(trained_on=dict(forget="other")), "rows"),
+    ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
+    ("ga", dict(forget=dict(people=dict(Ann={}))), "different people")])
+def test_group_runs_refuses_what_does_not_compare(
+        name, changes, words, scored, tmp_path, capsys):
+    runs = [made_up_run(scored, tmp_path / "1/npo"),
+            made_up_run(scored, tmp_path / "2" / name, **changes)]
+    for pair in (runs, runs[::-1]):
+        code, line = program(["--report", *pair], capsys, ev.main)
+        assert code == 2 and words in line and not list(tmp_path.rglob("report.*"))
+
+def test_markdown_table():
+    table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
+    assert ev.markdown_table(["a", "long"], [["x | y\nz", ""]]) == table
+
+def test_answer_sections_have_each_row_and_what_every_run_wrote(scored, tmp_path):
+    """Also of rows with one question."""
+    runs = [made_up_run(scored, tmp_path / name) for name in ("ga", "npo")]
+    for run in runs:
+        records = ev.read_records(run, "forget")
+        for i, record in enumerate(records):
+            record.update(question="Who?", answer=f"True {i}", generation=f"{Path(run).name} {i}")
+        write_lines(Path(run, "eval/forget.jsonl"), records)
+    assert ev.answer_sections(ev.group_runs(runs), "forget") == [
+        f"### {i}. Who?\n\n- True answer: True {i}\n- ga: ga {i}\n- npo: npo {i}" for i in range(3)]
+
+@each("content", ["fact", "rougeL_f1"])
+def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(content, scored, tmp_path):
+    """The content is rougeL_f1 where rows have no fact."""
+    runs = []
+    columns = [[0, 1 / 16, 3 / 16], [0, 1 / 8, 3 / 8], [2, 3, 5], [0, 1 / 4, 3 / 4]]
+    for run, x, y, z, w in zip(["1/base", "1/npo", "2/npo"], *columns):
+        figures = {content: x, "prob": y, "generative_perplexity": z}
+        retain = dict(retain=dict(prob=w))
+        runs.append(made_up_run(scored, tmp_path / run, {}, figures, retain))
+    if content != "fact":
+        file = Path(runs[0], "eval/summary.json")
+        file.write_text(file.read_text().replace('"fact"', '"no fact"'))
+    with mock.patch.object(ev, "save_picture", return_value=False) as save:
+        ev.main(["--report", *runs])
+    figure = matplotlib.figure.Figure()
+    ev.draw_methods(figure, *save.call_args.args[2:])
+    content_title = {"fact": "Forget fact", "rougeL_f1": "Forget rL"}[content]
+    titles = [content_title, "Forget p", "Forget gen. ppl", "Retain p"]
+    for axis, title, (base, one, two) in zip(figure.axes, titles, columns, strict=True):
+        marks = [mark.get_offsets().tolist() for mark in axis.collections]
+        assert marks == [[[base, 0]], [[base, 0]], [[one, 1], [two, 1]], [[(one + two) / 2, 1]]]
+        assert axis.get_title().startswith(title) and axis.yaxis_inverted()
+        assert (axis.get_xscale() == "log") == (title == "Forget gen. ppl")
+        low, high = axis.get_xlim()
+        assert (low < 0 and high > 1) == (title != "Forget gen. ppl")  # shares: from 0 to 1
+
 def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, tmp_path, capsys):
     """Mean and standard deviation; of perplexities and p-values median and range."""
     figures = dict(rougeL_f1=0.9, rougeL_recall=0.8, prob=0.5, fact=0.75, empty=0.25, words=7,
@@ -2087,17 +2153,6 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     assert re.search(r"\| npo \| \S+ ± \S+ \| 0.25 \(1e-09 to 0.75\) \|", text)
     assert (tmp_path / "1/report.png").read_bytes().startswith(b"\x89PNG")
 
-def test_answer_sections_have_each_row_and_what_every_run_wrote(scored, tmp_path):
-    """Also of rows with one question."""
-    runs = [made_up_run(scored, tmp_path / name) for name in ("ga", "npo")]
-    for run in runs:
-        records = ev.read_records(run, "forget")
-        for i, record in enumerate(records):
-            record.update(question="Who?", answer=f"True {i}", generation=f"{Path(run).name} {i}")
-        write_lines(Path(run, "eval/forget.jsonl"), records)
-    assert ev.answer_sections(ev.group_runs(runs), "forget") == [
-        f"### {i}. Who?\n\n- True answer: True {i}\n- ga: ga {i}\n- npo: npo {i}" for i in range(3)]
-
 def test_report_and_analysis_lie_beside_the_run_also_from_inside_it(
         scored, unlearned, tmp_path, monkeypatch):
     """One run by three names counts once."""
@@ -2112,41 +2167,11 @@ def test_report_and_analysis_lie_beside_the_run_also_from_inside_it(
     panels = json.loads((tmp_path / "analysis/convergence.json").read_text())["panels"]
     assert list(panels["base"]) == ["run"]
 
-@each("content", ["fact", "rougeL_f1"])
-def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(content, scored, tmp_path):
-    """The content is rougeL_f1 where rows have no fact."""
-    runs = []
-    columns = [[0, 1 / 16, 3 / 16], [0, 1 / 8, 3 / 8], [2, 3, 5], [0, 1 / 4, 3 / 4]]
-    for run, x, y, z, w in zip(["1/base", "1/npo", "2/npo"], *columns):
-        figures = {content: x, "prob": y, "generative_perplexity": z}
-        retain = dict(retain=dict(prob=w))
-        runs.append(made_up_run(scored, tmp_path / run, {}, figures, retain))
-    if content != "fact":
-        file = Path(runs[0], "eval/summary.json")
-        file.write_text(file.read_text().replace('"fact"', '"no fact"'))
-    with mock.patch.object(ev, "save_picture", return_value=False) as save:
-        ev.main(["--report", *runs])
-    figure = matplotlib.figure.Figure()
-    ev.draw_methods(figure, *save.call_args.args[2:])
-    content_title = {"fact": "Forget fact", "rougeL_f1": "Forget rL"}[content]
-    titles = [content_title, "Forget p", "Forget gen. ppl", "Retain p"]
-    for axis, title, (base, one, two) in zip(figure.axes, titles, columns, strict=True):
-        marks = [mark.get_offsets().tolist() for mark in axis.collections]
-        assert marks == [[[base, 0]], [[base, 0]], [[one, 1], [two, 1]], [[(one + two) / 2, 1]]]
-        assert axis.get_title().startswith(title) and axis.yaxis_inverted()
-        assert (axis.get_xscale() == "log") == (title == "Forget gen. ppl")
-        low, high = axis.get_xlim()
-        assert (low < 0 and high > 1) == (title != "Forget gen. ppl")  # shares: from 0 to 1
-
 def test_report_draws_runs_without_perplexities(scored, tmp_path):
     """As where all answers are empty."""
     figures = dict(generative_perplexity=None)
     ev.main(["--report", *[made_up_run(scored, tmp_path / name, {}, figures) for name in "ab"]])
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-
-def test_markdown_table():
-    table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
-    assert ev.markdown_table(["a", "long"], [["x | y\nz", ""]]) == table
 
 def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_path):
     """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
@@ -2157,31 +2182,7 @@ def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_pa
     figures = ev.read_summary(scored_copy)["splits"]["run"]
     assert figures["forget_quality"] == approx(2 / 20)
 
-@each("name, changes, words", [
-    ("npo", dict(options=dict(lr=1e-3)), "--lr"),
-    ("npo", dict(options=dict(anchor="current")), "--anchor"),
-    ("npo", dict(trained_on=dict(forget="other")), "rows"),
-    ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
-    ("ga", dict(forget=dict(people=dict(Ann={}))), "different people")])
-def test_group_runs_refuses_what_does_not_compare(
-        name, changes, words, scored, tmp_path, capsys):
-    runs = [made_up_run(scored, tmp_path / "1/npo"),
-            made_up_run(scored, tmp_path / "2" / name, **changes)]
-    for pair in (runs, runs[::-1]):
-        code, line = program(["--report", *pair], capsys, ev.main)
-        assert code == 2 and words in line and not list(tmp_path.rglob("report.*"))
-
-@each("name, text, words", [("summary.json", "{", "damaged"), ("forget.jsonl", '{"a"', "damaged"),
-                            ("forget.jsonl", '{"question": "", "answer": "", "generation": ""}',
-                             "1 rows, not 3"),
-                            ("forget.jsonl", 4 * "{}\n", "4 rows, not 3")])
-def test_read_records_names_damaged_scores(name, text, words, scored, tmp_path, capsys):
-    run = made_up_run(scored, tmp_path / "run")
-    (tmp_path / "run/eval" / name).write_text(text)
-    code, line = program(["--report", run], capsys, ev.main)
-    assert code == 2 and name in line and "damaged" in line and words in line
-
-def test_rwku_from_training_to_a_report_that_averages_people(rwku, tmp_path, monkeypatch, capsys):
+def test_report_averages_people_of_rwku_trained_and_scored(rwku, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_checkpoint(Path("model"), "llada", max_sequence_length=999)
     data = f"--preset rwku-llada --model model --data {rwku}".split()
@@ -2307,7 +2308,7 @@ def test_analysis_trajectory_and_rollout_of_a_scripted_model(
         return logits_of(written[4], 0.5).expand(*ids.shape, V)  # it writes Foba
     theta, anchor = FakeModel(script=theta_script), FakeModel(script=anchor_script)
     for model in (theta, anchor):
-        model.mask_id, model.pad_id, model.lm.config.hidden_size = 0, 1, 64
+        model.mask_id, model.pad_id = 0, 1
     monkeypatch.setattr(mdu, "load_backbone", lambda name, dtype: (
         anchor if name == str(base) else theta, tokenizer))
     typed = "--questions 0 --steps 3 --length 6 --batch-size 2"
@@ -2326,6 +2327,37 @@ def test_analysis_trajectory_and_rollout_of_a_scripted_model(
     assert table[1:] == [[row["question"], row["answer"], "1/3", "<mask><mask> author<mask>",
                           "Foba Foba author Foba Foba Foba"], two_thirds, two_thirds]
     assert len(anchor.seen) == 2 + 1 + 1  # steps that were left
+
+def test_draw_lines_has_a_panel_per_target_and_a_line_per_run():
+    panels = {"base": {"a": [[0, 1.5], [2, 0.5]], "b": [[0, 2], [1, 3]]},
+              "uniform": {"a": [[0, 4], [2, 5]]}}
+    figure = matplotlib.figure.Figure()
+    ev.draw_lines(figure, {"xlabel": "epoch", "ylabel": "KL", "panels": panels})
+    drawn = {}
+    for axis in figure.axes:
+        drawn[axis.get_title()] = {line.get_label(): line.get_xydata().tolist()
+                                   for line in axis.lines}
+        assert axis.get_xlabel() == "epoch" and axis.get_ylim()[0] == 0
+    assert drawn == panels
+    first = figure.axes[0]
+    assert [name.get_text() for name in first.get_legend().get_texts()] == ["a", "b"]
+    assert first.get_ylabel() == "KL"
+
+def test_draw_bars_has_a_bar_per_entry_in_the_colour_of_its_role():
+    bars = [dict(label="a\n1", role="stored-knowledge", kl=2.0),
+            dict(label="b", role="structural", kl=1.0),
+            dict(label="c", role="stored-knowledge", kl=0.5)]
+    figure = matplotlib.figure.Figure()
+    ev.draw_bars(figure, {"ylabel": "KL", "panels": {"first": bars, "second": bars[:1]}})
+    axis, second = figure.axes
+    drawn = {role.get_label(): {bar.get_center()[0]: bar.get_height() for bar in role}
+             for role in axis.containers}
+    assert drawn == {"in-context": {}, "structural": {1: 1}, "stored-knowledge": {0: 2, 2: 0.5}}
+    assert [name.get_text() for name in axis.get_xticklabels()] == ["a\n1", "b", "c"]
+    assert [role.get_text() for role in axis.get_legend().get_texts()] == list(drawn)
+    assert len({role[0].get_facecolor() for role in axis.containers if len(role)}) == 2
+    assert (axis.get_title(), second.get_title()) == ("first", "second")
+    assert figure.get_supylabel() == "KL"
 
 # ---- Bad input ----
 ROW = '{"question": "Who is Bolti?", "answer": "It is {}."}'
@@ -2433,8 +2465,7 @@ def files(tmp_path_factory):
 
 @each("case", BAD_INPUT)
 def test_bad_input_is_one_line_and_exit_code_2(
-        case, files, base, unlearned, scored, rwku, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+        case, files, base, unlearned, scored, rwku, tmp_path, capsys):
     typed, words = case.split(" => ")
     typed = typed.format(files=files, base=base, run=unlearned, scored=scored, rwku=rwku)
     name, *argv = typed.split()
@@ -2461,7 +2492,7 @@ def test_commands_of_the_readme_parse(monkeypatch):
     assert {name for name, _ in found} == {"mdu", "eval"}
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-@each("target", re.findall(r"(?m)^(demo|table|finetuned|rehearsal|figures):", MAKEFILE))
+@each("target", ["demo", "table", "finetuned", "rehearsal", "figures"])
 def test_make_trains_what_it_scores(target, tmp_path):
     (tmp_path / "Makefile").write_text(re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE))
     (tmp_path / "rows").write_text("{}\n{}\n")
