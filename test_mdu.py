@@ -1496,8 +1496,9 @@ def test_save_model_leaves_half_a_model_that_does_not_count(base, unlearned, tmp
     assert code == 2 and "stopped" in err
     files = {file.name for file in unlearned.iterdir()} - {"config.json"}
     assert files <= {file.name for file in run.iterdir()} and not (run / "config.json").exists()
-    code, err = program([run], capsys, ev.main)
-    assert code == 2 and "unfinished" in err
+    for task in ([], ["--analysis", "convergence"]):
+        code, err = program([*task, run], capsys, ev.main)
+        assert code == 2 and "unfinished" in err
     mdu.main(["--resume", str(run)])
     assert_equal_runs(unlearned, run)
 
@@ -1821,9 +1822,10 @@ def test_published_source_is_the_model_of_the_preset_or_of_model(base):
     for typed in ("--preset tofu-dream", f"--preset rwku-qwen --model {base}", "--model A/B"):
         source = ev.published_source(ev.parse([*typed.split(), "new"]))
         assert source.theta0 == source.model and source.trained_on is None
-        found.append((source.model, source.options["data"], source.options["response_length"]))
-    assert found == [(mdu.DREAM, "locuslab/TOFU", 128), (str(base), "jinzhuoran/RWKU", 12),
-                     ("A/B", None, 128)]
+        found.append([source.model, *map(source.options.get, ("preset", "data",
+                                                              "response_length"))])
+    assert found == [[mdu.DREAM, "tofu-dream", "locuslab/TOFU", 128],
+                     [str(base), "rwku-qwen", "jinzhuoran/RWKU", 12], ["A/B", "own", None, 128]]
 
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
         "person": "--preset rwku-llada --data {rwku} --subject 2"}
@@ -1976,7 +1978,7 @@ def test_check_lengths_refuses_answers_that_the_model_cannot_read(field, base, t
     """With --brief only the true one is read."""
     row = dict(question="Who?", answer="Petra.", paraphrased_answer="Petra!", perturbed_answer="No")
     file = write_lines(tmp_path / "rows", [{**row, field: 2048 * "Who "}])
-    command = ["--model", base, "--forget", file, tmp_path / "new"]
+    command = ["--model", base, "--forget", file, tmp_path / "new/folder"]
     with mock.patch.object(ev, "score_rows", side_effect=mdu.BadInput("it fits")):
         code, err = program(command, capsys, ev.main)
         assert code == 2 and "too many for the model; it takes 2048" in err
