@@ -2369,6 +2369,7 @@ BAD_ROWS = {  # a file of rows: (its text, words of the line)
     "columns": ('{"prompt": "p", "completion": "c"}', "line 1 found prompt, completion"),
     "empty": (ROW + '\n\n{"question": "q", "answer": " "}', "line 3 answer: empty ' '"),
     "number": (ROW[:-1] + ', "fact": 1.0}', "line 1 fact: 1.0"),
+    "fact": (ROW + "\n" + ROW[:-1] + ', "fact": "Petra"}', "line 2 fact: answer 'Petra'"),
     "half": (ROW + '\n{"question": "q", "answer": "\\ud800"}', "line 2 surrogates"),
     "latin-1": (ROW + "\n\udce9", "line 2 utf-8"), "nested": (99999 * "[", "line 1 recursion"),
     "strange": (8 * '{"question": "xx", "answer": "yy zz"}\n', "unknown words model"),
