@@ -2422,6 +2422,7 @@ eval --report {files}/unfinished/base                    => unfinished --resume
 eval --model {base} --data toy {files}                   => in the way new folder
 eval {files}/unfinished/base                             => unfinished --resume
 eval --report --retain {files}/good {base}               => --retain scoring
+eval --report --retain-run {scored} {base}               => --retain-run scoring
 eval --analysis convergence {base}                       => --diagnose
 eval --analysis roles {run} {scored}                     => different models
 eval --analysis roles {run} {files}/other                => other forget rows
