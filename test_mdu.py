@@ -1529,6 +1529,14 @@ def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
         assert [pair.answer for pair in hidden] == [pair.answer for pair in rows[:len(hidden)]]
         assert not any(pair.pad_answer for pair in hidden)
 
+def test_new_toy_has_the_token_ids_that_are_read_from_its_files(tmp_path):
+    model, tokenizer = mdu.new_toy(mdu.toy_world(), seed=1)
+    mdu.save_model(tmp_path, model, tokenizer)
+    again, _ = mdu.load_backbone(str(tmp_path))
+    for one in (model, again):
+        ids = [one.mask_id, one.end_id, one.pad_id]
+        assert tokenizer.convert_ids_to_tokens(ids) == ["<mask>", "<end>", "<end>"]
+
 # ======== eval.py ========
 # ---- Text metrics ----
 # reference | prediction | longest common subsequence and both lengths, in words | remark
