@@ -4,7 +4,6 @@ Formulas are compared with slow float64 loops, numbers worked by hand and code w
 Tests are in the order of the code that they test: first mdu.py's, then eval.py's.
 """
 import contextlib
-import fcntl
 import fnmatch
 import hashlib
 import inspect
@@ -51,15 +50,16 @@ def before_each_test(tmp_path, monkeypatch):
 def options(typed="", *more):
     return mdu.parse([*typed.split(), *more])
 
-def program(argv, capsys, main=mdu.main):
-    """Run mdu.py, or eval.py by its main -> exit code, and its one line on stderr or ""."""
+def program(argv, capsys, main=mdu.main, code=2):
+    """Run mdu.py, or eval.py by its main, to this exit code -> its one line on stderr or ""."""
     name = "eval.py" if main is ev.main else "mdu.py"
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         mdu.run_program(name, partial(main, [str(word) for word in argv]))
     err = capsys.readouterr().err
     assert err == "" or (err.startswith(f"{name}: ") and err.count("\n") == 1), err
-    return stop.value.code, err
+    assert stop.value.code == code, err
+    return err
 
 def run_python(*words, fails=False):
     """Run Python in another process; its stderr is shown if the test fails."""
@@ -388,9 +388,6 @@ def metrics(run):
         lines.append(json.loads(text))
         lines[-1].pop("rows/s", None)
     return lines
-
-def steps_of(run):
-    return [line for line in metrics(run) if line["step"] > 0]
 
 # ---- Tiny checkpoints in the layouts of the hub ----
 SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -860,7 +857,7 @@ def test_train_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_path
             m.copy_(0.9 * m + 0.1 * grad)
             v.copy_(0.999 * v + 0.001 * grad ** 2)
             p.data -= lr * m / (1 - 0.9 ** step) / ((v / (1 - 0.999 ** step)).sqrt() + 1e-8)
-        line = steps_of(tmp_path / "run")[step - 1]
+        line, = [line for line in metrics(tmp_path / "run") if line["step"] == step]
         found = [line["lr"], line["grad_norm"], line["forget"], line.get("retain", 0)]
         assert found == approx([lr, norms[-1], forget.item(), retain.item()], rel=1e-5)
     assert max(norms) > 1.5  # so that clipping to 1 is seen
@@ -894,8 +891,8 @@ def no_gradient(args, model, *_):
 def test_train_ends_in_one_line_at_ctrl_c_lack_of_memory_and_nan(
         effect, code, words, base, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=effect))
-    found, err = program(toy(base, tmp_path / "run"), capsys)
-    assert found == code and all(word in err for word in words.split())
+    err = program(toy(base, tmp_path / "run"), capsys, code=code)
+    assert all(word in err for word in words.split())
     assert (err == "") == (code == 130)  # its line is on stdout
 
 def test_learning_rate_by_hand():
@@ -906,36 +903,23 @@ def test_learning_rate_by_hand():
     assert cosine == approx([0.15, 0.1, 0.05, 0])
 
 # ---- The program and the models of a run ----
-@contextlib.contextmanager
-def another_program(folder):
-    """It trains or scores in the folder; BlockingIOError if we do."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
 def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path, capsys):
     """What another one has made while we waited is not touched."""
     run = tmp_path / "run"
 
     def stop(*_):
-        with pytest.raises(BlockingIOError), another_program(run):
+        with pytest.raises(mdu.BadInput), mdu.locked(run):
             pass
         raise KeyboardInterrupt
     with mock.patch.object(mdu, "backward", stop):
-        assert program(toy(base, run, "--epochs 2 --diagnose"), capsys)[0] == 130
-    with another_program(run), unchanged(run):
-        code, err = program(["--resume", run], capsys)
-        assert code == 2 and "in use" in err
+        program(toy(base, run, "--epochs 2 --diagnose"), capsys, code=130)
+    with mdu.locked(run), unchanged(run):
+        assert "in use" in program(["--resume", run], capsys)
     locked = mdu.locked
 
-    @contextlib.contextmanager
     def locked_when_the_other_has_ended(folder):
         shutil.copytree(unlearned, run, dirs_exist_ok=True)
-        with locked(folder):
-            yield
+        return locked(folder)
     with mock.patch.object(mdu, "locked", locked_when_the_other_has_ended):
         mdu.main(["--resume", str(run)])
     assert sorted(read_all(run).values()) == sorted(read_all(unlearned).values())
@@ -948,8 +932,8 @@ def test_main_leaves_a_folder_that_another_program_has_just_made(base, tmp_path,
         (run / "run.json").write_text("theirs")
         return load_model(*args)
     with mock.patch.object(mdu, "load_model", load_slowly):
-        code, err = program(toy(base, run), capsys)
-    assert code == 2 and "exists" in err and os.listdir(run) == ["run.json"]
+        assert "exists" in program(toy(base, run), capsys)
+    assert os.listdir(run) == ["run.json"]
 
 def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch, capsys):
     def train_base(command, env):
@@ -978,7 +962,7 @@ def test_run_program_ends_the_group_and_shows_the_traceback_of_a_bug(base, tmp_p
     assert "Traceback" in err and "ValueError: a bug" in err
     assert not mdu.dist.is_initialized()
     mdu.join_processes()
-    assert program(["--tau", "2"], capsys)[0] == 2 and not mdu.dist.is_initialized()
+    assert program(["--tau", "2"], capsys) and not mdu.dist.is_initialized()
 
 def test_load_model_draws_weights_and_adapters_by_the_seed(base):
     for typed in ("--method sft", f"--model {base} --lora 2"):
@@ -1119,8 +1103,8 @@ def test_forget_loss_takes_another_loss_in_four_places(base, tmp_path):
     changed = {"__name__": "changed", "__file__": mdu.__file__}
     exec(source, changed)
     changed["main"](toy(base, tmp_path / "run", "--method kto --kappa 3 --epochs 1"))
-    assert steps_of(tmp_path / "run")[0]["forget"] == approx(0, abs=1e-4)  # theta is theta0
-    assert steps_of(tmp_path / "run")[2]["forget"] < -0.1
+    assert metrics(tmp_path / "run")[0]["forget"] == approx(0, abs=1e-4)  # theta is theta0
+    assert metrics(tmp_path / "run")[2]["forget"] < -0.1
     with pytest.raises(changed["BadInput"], match="npo has no option --kappa"):
         changed["parse"](["--method", "npo", "--kappa", "3"])
 
@@ -1142,8 +1126,7 @@ def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
         assert (taken["forget"], taken["retain"]) == (own, splits["retain"])
 
 def test_load_data_unlearns_tofu_with_retain90(tofu):
-    run = options(f"--model x/y --data {tofu}")
-    splits = mdu.load_data(run)
+    splits = mdu.load_data(options(f"--model x/y --data {tofu}"))
     assert [row["question"] for row in splits["retain"]] == [f"Q retain90 {i}?" for i in range(24)]
     limited = mdu.load_data(options(f"--model x/y --data {tofu} --limit 3"))
     assert limited == {split: rows[:3] for split, rows in splits.items()}
@@ -1400,16 +1383,15 @@ def test_resume_run_continues_bit_for_bit_after_a_full_disk(base, tmp_path, monk
             save(*args, **kwargs)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with mock.patch.object(mdu.dcp, "save", save_to_full_disk):
-        code, err = program(toy(own_base, run, typed), capsys)
-    assert code == 2 and "File too large" in err
+        err = program(toy(own_base, run, typed), capsys)
+    assert "File too large" in err
     assert json.loads((tmp_path / "error.json").read_text())["message"] == err.strip()
     assert_broken(run)
     (run / "checkpoint-99999999").touch()  # no folder
 
     def refused(words):
         with unchanged(run):
-            code, err = program(["--resume", run], capsys)
-        assert code == 2 and words in err
+            assert words in program(["--resume", run], capsys)
     shard = next(run.glob("checkpoint-00000002/*.safetensors"))
     other_rows = rows.read_bytes()[:-4] + b'x"]}'
     for file, damaged, words in [(rows, other_rows, "rows that it started from have changed"),
@@ -1492,13 +1474,11 @@ def test_save_model_leaves_half_a_model_that_does_not_count(base, unlearned, tmp
             raise OSError("stopped")
         return move(source, target)
     with mock.patch.object(Path, "replace", autospec=True, side_effect=stop_at_config):
-        code, err = program(toy(base, run, "--epochs 2 --diagnose"), capsys)
-    assert code == 2 and "stopped" in err
+        assert "stopped" in program(toy(base, run, "--epochs 2 --diagnose"), capsys)
     files = {file.name for file in unlearned.iterdir()} - {"config.json"}
     assert files <= {file.name for file in run.iterdir()} and not (run / "config.json").exists()
     for task in ([], ["--analysis", "convergence"]):
-        code, err = program([*task, run], capsys, ev.main)
-        assert code == 2 and "unfinished" in err
+        assert "unfinished" in program([*task, run], capsys, ev.main)
     mdu.main(["--resume", str(run)])
     assert_equal_runs(unlearned, run)
 
@@ -1934,10 +1914,10 @@ def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     (folder / "utility_general.jsonl").touch()  # of an earlier scoring on other data
     before = read_all(folder)
     with unchanged(scored_copy), mock.patch.object(ev, "score_rows", side_effect=KeyboardInterrupt):
-        assert program([scored_copy, *FLAGS], capsys, ev.main) == (130, "eval.py: stopped\n")
+        assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == "eval.py: stopped\n"
     with largest_file(max(map(len, before.values())) - 99):
-        code, err = program([scored_copy, *FLAGS], capsys, ev.main)
-    assert code == 2 and "too large" in err and before.items() <= read_all(folder).items()
+        assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
+    assert before.items() <= read_all(folder).items()
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
     assert re.search(r"Forget \| rL \d\.", capsys.readouterr().out)
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
@@ -1946,24 +1926,23 @@ def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
 def test_evaluate_is_of_one_program_at_a_time(scored_copy, capsys):
     """The folder is locked before anything in it is looked at, and while it is scored."""
     (scored_copy / "config.json").rename(scored_copy / "x")  # as if it were still trained
-    with another_program(scored_copy), unchanged(scored_copy):
-        code, err = program([scored_copy, *FLAGS], capsys, ev.main)
-    assert code == 2 and "in use" in err
+    with mdu.locked(scored_copy), unchanged(scored_copy):
+        assert "in use" in program([scored_copy, *FLAGS], capsys, ev.main)
     (scored_copy / "x").rename(scored_copy / "config.json")
 
     def score_rows(*_):
-        with pytest.raises(BlockingIOError), another_program(scored_copy):
+        with pytest.raises(mdu.BadInput), mdu.locked(scored_copy):
             pass
         raise mdu.BadInput("was locked")
     with mock.patch.object(ev, "score_rows", score_rows):
-        assert "was locked" in program([scored_copy, *FLAGS], capsys, ev.main)[1]
+        assert "was locked" in program([scored_copy, *FLAGS], capsys, ev.main)
 
 def test_evaluate_refuses_a_folder_in_which_it_cannot_write(scored_copy, capsys):
     shutil.rmtree(scored_copy / "eval")
     (scored_copy / "eval").touch()
     with mock.patch.object(ev, "score_rows") as score:
-        code, err = program([scored_copy, *FLAGS], capsys, ev.main)
-    assert code == 2 and str(scored_copy / "eval") in err and not score.called
+        assert str(scored_copy / "eval") in program([scored_copy, *FLAGS], capsys, ev.main)
+    assert not score.called
 
 def test_scoring_protocol_has_what_must_be_the_same_in_two_runs():
     """The rows; on RWKU, where they differ from person to person, their source and --limit."""
@@ -1988,9 +1967,8 @@ def test_check_lengths_refuses_answers_that_the_model_cannot_read(field, base, t
     file = write_lines(tmp_path / "rows", [{**row, field: 2048 * "Who "}])
     command = ["--model", base, "--forget", file, tmp_path / "new/folder"]
     with mock.patch.object(ev, "score_rows", side_effect=mdu.BadInput("it fits")):
-        code, err = program(command, capsys, ev.main)
-        assert code == 2 and "too many for the model; it takes 2048" in err
-        _, err = program(["--brief", *command], capsys, ev.main)
+        assert "too many for the model; it takes 2048" in program(command, capsys, ev.main)
+        err = program(["--brief", *command], capsys, ev.main)
     assert ("it fits" in err) == (field != "answer")
 
 def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
@@ -2071,8 +2049,8 @@ def made_up_run(scored, folder, options=(), forget=(), splits=(), **changes):
 def test_read_records_names_damaged_scores(name, text, words, scored, tmp_path, capsys):
     run = made_up_run(scored, tmp_path / "run")
     (tmp_path / "run/eval" / name).write_text(text)
-    code, line = program(["--report", run], capsys, ev.main)
-    assert code == 2 and name in line and "damaged" in line and words in line
+    line = program(["--report", run], capsys, ev.main)
+    assert name in line and "damaged" in line and words in line
 
 @each("name, changes, words", [
     ("npo", dict(options=dict(lr=1e-3)), "--lr"),
@@ -2085,8 +2063,8 @@ def test_group_runs_refuses_what_does_not_compare(
     runs = [made_up_run(scored, tmp_path / "1/npo"),
             made_up_run(scored, tmp_path / "2" / name, **changes)]
     for pair in (runs, runs[::-1]):
-        code, line = program(["--report", *pair], capsys, ev.main)
-        assert code == 2 and words in line and not list(tmp_path.rglob("report.*"))
+        assert words in program(["--report", *pair], capsys, ev.main)
+        assert not list(tmp_path.rglob("report.*"))
 
 def test_markdown_table():
     table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
@@ -2103,8 +2081,8 @@ def test_answer_sections_have_each_row_and_what_every_run_wrote(scored, tmp_path
     assert ev.answer_sections(ev.group_runs(runs), "forget") == [
         f"### {i}. Who?\n\n- True answer: True {i}\n- ga: ga {i}\n- npo: npo {i}" for i in range(3)]
 
-@each("content", ["fact", "rougeL_f1"])
-def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(content, scored, tmp_path):
+@each("content, first", [("fact", "Forget fact"), ("rougeL_f1", "Forget rL")])
+def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(content, first, scored, tmp_path):
     """The content is rougeL_f1 where rows have no fact."""
     runs = []
     columns = [[0, 1 / 16, 3 / 16], [0, 1 / 8, 3 / 8], [2, 3, 5], [0, 1 / 4, 3 / 4]]
@@ -2119,8 +2097,7 @@ def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(content, scored, t
         ev.main(["--report", *runs])
     figure = matplotlib.figure.Figure()
     ev.draw_methods(figure, *save.call_args.args[2:])
-    content_title = {"fact": "Forget fact", "rougeL_f1": "Forget rL"}[content]
-    titles = [content_title, "Forget p", "Forget gen. ppl", "Retain p"]
+    titles = [first, "Forget p", "Forget gen. ppl", "Retain p"]
     for axis, title, (base, one, two) in zip(figure.axes, titles, columns, strict=True):
         marks = [mark.get_offsets().tolist() for mark in axis.collections]
         assert marks == [[[base, 0]], [[base, 0]], [[one, 1], [two, 1]], [[(one + two) / 2, 1]]]
@@ -2151,8 +2128,7 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     text = " ".join((tmp_path / "1/report.md").read_text().split())
     assert f"## Answers: Forget ### 0. {questions[0]} - True answer: " in text
     for line in """
-            | Method | Forget rL ↓ | recall ↓ | p ↓ | fact ↓ | empty | words |
-            | empty | words | gen. ppl |
+            | Method | Forget rL ↓ | recall ↓ | p ↓ | fact ↓ | empty | words | gen. ppl |
             | base | 0.900 | 0.800 | 0.500 | 0.750 | 0.250 | 7.0 | 40 |
             | npo | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ±
             ± 0.200 | - | 0.5 (0.3 to 0.7) |
@@ -2192,8 +2168,7 @@ def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_pa
     figures = ev.read_summary(scored_copy)["splits"]["run"]
     assert figures["forget_quality"] == approx(2 / 20)
 
-def test_report_averages_people_of_rwku_trained_and_scored(rwku, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     write_checkpoint(Path("model"), "llada", max_sequence_length=999)
     data = f"--preset rwku-llada --model model --data {rwku}".split()
     scoring = "--samples 2 --steps 1 --limit 1".split()
@@ -2219,14 +2194,6 @@ def test_report_averages_people_of_rwku_trained_and_scored(rwku, tmp_path, monke
     assert alone[0]["seed"] == together[1]["seed"] == [0, 10, 0]
 
 # ---- Analyses ----
-def analyse(name, run, folder, typed=""):
-    """Run an analysis on a copy of a run -> the content of its JSON file."""
-    copy = shutil.copytree(run, folder / "run")
-    ev.main(["--analysis", name, *typed.split(), str(copy)])
-    file = folder / f"analysis/{name}.json"
-    assert name == "rollout" or file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    return json.loads(file.read_text())
-
 def test_function_words_have_clitics():
     """As the words of a text are found: "didn't" is "didn" and "t"."""
     text = ("didn't don't isn't wasn't aren't weren't wouldn't couldn't shouldn't hasn't "
@@ -2321,8 +2288,11 @@ def test_analysis_trajectory_and_rollout_of_a_scripted_model(
         model.mask_id, model.pad_id = 0, 1
     monkeypatch.setattr(mdu, "load_backbone", lambda name, dtype: (
         anchor if name == str(base) else theta, tokenizer))
-    typed = "--questions 0 --steps 3 --length 6 --batch-size 2"
-    panels = analyse("trajectory", unlearned, tmp_path / "1", typed)["panels"]
+    run = str(shutil.copytree(unlearned, tmp_path / "run"))
+    flags = "--questions 0 --steps 3 --length 6 --batch-size 2".split()
+    ev.main(["--analysis", "trajectory", *flags, run])
+    assert (tmp_path / "analysis/trajectory.png").read_bytes().startswith(b"\x89PNG")
+    panels = json.loads((tmp_path / "analysis/trajectory.json").read_text())["panels"]
     kls = [slow_kl(logits_of(0, p), logits_of(1, 0.5), 1).item() for p in (0.9, 0.8, 0.7)]
     assert panels == {f"0. {row['question']}": [
         dict(label="author\n1", role="in-context", kl=approx(kls[0])),
@@ -2331,7 +2301,8 @@ def test_analysis_trajectory_and_rollout_of_a_scripted_model(
         dict(label="is\n3", role="structural", kl=approx(kls[2]))]}
     assert [len(ids) for ids in anchor.seen] == [2, 1]  # the three states in batches
     anchor.seen.clear()
-    table = analyse("rollout", unlearned, tmp_path / "2", typed)["table"]
+    ev.main(["--analysis", "rollout", *flags, run])
+    table = json.loads((tmp_path / "analysis/rollout.json").read_text())["table"]
     two_thirds = [row["question"], row["answer"], "2/3", "Ceka<mask> author<end>",
                   "Ceka Foba author"]
     assert table[1:] == [[row["question"], row["answer"], "1/3", "<mask><mask> author<mask>",
@@ -2482,14 +2453,13 @@ def test_bad_input_is_one_line_and_exit_code_2(
     typed = typed.format(files=files, base=base, run=unlearned, scored=scored, rwku=rwku)
     name, *argv = typed.split()
     with unchanged(tmp_path, files, base, unlearned):
-        code, err = program(argv, capsys, {"mdu": mdu.main, "eval": ev.main}[name])
-    assert code == 2 and all(word in err for word in words.split()), err
+        err = program(argv, capsys, {"mdu": mdu.main, "eval": ev.main}[name])
+    assert all(word in err for word in words.split()), err
 
 # ======== README.md and Makefile ========
 PROJECT = Path(mdu.__file__).parent
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (PROJECT / "Makefile").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"(?ms)^```python$(.*?)^```$", README)
 PARSERS = {"mdu": mdu.parse, "eval": ev.parse}
 
 def test_commands_of_the_readme_parse(monkeypatch):
@@ -2551,7 +2521,7 @@ def test_mdu_loss_can_be_copied(name, source):
     """From the README, too, into a file with torch, F and math alone; gradients included."""
     code = inspect.getsource(mdu.mdu_loss)
     if source == "README.md":
-        code, = EXAMPLES
+        code, = re.findall(r"(?ms)^```python$(.*?)^```$", README)
     scope = dict(torch=torch, F=F, math=math)
     exec(code, scope)
     arguments = to_dtype(loss_arguments(name), torch.bfloat16)
