@@ -2133,10 +2133,12 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
             | npo | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ±
             ± 0.200 | - | 0.5 (0.3 to 0.7) |
             | Method | Retain rL ↑ | recall ↑ | p ↑ | fact ↑ | empty ↓ | words |
+            | Method | Forget median ↑ | mean ↑ | Retain median ↓ | mean ↓ |
             | Method | model utility ↑ | forget quality ↑ |
             | Method | Forget truth ratio ↑ | Retain truth ratio ↑ |""".splitlines():
         assert line.strip() in text
     assert re.search(r"\| npo \| \S+ ± \S+ \| 0.25 \(1e-09 to 0.75\) \|", text)
+    assert "](report.png)" in text
     assert (tmp_path / "1/report.png").read_bytes().startswith(b"\x89PNG")
 
 def test_report_and_analysis_lie_beside_the_run_also_from_inside_it(
@@ -2182,7 +2184,7 @@ def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
               "N-L2 recall ↑ |")
     report = " ".join(Path("1/report.md").read_text().split())
     assert header in report and re.search(r"\| dpo \|( \d\.\d+ ± \d\.\d+ \|){5}", report)
-    assert "MMLU accuracy ↑ | TruthfulQA MC1 ↑ | TriviaQA EM ↑ | F1 ↑" in report
+    assert "MMLU accuracy ↑ | TruthfulQA MC1 ↑ | TriviaQA EM ↑ | F1 ↑ |" in report
     assert "### 0. Please briefly answer the following question." in capsys.readouterr().out
     # The model itself, in new folders: who else is asked about changes no one's masks.
     ev.main([*scoring, *data, "all"])
