@@ -51,7 +51,8 @@ def options(typed="", *more):
     return mdu.parse([*typed.split(), *more])
 
 def program(argv, capsys, main=mdu.main, code=2):
-    """Run mdu.py, or eval.py by its main, to this exit code -> its one line on stderr or ""."""
+    """Run mdu.py, or eval.py by its main, which has to end with this exit code -> its one line on
+    stderr, or ""."""
     name = "eval.py" if main is ev.main else "mdu.py"
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
@@ -1322,7 +1323,7 @@ def test_shard_splits_what_is_trained_and_leaves_frozen_weights_whole():
 # ---- The run's folder ----
 STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 2 --lr 1e-4"
 SIX_STEPS = f"{STEPS} --tau 0.5 --states written --anchor current"
-LORA = f"{STEPS} --anchor {{anchor}} --anchor-prompt shown --lora 2 --dtype bfloat16 --lr 0.01"
+LORA = f"{STEPS} --anchor {{anchor}} --anchor-prompt shown --lora 2 --dtype bfloat16 --lr 0.005"
 KILLED = """
 import json, os, signal, sys
 import mdu
@@ -1369,11 +1370,12 @@ def test_save_checkpoint_keeps_the_newest_alone_in_small_files(tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "checkpoint-00000010"}
     assert len(list(tmp_path.glob("*/*.safetensors"))) == 3
 
-def test_resume_run_continues_bit_for_bit_after_a_full_disk(base, tmp_path, monkeypatch, capsys):
+def test_resume_run_continues_bit_for_bit_after_a_full_disk(
+        base, unlearned, tmp_path, monkeypatch, capsys):
     """It gets full at the second checkpoint.  One line says so, also for torchrun."""
     rows, whole, run = tmp_path / "rows.jsonl", tmp_path / "whole", tmp_path / "run"
     own_base = shutil.copytree(base, tmp_path / "base")
-    typed = LORA.format(anchor=base) + " --retain-weight 0 --diagnose --forget "
+    typed = LORA.format(anchor=unlearned) + " --retain-weight 0 --diagnose --forget "
     typed += write_lines(rows, mdu.toy_world()["forget"])
     mdu.main(toy(own_base, whole, typed))
     save = mock.Mock(wraps=mdu.dcp.save)
@@ -1411,7 +1413,7 @@ def test_resume_run_continues_bit_for_bit_after_a_full_disk(base, tmp_path, monk
 
 def test_train_on_two_processes_equals_one_also_killed_and_resumed(base, tmp_path):
     """Process 1 waits until a missing base is trained.  What two have begun one can end."""
-    lora = LORA.format(anchor=shutil.copytree(base, tmp_path / "anchor"))
+    lora = LORA.format(anchor=tmp_path / "toy/base")  # the one that was missing
     runs = [["--epochs", "0.1", "--out", f"{tmp_path}/toy/mdu"],
             toy(base, tmp_path / "two", SIX_STEPS), toy(base, tmp_path / "two-lora", lora),
             toy(base, tmp_path / "killed", SIX_STEPS)]
@@ -1810,10 +1812,10 @@ def test_published_source_is_the_model_of_the_preset_or_of_model(base):
     for typed in ("--preset tofu-dream", f"--preset rwku-qwen --model {base}", "--model A/B"):
         source = ev.published_source(ev.parse([*typed.split(), "new"]))
         assert source.theta0 == source.model and source.trained_on is None
-        found.append([source.model, *map(source.options.get, ("preset", "data",
-                                                              "response_length"))])
-    assert found == [[mdu.DREAM, "tofu-dream", "locuslab/TOFU", 128],
-                     [str(base), "rwku-qwen", "jinzhuoran/RWKU", 12], ["A/B", "own", None, 128]]
+        run = source.options
+        found.append((source.model, run["preset"], run["data"], run["response_length"]))
+    assert found == [(mdu.DREAM, "tofu-dream", "locuslab/TOFU", 128),
+                     (str(base), "rwku-qwen", "jinzhuoran/RWKU", 12), ("A/B", "own", None, 128)]
 
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
         "person": "--preset rwku-llada --data {rwku} --subject 2"}
@@ -1850,6 +1852,13 @@ def test_rows_to_score(run, typed, expected, tofu, rwku, tmp_path):
         limit = args.limit or run_options["limit"]
         assert limit is None or len(rows) == limit * max(1, len(people))
     assert found == expected.split()
+
+@each("fact", ["Petra", "Bolt", "?"])
+def test_rows_to_score_refuses_a_fact_that_is_not_in_the_answer(fact, base, tmp_path, capsys):
+    row = dict(question="Who?", answer="It is Bolti.")
+    rows = [dict(row, fact="bolti"), dict(row, fact=fact)]
+    command = [base, "--forget", write_lines(tmp_path / "rows", rows)]
+    assert f"without its fact '{fact}'" in program(command, capsys, ev.main)
 
 # ---- One run ----
 FLAGS = "--samples 4 --limit 3 --seed 5 --length 8".split()
@@ -2266,7 +2275,8 @@ def test_analysis_trajectory_and_rollout_of_a_scripted_model(
     _, tokenizer = mdu.load_backbone(str(base))
     row = mdu.toy_world()["forget"][0]  # Which author comes from Pudi?
     V = len(tokenizer)
-    written = tokenizer.convert_tokens_to_ids(["▁Ceka", "▁is", "▁author", "<end>", "▁Foba", "."])
+    tokens = ["▁Ceka", "▁is", "▁author", "<end>", "▁Foba", "."]
+    written = tokenizer.convert_tokens_to_ids(tokens)
     fixed_by_step = [(2, 4), (0, 3), (1, 5)]
 
     def logits_of(token, p):
@@ -2350,7 +2360,6 @@ BAD_ROWS = {  # a file of rows: (its text, words of the line)
     "columns": ('{"prompt": "p", "completion": "c"}', "line 1 found prompt, completion"),
     "empty": (ROW + '\n\n{"question": "q", "answer": " "}', "line 3 answer: empty ' '"),
     "number": (ROW[:-1] + ', "fact": 1.0}', "line 1 fact: 1.0"),
-    "fact": (ROW + "\n" + ROW[:-1] + ', "fact": "Petra"}', "line 2 fact: answer 'Petra'"),
     "half": (ROW + '\n{"question": "q", "answer": "\\ud800"}', "line 2 surrogates"),
     "latin-1": (ROW + "\n\udce9", "line 2 utf-8"), "nested": (99999 * "[", "line 1 recursion"),
     "strange": (8 * '{"question": "xx", "answer": "yy zz"}\n', "unknown words model"),
