@@ -1212,7 +1212,8 @@ def test_find_model_downloads_no_pickle_and_the_revision_that_is_asked_for(name,
         assert any(fnmatch.fnmatch(file, pattern) for pattern in mdu.FILES) == wanted
 
 def slow_transformer(w, ids, eps, theta):
-    """Logits (T, V) of one sequence: RMSNorm, rotary attention to all tokens, SwiGLU."""
+    """Logits (T, V) of one sequence: RMSNorm, rotary attention to all tokens, SwiGLU; 2 blocks of 4
+    heads."""
     def linear(x, name):
         return x @ w[name + ".weight"].T + w.get(name + ".bias", 0)
 
@@ -1230,13 +1231,14 @@ def slow_transformer(w, ids, eps, theta):
         attention, mlp = block + "self_attn.", block + "mlp."
         h = rms(x, block + "input_layernorm")
         q = linear(h, attention + "q_proj").view(T, 4, -1)
-        k = linear(h, attention + "k_proj").view(T, 2, -1)
-        v = linear(h, attention + "v_proj").view(T, 2, -1)
+        k = linear(h, attention + "k_proj").view(T, -1, q.shape[-1])
+        v = linear(h, attention + "v_proj").view(k.shape)
         if attention + "q_norm.weight" in w:
             q = rms(q, attention + "q_norm")
             k = rms(k, attention + "k_norm")
-        k = rotate(k).repeat_interleave(2, 1)  # two heads share a key and a value
-        v = v.repeat_interleave(2, 1)
+        shared_by = 4 // k.shape[1]  # heads that share a key and a value
+        k = rotate(k).repeat_interleave(shared_by, 1)
+        v = v.repeat_interleave(shared_by, 1)
         scores = torch.einsum("ihd,jhd->hij", rotate(q), k) / math.sqrt(q.shape[-1])
         heads = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
         x = x + linear(heads.flatten(1), attention + "o_proj")
@@ -1255,6 +1257,37 @@ def test_load_backbone_equals_a_transformer_written_out(hub):
         logits = logits[[0, *range(8)]]
     everywhere = torch.ones(1, 9, dtype=torch.bool)
     assert_close(hub.model(ids[None], everywhere, everywhere), logits, 2e-5)
+
+def assert_gradients_are_those_of_a_transformer_written_out(model, eps, theta):
+    """Of two rows with end padding to read, and to predict.  Every token of the first row has a
+    gradient in the embedding, the padding token, too."""
+    pad = model.pad_id
+    draws = [mdu.Draw([3, 5], [7, pad, 9, pad, pad], 0.5, np.array([0, 1, 1, 0, 1], "float32")),
+             mdu.Draw([4], [6, pad], 0.8, np.array([1, 0], "float32"))]
+    trained = dict(model.lm.named_parameters())
+    loss = mdu.batch_nll(model, mdu.make_batch(model, draws)).sum()
+    grads = torch.autograd.grad(loss, trained.values())
+    w = {name: p.detach().clone().requires_grad_() for name, p in trained.items()}
+    tied = {"lm_head.weight": w["model.embed_tokens.weight"]}
+    expected = 0
+    for draw in draws:
+        masked = [i for i, uniform in enumerate(draw.uniform) if uniform < draw.t]
+        noised = [model.mask_id if i in masked else token for i, token in enumerate(draw.answer)]
+        logits = slow_transformer({**tied, **w}, torch.tensor(draw.prompt + noised), eps, theta)
+        for i in masked:
+            position = len(draw.prompt) + i - model.shift
+            expected = expected + slow_nll(logits[position], draw.answer[i]) / draw.t
+    slow_grads = torch.autograd.grad(expected, w.values())
+    for name, grad, slow_grad in zip(trained, grads, slow_grads):
+        largest = slow_grad.abs().max().item()
+        torch.testing.assert_close(grad, slow_grad, rtol=0, atol=1e-4 * largest, msg=name)
+    embedding = grads[list(trained).index("model.embed_tokens.weight")]
+    assert embedding[[3, 5, pad, 9, model.mask_id]].any(1).all()
+
+def test_load_backbone_trains_every_weight(hub):
+    config = CONFIGS[hub.kind]
+    assert_gradients_are_those_of_a_transformer_written_out(
+        hub.model, config["rms_norm_eps"], config["rope_theta"])
 
 @torch.no_grad()
 def test_load_backbone_equals_transformers_own_class(hub):
@@ -1518,6 +1551,9 @@ def test_new_toy_has_the_token_ids_that_are_read_from_its_files(tmp_path):
     for one in (model, again):
         ids = [one.mask_id, one.end_id, one.pad_id]
         assert tokenizer.convert_ids_to_tokens(ids) == ["<mask>", "<end>", "<end>"]
+        norms = one.lm.model.embed_tokens.weight.norm(dim=1)
+        assert norms.min() > 0.5  # of 64 numbers from N(0, 0.1): 0.8 in the mean
+        assert_gradients_are_those_of_a_transformer_written_out(one, eps=1e-6, theta=1e4)
 
 # ======== eval.py ========
 # ---- Text metrics ----
@@ -1590,6 +1626,23 @@ def test_generate_equals_slow_sampler(length, steps, counts, by_entropy, boost):
     model.seen.clear()
     assert ev.generate(model, PROMPTS, length, steps, batch_size=3) == expected
     assert len(model.seen) == len(counts) * math.ceil(len(PROMPTS) / 3)  # no step without a token
+
+@each("gaps", [(30, 34, 32), (34, 32, 30), (32, 30, 34)])
+@each("by_entropy", [False, True])
+def test_generate_fixes_the_surest_token_first_where_float32_would_tie(gaps, by_entropy):
+    """A logit is `gap` above the others: p = 1 / (1 + 10 exp(-gap)), 1 in float32."""
+    def script(ids):
+        logits = torch.zeros(*ids.shape, 11)
+        for position, gap in enumerate(gaps):
+            logits[:, position + 1, position + 2] = gap
+        return logits
+    model = FakeModel(by_entropy=by_entropy, script=script)
+    ev.generate(model, [[5]], 3, 3)
+    fixed = [(ids != MASK).sum().item() for ids in model.seen]
+    assert fixed == [1, 2, 3]
+    order = [np.flatnonzero((new != old)[0].numpy())[0] - 1
+             for old, new in zip(model.seen, model.seen[1:])]
+    assert order == np.argsort(gaps)[::-1][:2].tolist()
 
 @each("ids, n", [([4, 5, 6], 3), ([4, 1, 5, PAD], 1), ([4, 5, PAD, 1], 2), ([], 0)])
 def test_read_answer_ends_before_the_first_end_or_padding_token(ids, n):
@@ -1879,9 +1932,11 @@ def scored_copy(scored, tmp_path):
     return shutil.copytree(scored, tmp_path / "run")
 
 def slow_perplexity(theta0, prompt, ids, i):
-    """Of the answer to forget row i, its question masked; scored with FLAGS."""
+    """Of the answer to forget row i, its question masked, its end visible; scored with FLAGS."""
     masks = ev.draw_masks(len(ids), 4, [5, 0, i])
-    return math.exp(slow_eq7(theta0, [theta0.mask_id] * len(prompt), ids, masks).mean())
+    masks = [torch.tensor([*mask.tolist(), False]) for mask in masks]
+    prompt = [theta0.mask_id] * len(prompt)
+    return math.exp(slow_eq7(theta0, prompt, ids + [theta0.end_id], masks).mean())
 
 def test_evaluate_equals_one_row_at_a_time(scored):
     """Losses by a forward pass per mask of (--seed, split, row), without an end token."""
