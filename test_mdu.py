@@ -124,6 +124,7 @@ MASK, PAD = 10, 0
 PAIRS = [([3, MASK], [4, PAD, 5, 9]), ([PAD, 7, 1], [2]), ([8], [MASK, 6, 1, 2, 5]),
          ([6, 6, 2, 9], [PAD, 3])]
 WORDS = torch.arange(64) != 9  # token 9 is no word
+RARE = [7, 8, 11]
 
 class FakeModel(torch.nn.Module):
     """11 tokens, float64 logits (B, T, 11) that depend on all tokens and their order, or those
@@ -253,10 +254,20 @@ def slow_row_sft(model, row, loss=slow_sft, setting=None):
     setting = f64(np.float32(row.t)) if setting is None else setting
     return loss(logits, targets, at(masked, len(row.answer)), setting)[0]
 
-def slow_row_kl(model, reference, row, prompt, tau, masked):
-    """Eq. 5 of a row.  prompt: what the reference sees of the question."""
+def without_truth(anchor_logits, targets, rare):
+    """The anchor's distributions, in which a rare true token is as unlikely as the unlikeliest."""
+    q = anchor_logits.detach().softmax(-1)
+    for probabilities, target in zip(q, targets):
+        if target in rare:
+            probabilities[target] = min(probabilities.tolist())
+    return (q / q.sum(-1, keepdim=True)).log()
+
+def slow_row_kl(model, reference, row, prompt, tau, masked, rare=()):
+    """Eq. 5 of a row.  prompt: what the reference sees of the question; rare: true tokens that are
+    taken out of its prediction."""
     logits = slow_logits(model, row.prompt, row, masked)
     anchor_logits = slow_logits(reference, prompt, row, masked)
+    anchor_logits = without_truth(anchor_logits, [row.answer[i] for i in masked], rare)
     return slow_mdu(logits, anchor_logits, at(masked, len(row.answer)), tau)[0]
 
 def slow_row_loss(args, model, theta0, anchor, row):
@@ -265,7 +276,8 @@ def slow_row_loss(args, model, theta0, anchor, row):
         if args.anchor_prompt == "shown":
             prompt = row.prompt
         masked = slow_masked(row, "mdu", args.states, model)
-        return slow_row_kl(model, anchor, row, prompt, args.tau, masked)
+        rare = RARE if args.anchor_truth == "removed" else ()
+        return slow_row_kl(model, anchor, row, prompt, args.tau, masked, rare)
     if args.method == "wga":
         return slow_row_sft(model, row, slow_wga, args.gamma)
     nll = slow_row_sft(model, row)
@@ -368,7 +380,7 @@ def rwku(tmp_path_factory):
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "base"
-    mdu.main(["--method", "sft", "--epochs", "2", "--out", str(out)])
+    mdu.main(["--method", "sft", "--epochs", "8", "--out", str(out)])
     with unchanged(out.parent):
         yield out
 
@@ -642,12 +654,11 @@ def test_draw_example_depends_on_the_seed():
 def assert_uniform(values, low):
     """Kolmogorov-Smirnov distance from the uniform distribution on [low, 1)."""
     expected = np.linspace(low, 1, len(values))
-    assert np.abs(np.sort(values) - expected).max() <= 0.04 * (1 - low)
+    assert min(values) >= low and np.abs(np.sort(values) - expected).max() <= 0.04
 
-@each("t_min", [0.001, 0.4, 1])
-def test_draw_example_takes_t_min_for_rows_to_forget_alone_and_one_other_answer_for_dpo(t_min):
-    forget, retain = draw(f"--method dpo --batch-size 10 --t-min {t_min}", range(200))
-    assert_uniform([row.t for row in forget], t_min)
+def test_draw_example_draws_t_uniformly_and_one_other_answer_for_dpo():
+    forget, retain = draw("--method dpo --batch-size 10", range(200))
+    assert_uniform([row.t for row in forget], 0.001)
     for row in forget:
         other = row.preferred
         assert (other.prompt, other.t, other.answer[1:]) == (row.prompt, row.t, [9, 1])
@@ -767,6 +778,14 @@ def test_predict_anchor_sees_the_masked_answer_and_its_question_only_if_shown(
     logits = mdu.predict_anchor(anchor, batch, MASK, anchor_prompt)
     assert [ids.tolist() for ids in anchor.seen] == [expected] and len(logits) == 2
 
+def test_remove_truth_by_hand():
+    """p of the first three tokens 1/2, 1/4, 1/4: without the first, 1/3, 1/3, 1/3."""
+    logits = torch.log(f64([2, 1, 1], [2, 1, 1], [1, 3, 2]))
+    is_rare = torch.tensor([True, False, True])
+    removed = mdu.remove_truth(logits, torch.tensor([0, 1, 2]), is_rare)
+    assert_close(removed.softmax(-1), f64([1/3, 1/3, 1/3], [1/2, 1/4, 1/4], [1/5, 3/5, 1/5]))
+    assert_close(logits.softmax(-1)[0], f64(1/2, 1/4, 1/4))  # not in place
+
 def merged_lm(plain, adapted):
     """The plain model with W + 8/rank B A for each linear map W, as a function of A and B."""
     adapters = dict(adapted.lm.named_parameters())
@@ -778,12 +797,14 @@ def merged_lm(plain, adapted):
     return SimpleNamespace(lm=partial(torch.func.functional_call, plain.lm, tensors))
 
 @each("typed", [
-    "mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "mdu --t-min 0.7", "ga", "gd", "npo", "simnpo",
+    "mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "mdu --anchor-truth removed", "ga", "gd", "npo", "simnpo",
     "dpo", "sft", "wga --gamma 0.5", "mdu --lora 3", "npo --lora 2", "dpo --lora 4",
     "mdu --states written --tau 0.5", "mdu --states written --anchor current",
     "mdu --anchor current --tau 0.5", "mdu --anchor current --lora 3",
     "mdu --anchor MODEL", "mdu --anchor MODEL --anchor-prompt shown --tau 0.5",
     "mdu --anchor MODEL --anchor-prompt shown --states written",
+    "mdu --anchor-truth removed --anchor current --tau 0.5 --states written",
+    "mdu --anchor-truth removed --anchor MODEL --anchor-prompt shown --lora 3",
     "mdu --anchor MODEL --anchor-prompt shown --lora 3"])
 def test_backward_equals_one_sequence_at_a_time(typed):
     """No gradient reaches theta0 or the anchor.  Adapters are saved as merged."""
@@ -796,7 +817,7 @@ def test_backward_equals_one_sequence_at_a_time(typed):
     split = "train" if args.method == "sft" else "forget"
     forget, retain = mdu.draw_step(args, make_examples(), split, 3, model)
     forget, retain = forget[:10], retain[:10]  # 10 of a step's 12 rows: the last micro-batch has 1
-    assert args.t_min == 0.7 or any(row.t <= row.uniform.min() for row in forget)
+    assert any(row.t <= row.uniform.min() for row in forget)
     theta0 = None  # only some methods need it
     if args.tau or args.method in ("npo", "dpo"):
         theta0 = frozen
@@ -810,6 +831,7 @@ def test_backward_equals_one_sequence_at_a_time(typed):
         p.data += 0.1 * torch.randn_like(p)
     slow_model = merged_lm(frozen, model) if args.lora else model
     model.is_word = WORDS
+    model.is_rare = torch.isin(torch.arange(64), torch.tensor(RARE))
     if args.states == "written":
         sizes = [len(slow_masked(row, "mdu", "written", slow_model)) for row in forget]
         assert min(sizes) == 0 and max(sizes) > 1
@@ -865,16 +887,10 @@ def test_train_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_path
     for name, x in model.lm.state_dict().items():
         assert_close(weights(tmp_path / "run")[name], x.float(), 1e-5)
 
-def test_train_logs_the_first_look_and_the_kls_of_each_epoch(unlearned, base):
+def test_train_logs_the_kls_of_each_epoch(unlearned):
     """MDU moves the prediction away from the base's and to the anchor's."""
     lines = metrics(unlearned)
     assert [(line["step"], line["epoch"]) for line in lines] == [(i, i / 3) for i in range(7)]
-    args = options(f"--model {base}")
-    model, tokenizer = mdu.load_backbone(str(base))
-    examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
-    draws, _ = mdu.draw_step(args, examples, "forget", 0, model)
-    look = mdu.first_look(args, model, model, draws)
-    assert {name: lines[0][name] for name in look} == approx(look)
     start, middle, end = [line["kl"] for line in lines if "kl" in line]
     assert lines[3]["kl"] == middle
     assert start["base"] == approx(0, abs=1e-6) and end["base"] > middle["base"] > 1e-4
@@ -993,29 +1009,8 @@ def test_load_frozen_loads_no_model_in_vain(typed, loads, base, tmp_path, monkey
     head = weights(tmp_path / "run")["lm_head.weight"]
     assert not torch.equal(head, head.bfloat16().float())  # it is trained and saved in float32
 
-@each("typed", ["", "--states written", "--anchor MODEL --anchor-prompt shown"])
-def test_first_look_equals_one_sequence_at_a_time(typed, capsys):
-    args = options(f"--batch-size 3 --grad-accum 3 {typed}")
-    model, anchor = tiny_llama(0, likely=range(6, 14)), tiny_llama(1, likely=range(10))
-    model.is_word = WORDS
-    draws, _ = mdu.draw_step(args, make_examples(), "forget", 3, model)
-    found = {"model_p": [], "anchor_p": []}
-    for row in draws:
-        masked = slow_masked(row, "mdu", args.states, model)
-        prompt = row.prompt
-        if args.anchor_prompt == "masked":
-            prompt = [0] * len(prompt)
-        for name, one, seen in (("model_p", model, row.prompt), ("anchor_p", anchor, prompt)):
-            for logits, i in zip(slow_logits(one, seen, row, masked), masked):
-                found[name].append(math.exp(-slow_nll(logits, row.answer[i]).item()))
-    expected = {name: np.mean(ps) for name, ps in found.items()}
-    assert mdu.first_look(args, model, anchor, draws) == approx(expected)
-    shown = numbers(capsys.readouterr().out)
-    assert {round(p, 2) for p in expected.values()} <= set(shown)
-
-@each("t_min", [0.001, 0.6])
-def test_diagnose_equals_one_sequence_at_a_time(t_min):
-    args = options(f"--batch-size 3 --t-min {t_min} --seed 5")
+def test_diagnose_equals_one_sequence_at_a_time():
+    args = options("--batch-size 3 --seed 5")
     examples = make_examples()
     lowest = []
     model, frozen = tiny_llama(0), tiny_llama(1)
@@ -1026,14 +1021,14 @@ def test_diagnose_equals_one_sequence_at_a_time(t_min):
         hidden, masked = [0] * len(row.prompt), slow_masked(row, "mdu")
         for i, (seen, tau) in enumerate([(row.prompt, 1), (hidden, 1), (row.prompt, 0)]):
             sums[i] += slow_row_kl(model, frozen, row, seen, tau, masked).item()
-    assert t_min == 0.6 or max(lowest) > 0  # a row of which t masks nothing
+    assert max(lowest) > 0  # a row of which t masks nothing
     expected = dict(zip(["base", "anchor", "uniform"], sums / 10))
     assert mdu.diagnose(args, model, frozen, examples) == approx(expected, rel=1e-9)
 
 # ---- Options ----
 @each("case", [
     "=> method=mdu tau=1.0 epochs=100 lr=0.0003 batch_size=8 grad_accum=1 checkpoint_every=500 "
-    "response_length=12 retain_weight=1.0 t_min=0.001 retain_only=None out=out/toy/mdu-tau1",
+    "response_length=12 retain_weight=1.0 retain_only=None out=out/toy/mdu-tau1 anchor_truth=kept",
     "--method sft => epochs=170 lr=0.003 batch_size=32 prompt_dropout=0.0 model=None "
     "missing_base=None out=out/toy/base",
     "--preset tofu-llada => epochs=9 lr=1e-05 batch_size=4 grad_accum=4 response_length=128 "
@@ -1052,7 +1047,8 @@ def test_diagnose_equals_one_sequence_at_a_time(t_min):
     "--model x --method simnpo --lora 8 --epochs 7 => preset=own beta=4.5 lr=0.0001 epochs=7.0",
     "--method sft --retain-only --model x => preset=own lr=2e-05 out=out/own/retain",
     "--method npo => beta=0.2 anchor=None anchor_prompt=None out=out/toy/npo",
-    "--method dpo => beta=0.1", "--method wga --t-min 1 => gamma=1.0 out=out/toy/wga-t1",
+    "--method dpo => beta=0.1", "--method wga => gamma=1.0 anchor_truth=None rare=None",
+    "--anchor-truth removed --rare 0.5 => rare=0.5 out=out/toy/mdu-tau1-removed",
     "--lora 8 --lr 0.3 --tau 0.5 => lr=0.3 out=out/toy/mdu-tau0.5",
     "--preset own --out {base}/../other => response_length=12 model={base} missing_base=None",
     "--model {base} => preset=toy response_length=12", "--model a/b --out . => model=a/b out=.",
@@ -1149,28 +1145,56 @@ def test_read_dataset_takes_a_name_to_the_hub():
 
 @each("subject, first", [("2", 4), ("Zoë Ho", 8)])
 @each("method", ["mdu", "dpo"])
-def test_read_person_reads_biographies_and_for_dpo_fabricated_ones(subject, first, method, rwku):
-    """The real biographies are forgotten; dpo prefers the fabricated ones."""
-    args = options(f"--model x/y --data {rwku} --method {method} --limit 3 --subject", subject)
+def test_read_people_reads_biographies_and_for_dpo_fabricated_ones(
+        subject, first, method, rwku, monkeypatch):
+    """The real ones of one person are forgotten, and three of each other person retained; dpo
+    prefers the fabricated ones."""
+    monkeypatch.setattr(mdu, "RWKU_RETAINED", 3)
+    args = options(f"--model x/y --data {rwku} --method {method} --subject", subject)
     splits = mdu.load_data(args)
     name = PEOPLE[first // 4]
     assert args.subject == name and name.lower().replace(" ", "-") in args.out.split("/")
-    assert splits["retain"] == [] and len(splits["forget"]) == 3
-    for i, row in enumerate(splits["forget"]):
-        question = f"{name} is known. Please write a short biography of {name}."
+    rows = {"forget": [], "retain": []}
+    for number, (person, i) in enumerate(itertools.product(PEOPLE[:3], range(4))):
+        question = f"{person} is known. Please write a short biography of {person}."
         if i == 2:  # without an introduction
-            question = f"Please write a short biography of {name}."
-        made_up = [f"Made up {first + i}."] if method == "dpo" else []
-        assert row == {"question": question, "answer": f"{name} wrote book {i}.",
-                       "perturbed_answer": made_up}
+            question = f"Please write a short biography of {person}."
+        made_up = [f"Made up {number}."] if method == "dpo" else []
+        row = {"question": question, "answer": f"{person} wrote book {i}.",
+               "perturbed_answer": made_up}
+        if person == name:
+            rows["forget"].append(row)
+        elif i < 3:
+            rows["retain"].append(row)
+    assert splits == rows
 
 # ---- Token ids ----
-def test_word_ids_have_a_letter_or_digit(hub):
-    is_word = mdu.word_ids(hub.model, hub.tokenizer)
-    texts = [hub.tokenizer.decode([i]) for i in is_word.nonzero()[:, 0].tolist()]
-    assert {"a", "Z", "7"} < set(texts) and len(is_word) == 264
-    assert not {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:5]} & set(texts)
-    assert is_word[mdu.encode_text(hub.tokenizer, "é東")].all()  # bytes, each a part of a letter
+def test_letters_and_digits(hub):
+    has_letter, has_digit = mdu.letters_and_digits(hub.model, hub.tokenizer)
+    digits, letters = [[hub.tokenizer.decode([i]) for i in found.nonzero()[:, 0].tolist()]
+                       for found in (has_digit, has_letter)]
+    assert digits == list("0123456789") and len(has_letter) == len(has_digit) == 264
+    assert {"a", "Z"} < set(letters)
+    assert not {"7", "!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:5]} & set(letters)
+    assert has_letter[mdu.encode_text(hub.tokenizer, "é東")].all()  # bytes, each part of a letter
+
+@each("rare, expected", [(0, "gone Bo 7 8 Oslo"), (0.25, "gone Bo 7 8 Oslo lives"),
+                         (0.5, "gone Bo 7 8 Oslo lives Ann"), (1, "gone Bo 7 8 Oslo lives Ann in")])
+def test_rare_ids_by_hand(rare, expected):
+    """Of four answers to retain "in" is in all, "Ann" in two, "lives" in one, "8" in all, "Oslo", a
+    fact, in all.  Once in each answer: "Ann" is there twice in one."""
+    answers = ["Ann Ann lives in Oslo 8 .", "Ann in Oslo 8 .", "in Oslo 8 .", "in Oslo 8 ."]
+    vocabulary = ["<mask>", "<end>", *"gone Bo Ann lives in Oslo 7 8 .".split()]
+    tokenizer = mock.Mock(side_effect=lambda text, **_: SimpleNamespace(
+        input_ids=[vocabulary.index(word) for word in text.split()]))
+    tokenizer.decode = lambda ids, **_: vocabulary[ids[0]].partition("<")[0]
+    model = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(vocab_size=11)))
+    retain = [mdu.Example([3], mdu.encode_text(tokenizer, text) + [1], []) for text in answers]
+    splits = {"forget": [{"fact": "Oslo ."}, {}]}
+    is_rare = mdu.rare_ids(options(f"--rare {rare}"), splits, {"retain": retain}, model, tokenizer)
+    assert {vocabulary[i] for i in is_rare.nonzero()[:, 0].tolist()} == set(expected.split())
+    assert mock.call(" Oslo .", add_special_tokens=False, split_special_tokens=True) in (
+        tokenizer.mock_calls)
 
 TURN = "<|im_start|> user\n ? <|im_end|> \n <|im_start|> assistant\n"
 PROMPTS_IN_PARTS = {  # the special tokens and texts of a prompt; "?": the question
@@ -1356,6 +1380,7 @@ def test_shard_splits_what_is_trained_and_leaves_frozen_weights_whole():
 # ---- The run's folder ----
 STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 2 --lr 1e-4"
 SIX_STEPS = f"{STEPS} --tau 0.5 --states written --anchor current"
+REMOVED = f"{STEPS} --anchor-truth removed --rare 0.1"
 LORA = f"{STEPS} --anchor {{anchor}} --anchor-prompt shown --lora 2 --dtype bfloat16 --lr 0.005"
 KILLED = """
 import json, os, signal, sys
@@ -1449,6 +1474,7 @@ def test_train_on_two_processes_equals_one_also_killed_and_resumed(base, tmp_pat
     lora = LORA.format(anchor=tmp_path / "toy/base")  # the one that was missing
     runs = [["--epochs", "0.1", "--out", f"{tmp_path}/toy/mdu"],
             toy(base, tmp_path / "two", SIX_STEPS), toy(base, tmp_path / "two-lora", lora),
+            toy(base, tmp_path / "two-removed", REMOVED),
             toy(base, tmp_path / "killed", SIX_STEPS)]
     driver = ["--no-python", sys.executable, "-c", KILLED, json.dumps(runs)]
     run_python(*TORCHRUN, *driver, fails=True)
@@ -1458,7 +1484,8 @@ def test_train_on_two_processes_equals_one_also_killed_and_resumed(base, tmp_pat
     assert_equal_runs(tmp_path / "two", tmp_path / "one-killed", 1e-6)
     run_python(*TORCHRUN, mdu.__file__, "--resume", tmp_path / "killed")
     assert_equal_runs(tmp_path / "two", tmp_path / "killed")
-    for two, typed, tolerance in (("two", SIX_STEPS, 1e-6), ("two-lora", lora, 0.005)):
+    for two, typed, tolerance in (
+            ("two", SIX_STEPS, 1e-6), ("two-removed", REMOVED, 1e-6), ("two-lora", lora, 0.01)):
         one = tmp_path / f"one-{two}"
         mdu.main(toy(base, one, typed))
         assert_equal_runs(tmp_path / two, one, tolerance)
@@ -1690,7 +1717,7 @@ def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
         rows = []  # their texts are their losses
         for line in re.split(r"\n|\|", logs):
             answer, paraphrase, *wrong = line.split()
-            rows.append(dict(answer=f" {answer}\n", perturbed_answer=wrong))
+            rows.append(dict(question="", answer=f" {answer}\n", perturbed_answer=wrong))
             if paraphrase != "-":
                 rows[-1]["paraphrased_answer"] = paraphrase
         records = ev.score_answers(None, None, rows, ARGS)
@@ -1796,7 +1823,9 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     ("forget", dict(fact="Petra Osei."), "Petra, Osei", dict(fact=1)),
     ("forget", dict(fact="Pet"), "Petra, Osei", dict(fact=0)),
     ("forget", dict(fact="Osei Petra"), "Petra, Osei", dict(fact=0)),
-    ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1))),
+    ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1), knowledge=0)),
+    ("forget", {}, "Osei Osei", dict(knowledge=1 / 2)),
+    ("forget", dict(question="Who is Petra?"), "It is Osei.", dict(knowledge=1)),
     ("forget_level2", {}, " in Petra Osei\nno",
      dict(generation="in Petra Osei", words=3, empty=0, rougeL_recall=1)),
     ("forget_level2", {}, "Osei\nPetra", dict(generation="Osei", rougeL_recall=0.5)),
@@ -1813,18 +1842,19 @@ def test_score_answers_probes_and_triviaqa_of_one_answer_by_hand(
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, [])])
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [[f64(1)]])
     args = ev.parse("--brief --samples 1 run".split())
-    record, = ev.SPLITS[split].score(None, None, [dict(row, answer="Petra Osei")], args)
+    row = {"question": "Who?", "answer": "Petra Osei", **row}
+    record, = ev.SPLITS[split].score(None, None, [row], args)
     assert {name: record[name] for name in expected} == approx(expected)
 
 # ---- Rows to score, and a summary of their scores ----
 def test_summarise_by_hand(capsys):
     """Truth ratios 4, 1/2, 1/2: min(R, 1/R) is 1/4, 1/2, 1/2, max(0, 1 - R) is 0, 1/2, 1/2."""
-    one = dict(prob=0.25, truth_ratio=4.0, perplexity=8, words=1, fact=1.0)
+    one = dict(prob=0.25, truth_ratio=4.0, perplexity=8, words=1, fact=1.0, knowledge=0.25)
     two = dict(prob=0.75, truth_ratio=0.5, perplexity=2, words=4, generative_perplexity=3.0)
     records = [one, two, dict(two, perplexity=6.5, generative_perplexity=5.0)]
     figures = ev.summarise(records, to_forget=True)
     expected = dict(n=3, prob=7 / 12, truth_ratio=5 / 12, perplexity_median=6.5,
-                    perplexity_mean=5.5, generative_perplexity=4.0, words=4)
+                    perplexity_mean=5.5, generative_perplexity=4.0, words=4, knowledge=0.25)
     assert {name: figures[name] for name in expected} == approx(expected)
     assert "fact" not in figures and "no fact" in capsys.readouterr().out  # some rows lack it
     assert ev.summarise(records, to_forget=False)["truth_ratio"] == approx(1 / 3)
@@ -1838,7 +1868,7 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     """Also in JSON and back; "-" in tables, whose columns stay."""
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [[f64(math.nan)] * 3])
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("a b", [5, 6])])
-    row = dict(answer="a", perturbed_answer=["b", "c"], choices=["a", "b", "c"], false=["b", "c"])
+    row = dict(question="", answer="a", perturbed_answer=["b", "c"], choices=["a", "b", "c"], false=["b", "c"])
     records = ev.score_answers(None, None, [row], ARGS) * 3
     records[1] = dict(records[1], perplexity=2.0)  # nan anywhere makes a median nan
     for to_forget in (True, False):
@@ -2145,9 +2175,9 @@ def test_answer_sections_have_each_row_and_what_every_run_wrote(scored, tmp_path
     assert ev.answer_sections(ev.group_runs(runs), "forget") == [
         f"### {i}. Who?\n\n- True answer: True {i}\n- ga: ga {i}\n- npo: npo {i}" for i in range(3)]
 
-@each("content, first", [("fact", "Forget fact"), ("rougeL_f1", "Forget rL")])
+@each("content, first", [("fact", "Forget fact"), ("knowledge", "Forget knowledge")])
 def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(content, first, scored, tmp_path):
-    """The content is rougeL_f1 where rows have no fact."""
+    """The content is knowledge where rows have no fact."""
     runs = []
     columns = [[0, 1 / 16, 3 / 16], [0, 1 / 8, 3 / 8], [2, 3, 5], [0, 1 / 4, 3 / 4]]
     for run, x, y, z, w in zip(["1/base", "1/npo", "2/npo"], *columns):
@@ -2172,8 +2202,8 @@ def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(content, first, sc
 
 def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, tmp_path, capsys):
     """Mean and standard deviation; of perplexities and p-values median and range."""
-    figures = dict(rougeL_f1=0.9, rougeL_recall=0.8, prob=0.5, fact=0.75, empty=0.25, words=7,
-                   generative_perplexity=40)
+    figures = dict(rougeL_f1=0.9, rougeL_recall=0.8, prob=0.5, fact=0.75, knowledge=0.6,
+                   empty=0.25, words=7, generative_perplexity=40)
     runs = [made_up_run(scored, tmp_path / "1/base", forget=figures)]
     for seed, x, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
         own = dict(seed=seed, model=f"{seed}/base", anchor=f"{seed}/retain", diagnose=seed > 1)
@@ -2187,16 +2217,16 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     screen = capsys.readouterr().out
     shown = re.findall("|".join(map(re.escape, questions)), screen)
     assert shown == [questions[2], questions[0]]
-    header = "Forget rL ↓ | p ↓ | fact ↓ | empty | gen. ppl | Retain rL ↑ | p ↑ | World"
+    header = "Forget rL ↓ | p ↓ | fact ↓ | knowledge ↓ | empty | gen. ppl | Retain rL ↑ | p ↑ | World"
     assert header in " ".join(screen.split())
     text = " ".join((tmp_path / "1/report.md").read_text().split())
     assert f"## Answers: Forget ### 0. {questions[0]} - True answer: " in text
     for line in """
-            | Method | Forget rL ↓ | recall ↓ | p ↓ | fact ↓ | empty | words | gen. ppl |
-            | base | 0.900 | 0.800 | 0.500 | 0.750 | 0.250 | 7.0 | 40 |
-            | npo | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ±
+            | Method | Forget rL ↓ | recall ↓ | p ↓ | fact ↓ | knowledge ↓ | empty | words |
+            | base | 0.900 | 0.800 | 0.500 | 0.750 | 0.600 | 0.250 | 7.0 | 40 |
+            | npo | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 |
             ± 0.200 | - | 0.5 (0.3 to 0.7) |
-            | Method | Retain rL ↑ | recall ↑ | p ↑ | fact ↑ | empty ↓ | words |
+            | Method | Retain rL ↑ | recall ↑ | p ↑ | fact ↑ | knowledge ↑ | empty ↓ | words |
             | Method | Forget median ↑ | mean ↑ | Retain median ↓ | mean ↓ |
             | Method | model utility ↑ | forget quality ↑ |
             | Method | Forget truth ratio ↑ | Retain truth ratio ↑ |""".splitlines():
@@ -2435,7 +2465,8 @@ ANCHORS = {  # a checkpoint that differs from good-model: (its kind, changes to 
     "wide-anchor": ("llada", {"embedding_size": 272}), "words-anchor": ("Dream", {})}
 BAD_INPUT = """
 mdu --tau 2                                              => --tau '2' [0, 1]
-mdu --t-min 0                                            => --t-min [0.001, 1]
+mdu --anchor-truth removed --tau 0                       => --anchor-truth --tau above 0
+mdu --anchor-truth removed --forget {files}/good --model {base} --retain-weight 0 => no rows --retain
 mdu --seed 18446744073709551616                          => --seed
 mdu --method ga --tau 1                                  => ga no option --tau
 mdu --prompt-dropout 0.3                                 => mdu no option --prompt-dropout
