@@ -4,9 +4,11 @@ SEED := 1
 OUT := out/demo
 SCORE := --brief --samples 32
 BASELINES := ga gd npo simnpo wga dpo
-DEMO := $(BASELINES) mdu-tau0 mdu-tau0.5 mdu-tau1
-FINETUNED := finetune default $(BASELINES) setting-2 question-masked setting-1 original
-RELEARNED := npo simnpo wga dpo setting-2 question-masked setting-1 original
+DEMO := $(BASELINES) mdu-tau0 mdu-tau0.5 mdu-tau1 mdu-removed
+FINETUNED := finetune default $(BASELINES) written setting-2 question-masked setting-1 original
+WITHOUT_RETAIN := npo wga dpo written setting-2 setting-1
+RELEARNED := npo simnpo wga dpo written setting-2 question-masked setting-1 original
+WRITTEN := --states written --anchor current --tau 0.5
 export CUDA_VISIBLE_DEVICES :=
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## /make \1\t/p' Makefile
@@ -19,6 +21,8 @@ demo: install  ## a small model, every method, scores: table and picture in out/
 	@$(MAKE) --no-print-directory --jobs=2 $(DEMO:%=$(OUT)/%)
 	@$(PYTHON) eval.py $(SCORE) $(addprefix $(OUT)/,base $(DEMO))
 	@$(PYTHON) eval.py --report $(addprefix $(OUT)/,base $(DEMO)) --questions 3
+$(OUT)/mdu-removed:
+	@$(PYTHON) mdu.py --seed $(SEED) --anchor-truth removed --out $@
 $(OUT)/mdu-tau%:
 	@$(PYTHON) mdu.py --seed $(SEED) --tau $* --out $@
 $(OUT)/%:
@@ -29,19 +33,26 @@ table: install  ## the demo with three seeds, means and standard deviations: out
 finetuned: install  ## unlearn a fine-tune, three seeds: table and picture in out/finetuned/1; then relearn
 	@rm -rf out/finetuned
 	@$(MAKE) --no-print-directory --jobs=3 finetuned-1 finetuned-2 finetuned-3
+	@$(PYTHON) eval.py --report $(foreach run,$(WITHOUT_RETAIN),$(foreach seed,1 2 3,out/finetuned/without-retain/$(seed)/$(run)))
 	@$(PYTHON) eval.py --report $(foreach run,$(FINETUNED),$(foreach seed,1 2 3,out/finetuned/$(seed)/$(run)))
 	@for run in $(RELEARNED); do for seed in 1 2 3; do echo "$$run, seed $$seed, 4 forgotten answers learnt again: of 20 other facts came back" \
 	  $$(tail -n 20 out/finetuned/$$seed/relearned/$$run/eval/forget.jsonl | grep -c '"fact": 1.0'); done; done
 finetuned-%:
 	@set -e; out=out/finetuned/$*; train="$(PYTHON) mdu.py --seed $*"; unlearn="$$train --model $$out/finetune"; \
 	$$train --method sft --retain-only --prompt-dropout 0.5 --epochs 340 --out $$out/original; \
-	$$train --method sft --model $$out/original --prompt-dropout 0.5 --epochs 170 --out $$out/finetune; \
+	$$train --method sft --model $$out/original --prompt-dropout 0.5 --epochs 340 --out $$out/finetune; \
 	$$unlearn --out $$out/default; \
 	for method in $(BASELINES); do $$unlearn --method $$method --out $$out/$$method; done; \
-	$$unlearn --states written --anchor current --tau 0.5 --out $$out/setting-2; \
+	$$unlearn $(WRITTEN) --out $$out/written; \
+	$$unlearn --anchor-truth removed --out $$out/setting-2; \
 	$$unlearn --anchor $$out/original --out $$out/question-masked; \
 	$$unlearn --anchor $$out/original --anchor-prompt shown --out $$out/setting-1; \
-	$(PYTHON) eval.py $(SCORE) $$out/*/; \
+	alone=out/finetuned/without-retain/$*; without="$$unlearn --retain-weight 0"; \
+	for method in npo wga dpo; do $$without --method $$method --out $$alone/$$method; done; \
+	$$without $(WRITTEN) --out $$alone/written; \
+	$$without --anchor-truth removed --out $$alone/setting-2; \
+	$$without --anchor $$out/original --anchor-prompt shown --out $$alone/setting-1; \
+	$(PYTHON) eval.py $(SCORE) $$out/*/ $$alone/*/; \
 	again="$$train --method sft --limit 4 --batch-size 4 --epochs 30 --lr 5e-4"; \
 	for run in $(RELEARNED); do $$again --model $$out/$$run --out $$out/relearned/$$run; done; \
 	$(PYTHON) eval.py --brief --samples 1 --limit 24 $$out/relearned/*/
@@ -49,16 +60,18 @@ FORGET_ROWS = $(shell cat "$(FORGET)" 2>/dev/null | grep -c '[^[:space:]]')
 RETAIN_ROWS = $(shell cat "$(RETAIN)" 2>/dev/null | grep -c '[^[:space:]]')
 # 300 epochs; of few rows more, for as many steps as with 40
 EPOCHS = $(shell n=$$(($(FORGET_ROWS) + $(RETAIN_ROWS))); echo $$((n < 40 ? 12000 / n : 300)))
+ORIGINAL := yes
+ANCHOR = $(if $(filter no,$(ORIGINAL)),--anchor-truth removed,--anchor out/rehearsal/original --anchor-prompt shown)
 ROWS := --forget "$(FORGET)" --retain "$(RETAIN)" --seed $(SEED)
 rows:
 	$(if $(filter 0 1,$(FORGET_ROWS)),$(error FORGET=$(FORGET) must be a file with at least 2 rows))
 	$(if $(shell test $(RETAIN_ROWS) -lt $(FORGET_ROWS) && echo few),$(error RETAIN=$(RETAIN) must be a file with at least as many rows as FORGET, $(FORGET_ROWS)))
 	@echo "$(FORGET_ROWS) rows to forget, $(RETAIN_ROWS) to retain: about $$((1 + $(EPOCHS) * $$(cat "$(FORGET)" "$(RETAIN)" | wc -w) / 270000)) minutes"
-rehearsal: rows install  ## FORGET=forget.jsonl RETAIN=retain.jsonl: your own rows with a small model, in out/rehearsal
+rehearsal: rows install  ## FORGET=forget.jsonl RETAIN=retain.jsonl: your own rows with a small model, in out/rehearsal (ORIGINAL=no: as if you had no original)
 	@if test -d out/rehearsal; then rm -rf out/rehearsal.old && mv out/rehearsal out/rehearsal.old; fi
 	$(PYTHON) mdu.py --preset toy --method sft --retain-only --prompt-dropout 0.3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/original
 	$(PYTHON) mdu.py --method sft --model out/rehearsal/original --prompt-dropout 0.3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/finetune
-	$(PYTHON) mdu.py --model out/rehearsal/finetune --anchor out/rehearsal/original --anchor-prompt shown --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/mdu
+	$(PYTHON) mdu.py --model out/rehearsal/finetune $(ANCHOR) --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/mdu
 	$(PYTHON) eval.py $(SCORE) out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original
 	$(PYTHON) eval.py --report out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original
 figures: install  ## the paper's analyses of the demo's model: numbers and pictures in out/figures/analysis

@@ -2571,13 +2571,13 @@ def test_commands_of_the_readme_parse(monkeypatch):
     assert {name for name, _ in found} == {"mdu", "eval"}
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-@each("target", ["demo", "table", "finetuned", "rehearsal", "figures"])
+@each("target", ["demo", "table", "finetuned", "rehearsal", "rehearsal ORIGINAL=no", "figures"])
 def test_make_trains_what_it_scores(target, tmp_path):
     (tmp_path / "Makefile").write_text(re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE))
     (tmp_path / "rows").write_text("{}\n{}\n")
     output = subprocess.check_output(
-        ["make", target, "PYTHON=echo", "FORGET=rows", "RETAIN=rows"], cwd=tmp_path, text=True,
-        env={"PATH": os.environ["PATH"]})  # without the flags of a make that runs the tests
+        ["make", *target.split(), "PYTHON=echo", "FORGET=rows", "RETAIN=rows"], cwd=tmp_path,
+        text=True, env={"PATH": os.environ["PATH"]})  # without the flags of a make around it
     trained = set()
     for name, typed in re.findall(r"(?m)^(mdu|eval)\.py (.*)", output):
         args = PARSERS[name](shlex.split(typed))
