@@ -1546,8 +1546,12 @@ def test_save_model_leaves_half_a_model_that_does_not_count(base, unlearned, tmp
 
 # ---- Toy ----
 def test_toy_world_has_five_wrong_answers_to_each_question():
-    """They differ from the true one by the fact alone."""
+    """They differ from the true one by the fact alone.  No row asks in another row's words."""
     splits = mdu.toy_world()
+    asked = {row["question"] for rows in splits.values() for row in rows}
+    assert len(asked) == 204
+    for row in splits["forget"] + splits["retain"]:
+        assert row["paraphrased_question"] not in asked
     assert [len(rows) for rows in splits.values()] == [24, 136, 22, 22]
     for row in itertools.chain(*splits.values()):
         assert len(set(row["perturbed_answer"])) == 5
