@@ -39,8 +39,8 @@ finetuned: install  ## unlearn a fine-tune, three seeds: table and picture in ou
 	  $$(tail -n 20 out/finetuned/$$seed/relearned/$$run/eval/forget.jsonl | grep -c '"fact": 1.0'); done; done
 finetuned-%:
 	@set -e; out=out/finetuned/$*; train="$(PYTHON) mdu.py --seed $*"; unlearn="$$train --model $$out/finetune"; \
-	$$train --method sft --retain-only --prompt-dropout 0.5 --epochs 340 --out $$out/original; \
-	$$train --method sft --model $$out/original --prompt-dropout 0.5 --epochs 340 --out $$out/finetune; \
+	$$train --method sft --retain-only --prompt-dropout 0.5 --out $$out/original; \
+	$$train --method sft --model $$out/original --prompt-dropout 0.5 --out $$out/finetune; \
 	$$unlearn --out $$out/default; \
 	for method in $(BASELINES); do $$unlearn --method $$method --out $$out/$$method; done; \
 	$$unlearn $(WRITTEN) --out $$out/written; \

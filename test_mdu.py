@@ -1027,9 +1027,9 @@ def test_diagnose_equals_one_sequence_at_a_time():
 
 # ---- Options ----
 @each("case", [
-    "=> method=mdu tau=1.0 epochs=100 lr=0.0003 batch_size=8 grad_accum=1 checkpoint_every=500 "
+    "=> method=mdu tau=1.0 epochs=200 lr=0.0003 batch_size=8 grad_accum=1 checkpoint_every=500 "
     "response_length=12 retain_weight=1.0 retain_only=None out=out/toy/mdu-tau1 anchor_truth=kept",
-    "--method sft => epochs=170 lr=0.003 batch_size=32 prompt_dropout=0.0 model=None "
+    "--method sft => epochs=340 lr=0.002 batch_size=32 prompt_dropout=0.0 model=None "
     "missing_base=None out=out/toy/base",
     "--preset tofu-llada => epochs=9 lr=1e-05 batch_size=4 grad_accum=4 response_length=128 "
     "data=locuslab/TOFU model={here}/out/tofu-llada/base",
