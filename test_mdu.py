@@ -1712,8 +1712,8 @@ OFFICIAL = {  # what utils.py of locuslab/tofu makes of them
 
 def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
     def texts_nll(model, tokenizer, rows, texts, *_):
-        assert " " not in "".join(itertools.chain(*texts))
-        return [[f64(float(text)) for text in own] for own in texts]
+        assert " " not in "".join(itertools.chain(*[sum(own.values(), []) for own in texts]))
+        return [{name: list(map(float, own[name])) for name in own} for own in texts]
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("", [])] * 4)
     splits = {}
@@ -1811,14 +1811,13 @@ def test_score_mmlu_compares_letters_at_one_masked_position(monkeypatch):
 def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     """Of n tokens: log p = -n times the mean loss over the masks."""
     losses = dict(zip(["a", "b b", "c c c "], losses))
-    nlls = [f64(loss - 1, loss + 1) for loss in losses.values()]
-    texts_nll = mock.Mock(return_value=[nlls])
+    texts_nll = mock.Mock(return_value=[{"choices": losses.values()}])
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
     targets = dict(choices=list(losses), labels=labels)
     row = ev.ask_truthfulqa(dict(question="", mc1_targets=targets))
     record, = ev.score_truthfulqa(None, None, [row], ARGS)
-    assert texts_nll.call_args.args[3] == [[" a", " b b", " c c c"]]
+    assert texts_nll.call_args.args[3] == [{"choices": [" a", " b b", " c c c"]}]
     assert record["mc1"] == mc1 and record["logp"][record["generation"]] == -1
     assert list(record["logp"].values()) == approx([-losses["a"], -1, -3])
 
@@ -1844,7 +1843,8 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
 def test_score_answers_probes_and_triviaqa_of_one_answer_by_hand(
         split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, [])])
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [[f64(1)]])
+    nlls = dict(right=[1.0], paraphrased=[], wrong=[])
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [nlls])
     args = ev.parse("--brief --samples 1 run".split())
     row = {"question": "Who?", "answer": "Petra Osei", **row}
     record, = ev.SPLITS[split].score(None, None, [row], args)
@@ -1870,7 +1870,8 @@ def test_summarise_by_hand(capsys):
 
 def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     """Also in JSON and back; "-" in tables, whose columns stay."""
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [[f64(math.nan)] * 3])
+    nlls = dict(right=[math.nan], paraphrased=[], wrong=[1.0, math.nan], choices=3 * [math.nan])
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [nlls])
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("a b", [5, 6])])
     row = dict(question="", answer="a", perturbed_answer=["b", "c"], choices=["a", "b", "c"], false=["b", "c"])
     records = ev.score_answers(None, None, [row], ARGS) * 3
@@ -1934,7 +1935,7 @@ def test_rows_to_score(run, typed, expected, tofu, rwku, tmp_path):
             assert people == PEOPLE[:10] or people == [PEOPLE[1 if run == "person" else 2]]
             source = str(len(people))
         elif source == "tofu":
-            assert ev.TOFU[split] in rows[0]["question"]
+            assert ev.TOFU_CONFIGS[split] in rows[0]["question"]
         found.append(source)
         limit = args.limit or run_options["limit"]
         assert limit is None or len(rows) == limit * max(1, len(people))
@@ -2093,7 +2094,7 @@ def test_add_generative_perplexity_is_skipped_if_one_process_has_no_theta0(
         results[:] = [own, "lost: no such folder"]
     monkeypatch.setattr(mdu, "WORLD", 2)
     monkeypatch.setattr(ev.dist, "all_gather_object", all_gather_object)
-    args = ev.with_run_options(ARGS, vars(options("--method sft")))
+    args = ev.with_run_options(ARGS, vars(options("--method sft")), {})
     records = [dict(question="Who?", empty=0.0, generation_ids=[5], seed=[0, 0, 0])]
     ev.add_generative_perplexity("run", str(base), records, args)
     assert "generative_perplexity" not in records[0]
