@@ -84,6 +84,16 @@ def largest_file(size):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
+def extended(module, recipe):
+    """The names of a module to which something was added: {text of it: what is put before it}."""
+    source = Path(module.__file__).read_text()
+    for place, added in recipe.items():
+        assert source.count(place) == 1, place
+        source = source.replace(place, added + place)
+    names = {"__name__": "changed", "__file__": module.__file__}
+    exec(source, names)
+    return names
+
 def numbers(text):
     return [float(x) for x in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", text)]
 
@@ -1093,12 +1103,7 @@ RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put b
     '    add("--gamma"': '    add("--kappa", type=positive)\n'}
 
 def test_forget_loss_takes_another_loss_in_four_places(base, tmp_path):
-    source = Path(mdu.__file__).read_text()
-    for place, added in RECIPE.items():
-        assert source.count(place) == 1, place
-        source = source.replace(place, added + place)
-    changed = {"__name__": "changed", "__file__": mdu.__file__}
-    exec(source, changed)
+    changed = extended(mdu, RECIPE)
     changed["main"](toy(base, tmp_path / "run", "--method kto --kappa 3 --epochs 1"))
     assert metrics(tmp_path / "run")[0]["forget"] == approx(0, abs=1e-4)  # theta is theta0
     assert metrics(tmp_path / "run")[2]["forget"] < -0.1
@@ -1940,6 +1945,71 @@ def test_rows_to_score(run, typed, expected, tofu, rwku, tmp_path):
         limit = args.limit or run_options["limit"]
         assert limit is None or len(rows) == limit * max(1, len(people))
     assert found == expected.split()
+
+QUIZ = {  # a benchmark that is added as eval.py says; its data is a folder with two files
+    "def read_tofu(": """
+def read_quiz(args, splits):
+    if args.data is None or not Path(args.data, "choose.jsonl").is_file():
+        return {}
+    found = {}
+    for split in ("choose", "say"):
+        rows = read_lines(Path(args.data, f"{split}.jsonl"))
+        found[split] = [{"perturbed_answer": [], **row} for row in rows][:args.limit]
+    return found
+
+""",
+    '    "TOFU": Benchmark(': """
+    "Quiz": Benchmark(read_quiz, {
+        "choose": Split(20, "Choose", False, score_truthfulqa, ["mc1"], texts=choice_texts,
+                        writes=False),
+        "say": Split(21, "Say", True, score_answers, ["prob"], texts=answer_texts)},
+        length=5, tables=[("The quiz", ["choose", "say"], ["mc1", "prob", "rougeL_f1"])]),
+"""}
+
+def test_rows_to_score_reads_another_benchmark(base, tmp_path, capsys):
+    """Entered in two places, it is read, scored by its scorers, and in the report."""
+    run = shutil.copytree(base, tmp_path / "run")
+    rows = [dict(question=f"{i}?", answer="one", choices=["one", "two"], false=["two"])
+            for i in range(3)]
+    for split in ("choose", "say"):
+        write_lines(tmp_path / f"{split}.jsonl", rows)
+    changed = extended(ev, QUIZ)
+    for argv in (["--data", tmp_path, "--limit", 2, "--samples", 4], ["--report"]):
+        changed["main"]([*map(str, argv), str(run)])
+    summary = ev.read_summary(run)
+    assert {split: figures.get("n") for split, figures in summary["splits"].items()} == {
+        "choose": 2, "say": 2, "run": None}
+    assert summary["protocol"]["length"] == 5
+    model, tokenizer = mdu.load_backbone(str(run))
+    for split, text, number in (("choose", " one", 20), ("say", "one", 21)):
+        ids = mdu.encode_text(tokenizer, text)
+        masks = ev.draw_masks(len(ids), 4, [0, number, 1])
+        nll = slow_eq7(model, mdu.encode_prompt(tokenizer, "1?"), ids, masks).mean()
+        record = ev.read_records(run, split)[1]
+        logp = record["logp"]["one"] / len(ids) if split == "choose" else log(record["prob"])
+        assert logp == approx(-nll, rel=1e-4)
+    screen = " ".join(capsys.readouterr().out.split())
+    assert "Rows: Choose 2, Say 2." in screen and "Choose MC1 ↑ | Say p ↓ |" in screen
+    text = " ".join((tmp_path / "report.md").read_text().split())
+    assert "## The quiz | Method | Choose MC1 ↑ | Say p ↓ | rL ↓ |" in text
+    assert "## Answers: Say ### 0. 0?" in text
+
+COMMAS = {  # a metric that is added as eval.py says
+    '    "empty": Metric(': '    "commas": Metric("commas", "", "", ".1f"),\n',
+    '        if "fact" in row:\n            record': '        record["commas"] = '
+        'float(generation.text.count(","))\n',
+    '                  "generative_perplexity"]\n': '                  "commas",\n'}
+
+def test_summarise_takes_another_metric(base, tmp_path, monkeypatch):
+    """Entered in three places, it is in the records, the figures and the report."""
+    run = shutil.copytree(base, tmp_path / "run")
+    changed = extended(ev, COMMAS)
+    changed["write_answers"] = lambda model, tokenizer, rows, args: [
+        ev.Answer("a, b" + i * ",", [5]) for i in range(len(rows))]
+    for argv in ("--samples 1 --limit 2", "--report"):
+        changed["main"]([*argv.split(), str(run)])
+    assert [record["commas"] for record in ev.read_records(run, "retain")] == [1, 2]
+    assert re.search(r"(?s)## Retain.*? commas .*? 1\.5 ", (tmp_path / "report.md").read_text())
 
 @each("fact", ["Petra", "Bolt", "?"])
 def test_rows_to_score_refuses_a_fact_that_is_not_in_the_answer(fact, base, tmp_path, capsys):
