@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from functools import partial
 from math import log
 from pathlib import Path
@@ -1768,6 +1769,10 @@ def test_forget_quality_and_ks_test_by_hand_and_as_published():
     d, p = ev.ks_test(range(300), [i + 118.5 for i in range(300)])
     assert d == approx(119 / 300)
     assert p == approx(1.834066410994743e-21, rel=1e-12, abs=0)
+    tracemalloc.start()  # a row of the table has 30 KB, all of them 10 MB
+    ev.ks_test(range(300), [i + 118.5 for i in range(300)])
+    assert tracemalloc.get_traced_memory()[1] < 1e6
+    tracemalloc.stop()
 
 # ---- RWKU ----
 ANSWER = "Please briefly answer the following question.\n"
@@ -2084,11 +2089,12 @@ def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     before = read_all(folder)
     with unchanged(scored_copy), mock.patch.object(ev, "score_rows", side_effect=KeyboardInterrupt):
         assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == "eval.py: stopped\n"
-    with largest_file(max(map(len, before.values())) - 99):
+    with unchanged(scored_copy), largest_file(max(map(len, before.values())) - 99):
         assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
-    assert before.items() <= read_all(folder).items()
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
-    assert re.search(r"Forget \| rL \d\.", capsys.readouterr().out)
+    screen = capsys.readouterr().out
+    assert re.search(r"Forget \| rL \S+ \| p \S+ \| fact \S+ \| empty \S+ \| gen. ppl", screen)
+    assert re.search(r"Retain \| rL \S+ \| p \S+\n", screen)
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
     assert read_all(folder).keys() == before.keys() - {folder / "utility_general.jsonl"}
 
@@ -2128,6 +2134,7 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs():
     assert protocol("forget", "", [3])[0] != protocol("forget")[0]
     assert asked[1:] == (30, 30) and protocol("forget_level1", "--length 5")[1:] == (5, 5)
     assert protocol("forget")[1:] == (7, 7) and protocol("forget", "--steps 4")[1:] == (7, 4)
+    assert protocol("forget", "--steps 8")[1:] == (7, 7)  # no step without a token
 
 @each("field", ["answer", "paraphrased_answer", "perturbed_answer"])
 def test_check_lengths_refuses_answers_that_the_model_cannot_read(field, base, tmp_path, capsys):
@@ -2224,12 +2231,17 @@ def test_read_records_names_damaged_scores(name, text, words, scored, tmp_path, 
 @each("name, changes, words", [
     ("npo", dict(options=dict(lr=1e-3)), "--lr"),
     ("npo", dict(options=dict(anchor="current")), "--anchor"),
-    ("npo", dict(trained_on=dict(forget="other")), "rows"),
+    ("npo", dict(options=dict(model="b/M")), "--model"),
+    ("npo", dict(trained_on=dict(forget="other")), "rows to forget"),
+    ("npo", dict(trained_on=dict(retain="other")), "rows to retain"),
+    ("npo", dict(options=dict(subject="Bo", retain="f"), trained_on=dict(retain="x")), "to retain"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
     ("ga", dict(forget=dict(people=dict(Ann={}))), "different people")])
 def test_group_runs_refuses_what_does_not_compare(
         name, changes, words, scored, tmp_path, capsys):
-    runs = [made_up_run(scored, tmp_path / "1/npo"),
+    own = dict(subject="Ann", model="a/M")
+    changes = {**changes, "options": {**own, **changes.get("options", {})}}
+    runs = [made_up_run(scored, tmp_path / "1/npo", own),
             made_up_run(scored, tmp_path / "2" / name, **changes)]
     for pair in (runs, runs[::-1]):
         assert words in program(["--report", *pair], capsys, ev.main)
@@ -2281,7 +2293,7 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
                    empty=0.25, words=7, generative_perplexity=40)
     runs = [made_up_run(scored, tmp_path / "1/base", forget=figures)]
     for seed, x, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
-        own = dict(seed=seed, model=f"{seed}/base", anchor=f"{seed}/retain", diagnose=seed > 1)
+        own = dict(seed=seed, model=f"/{seed}/base", anchor=f"/{seed}/a", diagnose=seed > 1)
         changed = dict.fromkeys(figures, x)
         if seed == 2:
             changed["words"] = None  # a cell needs all runs of a method
@@ -2421,7 +2433,9 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
                     expected.setdefault((name, roles[j]), []).append(kl)
     copy = shutil.copytree(unlearned, tmp_path / "run")
     flags = "--limit 3 --samples 2 --seed 4 --batch-size 4".split()
-    ev.main(["--analysis", "roles", *flags, str(copy), str(other)])
+    with mock.patch.object(mdu, "load_backbone", wraps=mdu.load_backbone) as load:
+        ev.main(["--analysis", "roles", *flags, str(copy), str(other)])
+    assert [call.args[0] for call in load.mock_calls] == [str(base), str(copy), str(other)]
     bars = json.loads((tmp_path / "analysis/roles.json").read_text())["panels"][""]
     found = {(bar["label"].split("\n")[0], bar["role"]): bar for bar in bars}
     assert found.keys() == expected.keys()
