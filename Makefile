@@ -78,7 +78,8 @@ figures: install  ## the paper's analyses of the demo's model: numbers and pictu
 	@rm -rf out/figures
 	@$(PYTHON) mdu.py --method sft --out out/figures/base
 	@for method in mdu npo ga; do $(PYTHON) mdu.py --method $$method --diagnose --out out/figures/$$method || exit 1; done
-	@for name in convergence roles; do $(PYTHON) eval.py --analysis $$name --samples 32 $(addprefix out/figures/,mdu npo ga) || exit 1; done
+	@$(PYTHON) eval.py --analysis convergence $(addprefix out/figures/,mdu npo ga)
+	@$(PYTHON) eval.py --analysis roles --samples 32 $(addprefix out/figures/,mdu npo ga)
 	@for name in trajectory rollout; do $(PYTHON) eval.py --analysis $$name out/figures/base || exit 1; done
 test: install  ## the tests, offline
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q test_mdu.py

@@ -144,7 +144,7 @@ class FakeModel(torch.nn.Module):
 
     def __init__(self, boost=-50.0, by_entropy=False, script=None):
         super().__init__()
-        config = SimpleNamespace(vocab_size=11, hidden_size=8)
+        config = SimpleNamespace(vocab_size=11, max_position_embeddings=99, hidden_size=8)
         self.lm = SimpleNamespace(config=config)
         self.table = torch.randn(11, 11, generator=torch.Generator().manual_seed(6)).double()
         self.boost = boost
@@ -1909,9 +1909,9 @@ def test_published_source_is_the_model_of_the_preset_or_of_model(base):
     found = []
     for typed in ("--preset tofu-dream", f"--preset rwku-qwen --model {base}", "--model A/B"):
         source = ev.published_source(ev.parse([*typed.split(), "new"]))
-        assert source.theta0 == source.model and source.trained_on is None
+        assert source.theta0_name == source.model_name and source.trained_on is None
         run = source.options
-        found.append((source.model, run["preset"], run["data"], run["response_length"]))
+        found.append((source.model_name, run["preset"], run["data"], run["response_length"]))
     assert found == [(mdu.DREAM, "tofu-dream", "locuslab/TOFU", 128),
                      (str(base), "rwku-qwen", "jinzhuoran/RWKU", 12), ("A/B", "own", None, 128)]
 
@@ -2146,6 +2146,17 @@ def test_check_lengths_refuses_answers_that_the_model_cannot_read(field, base, t
         assert "too many for the model; it takes 2048" in program(command, capsys, ev.main)
         err = program(["--brief", *command], capsys, ev.main)
     assert ("it fits" in err) == (field != "answer")
+
+@each("split, fits", [("utility_general", True), ("utility_truthfulness", True),
+                      ("utility_factuality", False), ("forget_level1", False)])
+def test_check_lengths_counts_only_tokens_that_are_generated(split, fits, base):
+    args = ev.parse(["--length", "2048", str(base)])
+    source = ev.find_source(base, args)
+    splits = {split: [ev.SPLITS[split].ask(RWKU_ROWS[split])]}
+    args = ev.with_run_options(args, source.options, splits)
+    expected = contextlib.nullcontext() if fits else pytest.raises(mdu.BadInput, match="too many")
+    with mock.patch.object(ev, "score_rows"), expected:
+        ev.score_splits(base, source, splits, args)
 
 def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
     """On all but empty answers."""
@@ -2487,7 +2498,7 @@ def test_analysis_trajectory_and_rollout_of_a_scripted_model(
         dict(label="is\n3", role="structural", kl=approx(kls[2]))]}
     assert [len(ids) for ids in anchor.seen] == [2, 1]  # the three states in batches
     anchor.seen.clear()
-    ev.main(["--analysis", "rollout", *flags, run])
+    ev.main(["--analysis", "rollout", *flags[:-2], run])
     table = json.loads((tmp_path / "analysis/rollout.json").read_text())["table"]
     two_thirds = [row["question"], row["answer"], "2/3", "Ceka<mask> author<end>",
                   "Ceka Foba author"]
@@ -2586,8 +2597,13 @@ eval --report {base}                                     => not scored yet
 eval --report {files}/unfinished/base                    => unfinished --resume
 eval --model {base} --data toy {files}                   => in the way new folder
 eval {files}/unfinished/base                             => unfinished --resume
-eval --report --retain {files}/good {base}               => --retain scoring
-eval --report --retain-run {scored} {base}               => --retain-run scoring
+eval --report --retain {files}/good {base}               => --retain score
+eval --report --limit 3 {base}                           => --limit score, roles report
+eval --report --brief {base}                             => --brief score
+eval --ask Who? --forget {files}/good {base}             => --forget score ask
+eval --questions 1 {base}                                => --questions report
+eval --analysis convergence --samples 3 {base}           => --samples score, roles
+eval --analysis trajectory --length 2048 {run}           => trajectory 2048 too many
 eval --analysis convergence {base}                       => --diagnose
 eval --analysis roles {run} {scored}                     => different models
 eval --analysis roles {run} {files}/other                => other forget rows
