@@ -1739,7 +1739,8 @@ def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
     assert ev.model_utility(splits) == approx(0.38735456860265, rel=1e-12)
     del splits["world_facts"]["prob_options"]
     assert ev.model_utility(splits) is None
-    assert 0 < ev.truth_ratio(0.0, [1e4]) < 1 < ev.truth_ratio(1e4, [0.0]) < math.inf
+    low, high = [dict(nll=a, nll_perturbed=[1e4 - a]) for a in (0.0, 1e4)]
+    assert 0 < ev.truth_ratio(low) < 1 < ev.truth_ratio(high) < math.inf
 
 def largest_gap(a, b):
     """The KS statistic: the largest difference of two empirical distribution functions."""
