@@ -2094,7 +2094,7 @@ def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
         assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
     screen = capsys.readouterr().out
-    assert re.search(r"Forget \| rL \S+ \| p \S+ \| fact \S+ \| empty \S+ \| gen. ppl", screen)
+    assert re.search(r"Forget \| rL \S+ \| p \S+ \| fact \S+ \| knowledge", screen)
     assert re.search(r"Retain \| rL \S+ \| p \S+\n", screen)
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
     assert read_all(folder).keys() == before.keys() - {folder / "utility_general.jsonl"}
@@ -2210,8 +2210,7 @@ def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, ca
     lines = capsys.readouterr().out.splitlines()
     for run in (str(base), scored):
         if length == 20:
-            warning = lines.pop(0)
-            assert warning.startswith(f"{run}: generates 20") and "trained for 12" in warning
+            assert re.match("--length 20: .* trained for 12 ", lines.pop(0))
         assert lines.pop(0) == f"{run}: {' '.join(tokenizer.decode([5, 6, 7]).split())}"
     assert not lines
     ev.main(["--ask", question, "--length", "2", "--model", scored, "of-the-model"])
