@@ -2585,6 +2585,7 @@ eval --model {base} --data toy {files}                   => in the way new folde
 eval {files}/unfinished/base                             => unfinished --resume
 eval --report --limit 3 {base}                           => --limit score not report
 eval --ask Who? --forget {files}/good {base}             => --forget score not ask
+eval --data toy --subject King {base}                    => --subject King RWKU --data
 eval --questions 1 {base}                                => --questions rollout not score
 eval --analysis convergence --samples 3 {base}           => --samples roles not convergence
 eval --analysis trajectory --length 2048 {run}           => trajectory 2048 too many
