@@ -1905,11 +1905,11 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
                         [dict(row, question="")], ARGS)
         assert math.isnan(record[metric])
 
-def test_published_source_is_the_model_of_the_preset_or_of_model(base):
+def test_find_source_is_the_model_of_the_preset_or_of_model(base):
     """A run hands down its response length; the preset names the rows."""
     found = []
     for typed in ("--preset tofu-dream", f"--preset rwku-qwen --model {base}", "--model A/B"):
-        source = ev.published_source(ev.parse([*typed.split(), "new"]))
+        source = ev.find_source("new", ev.parse([*typed.split(), "new"]))
         assert source.theta0_name == source.model_name and source.trained_on is None
         run = source.options
         found.append((source.model_name, run["preset"], run["data"], run["response_length"]))
