@@ -2430,9 +2430,12 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
                     expected.setdefault((name, roles[j]), []).append(kl)
     copy = shutil.copytree(unlearned, tmp_path / "run")
     flags = "--limit 3 --samples 2 --seed 4 --batch-size 4".split()
-    with mock.patch.object(mdu, "load_backbone", wraps=mdu.load_backbone) as load:
+    with mock.patch.object(mdu, "load_backbone", wraps=mdu.load_backbone) as load, \
+            mock.patch.object(ev, "check_lengths") as check:
         ev.main(["--analysis", "roles", *flags, str(copy), str(other)])
     assert [call.args[0] for call in load.mock_calls] == [str(base), str(copy), str(other)]
+    answers = [{"right": [row["answer"]]} for row in mdu.toy_world()["forget"][:3]]
+    assert check.call_args.args[4:] == (answers, 0)
     bars = json.loads((tmp_path / "analysis/roles.json").read_text())["panels"][""]
     found = {(bar["label"].split("\n")[0], bar["role"]): bar for bar in bars}
     assert found.keys() == expected.keys()
@@ -2589,6 +2592,7 @@ eval --data toy --subject King {base}                    => --subject King RWKU 
 eval --questions 1 {base}                                => --questions rollout not score
 eval --analysis convergence --samples 3 {base}           => --samples roles not convergence
 eval --analysis trajectory --length 2048 {run}           => trajectory 2048 too many
+eval --analysis rollout --length 2048 {run}              => rollout 2048 too many
 eval --analysis convergence {base}                       => --diagnose
 eval --analysis roles {run} {scored}                     => different models
 eval --analysis roles {run} {files}/other                => other forget rows
