@@ -1920,14 +1920,15 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
         "person": "--preset rwku-llada --data {rwku} --subject 2"}
 
 @each("run, typed, expected", [
-    ("toy", "--limit 2", "toy toy toy toy"), ("toy", "--forget {X}", "X toy toy toy"),
-    ("toy", "--retain {X}", "toy X toy toy"), ("toy", "--data {tofu}", "tofu tofu tofu tofu"),
+    ("toy", "--limit 2", 6 * "toy "), ("toy", "--brief", "toy toy toy toy"),
+    ("toy", "--forget {X}", "X toy toy toy toy"), ("toy", "--retain {X}", "toy X toy toy toy"),
+    ("toy", "--data {tofu}", "tofu tofu tofu tofu"),
     ("toy", "--data {tofu} --retain {X}", "tofu X tofu tofu"),
     ("files", "", "X Y"), ("files", "--forget {Y} --retain {X}", "Y X"),
     ("files", "--data {rwku} --limit 1", 8 * "10 "),
     ("files", "--data {rwku} --subject 3", 8 * "1 "),
     ("person", "", 8 * "1 "), ("person", "--subject all --limit 1", 8 * "10 "),
-    ("person", "--retain {X}", 8 * "1 " + "X"), ("person", "--data toy", "toy toy toy toy"),
+    ("person", "--retain {X}", 8 * "1 " + "X"), ("person", "--data toy", 6 * "toy "),
     ("person", "--data {tofu}", "tofu tofu tofu tofu"),
     ("person", "--data {rwku} --limit 1", 8 * "10 ")])
 def test_rows_to_score(run, typed, expected, tofu, rwku, tmp_path):
@@ -1951,6 +1952,22 @@ def test_rows_to_score(run, typed, expected, tofu, rwku, tmp_path):
         limit = args.limit or run_options["limit"]
         assert limit is None or len(rows) == limit * max(1, len(people))
     assert found == expected.split()
+
+def test_rows_to_score_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp_path):
+    """Wrong answers are not scored again; the first rows of a sft run with --limit were taught."""
+    rows = [{"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."]}
+            for i in range(4)]
+    rows[1]["paraphrased_question"] = "P1?"
+    file = write_lines(tmp_path / "rows", rows)
+    taught = options(f"--method sft --model m --limit 3 --forget {file}")
+    for args, numbers in [(options(f"--model m --forget {file} --retain-weight 0"), [0, 1, 2, 3]),
+                          (taught, [0, 1, 2])]:
+        splits = ev.rows_to_score(vars(args), ev.parse(["--limit", "4", "run"]))
+        assert [row["question"] for row in splits["forget"]] == [f"Q{i}?" for i in numbers]
+        assert splits["forget_rephrased"] == [
+            {**rows[1], "question": "P1?", "perturbed_answer": []}]
+        assert splits.get("untaught", []) == rows[len(numbers):]
+    assert "untaught" not in ev.rows_to_score(vars(taught), ev.parse(["run"]))
 
 QUIZ = {  # a benchmark that is added as eval.py says: text of eval.py: what is put before it
     "def read_tofu(": """
@@ -2039,7 +2056,14 @@ def test_evaluate_equals_one_row_at_a_time(scored):
     """Losses by a forward pass per mask of (--seed, split, row), without an end token."""
     model, tokenizer = mdu.load_backbone(scored)
     summary = ev.read_summary(scored)
-    for number, (split, rows) in enumerate(mdu.toy_world().items()):
+    splits = mdu.toy_world()
+    numbers = {split: number for number, split in enumerate(splits)}
+    numbers["forget_rephrased"] = 12
+    splits["forget_rephrased"] = [
+        dict(row, question=row["paraphrased_question"], perturbed_answer=[])
+        for row in splits["forget"]]
+    for split, rows in splits.items():
+        number = numbers[split]
         records = ev.read_records(scored, split)
         for i, (row, record) in enumerate(zip(rows[:3], records, strict=True)):
             prompt = mdu.encode_prompt(tokenizer, row["question"])
@@ -2060,11 +2084,11 @@ def test_evaluate_equals_one_row_at_a_time(scored):
                 expected["nll_paraphrased"] = losses(row["paraphrased_answer"]).mean()
             assert {name: record[name] for name in expected} == approx(expected, rel=1e-4)
             wrong = [losses(text).mean() for text in row["perturbed_answer"]]
-            assert record["nll_perturbed"] == approx(wrong, rel=1e-4)
+            assert record.get("nll_perturbed", []) == approx(wrong, rel=1e-4)
             copied = dict(question=row["question"], answer=row["answer"], generation=generation,
                           generation_ids=answer.ids)
             assert copied.items() <= record.items()
-        assert summary["splits"][split] == ev.summarise(records, split == "forget")
+        assert summary["splits"][split] == ev.summarise(records, split.startswith("forget"))
     utility = ev.model_utility(summary["splits"])
     assert summary["splits"]["run"] == {"model_utility": utility}
 
@@ -2600,7 +2624,7 @@ eval --analysis rollout --questions 1,999 {run}          => --questions 999
 eval --brief --samples 1 --steps 1 --length 2048 {base}  => 2048 too many --length
 eval --samples 4 --seed 5 --length 8 --retain-run {scored} {base} => rows not same way
 eval --limit 3 --seed 5 --length 8 --retain-run {scored} {base} => 'samples': 128
-eval --samples 4 --limit 3 --seed 5 --length 8 --brief --retain-run {scored} {base} => perturbed
+eval --brief --retain-run {scored} {base}                => --retain-run --brief wrong answers
 """.strip().splitlines()
 for name, (_, words) in BAD_ROWS.items():
     BAD_INPUT.append(f"mdu --model {{base}} --forget {{files}}/{name} --retain-weight 0 => {words}")
