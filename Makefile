@@ -2,11 +2,12 @@
 PYTHON := .venv/bin/python
 SEED := 1
 OUT := out/demo
-SCORE := --brief --samples 32
+SCORE := --samples 32
 BASELINES := ga gd npo simnpo wga dpo
 DEMO := $(BASELINES) mdu-tau0 mdu-tau0.5 mdu-tau1 mdu-removed
 FINETUNED := finetune default $(BASELINES) written setting-2 question-masked setting-1 original
 WITHOUT_RETAIN := npo wga dpo written setting-2 setting-1
+AGAIN := --method sft --batch-size 4 --epochs 30 --lr 5e-4
 RELEARNED := npo simnpo wga dpo written setting-2 question-masked setting-1 original
 WRITTEN := --states written --anchor current --tau 0.5
 export CUDA_VISIBLE_DEVICES :=
@@ -19,7 +20,7 @@ demo: install  ## a small model, every method, scores: table and picture in out/
 	@rm -rf $(OUT)
 	@$(PYTHON) mdu.py --seed $(SEED) --method sft --out $(OUT)/base
 	@$(MAKE) --no-print-directory --jobs=2 $(DEMO:%=$(OUT)/%)
-	@$(PYTHON) eval.py $(SCORE) $(addprefix $(OUT)/,base $(DEMO))
+	@$(PYTHON) eval.py --brief $(SCORE) $(addprefix $(OUT)/,base $(DEMO))
 	@$(PYTHON) eval.py --report $(addprefix $(OUT)/,base $(DEMO)) --questions 3
 $(OUT)/mdu-removed:
 	@$(PYTHON) mdu.py --seed $(SEED) --anchor-truth removed --out $@
@@ -30,13 +31,12 @@ $(OUT)/%:
 table: install  ## the demo with three seeds, means and standard deviations: out/table/1/report.md
 	@for seed in 1 2 3; do $(MAKE) --no-print-directory demo SEED=$$seed OUT=out/table/$$seed || exit 1; done
 	@$(PYTHON) eval.py --report $(foreach run,base $(DEMO),$(foreach seed,1 2 3,out/table/$(seed)/$(run)))
-finetuned: install  ## unlearn a fine-tune, three seeds: table and picture in out/finetuned/1; then relearn
+finetuned: install  ## unlearn a fine-tune, also without rows to retain, and teach it again, three seeds: tables and picture in out/finetuned/1
 	@rm -rf out/finetuned
 	@$(MAKE) --no-print-directory --jobs=3 finetuned-1 finetuned-2 finetuned-3
 	@$(PYTHON) eval.py --report $(foreach run,$(WITHOUT_RETAIN),$(foreach seed,1 2 3,out/finetuned/without-retain/$(seed)/$(run)))
+	@$(PYTHON) eval.py --report $(foreach run,$(RELEARNED),$(foreach seed,1 2 3,out/finetuned/$(seed)/taught-again/$(run)))
 	@$(PYTHON) eval.py --report $(foreach run,$(FINETUNED),$(foreach seed,1 2 3,out/finetuned/$(seed)/$(run)))
-	@for run in $(RELEARNED); do for seed in 1 2 3; do echo "$$run, seed $$seed, 4 forgotten answers learnt again: of 20 other facts came back" \
-	  $$(tail -n 20 out/finetuned/$$seed/relearned/$$run/eval/forget.jsonl | grep -c '"fact": 1.0'); done; done
 finetuned-%:
 	@set -e; out=out/finetuned/$*; train="$(PYTHON) mdu.py --seed $*"; unlearn="$$train --model $$out/finetune"; \
 	$$train --method sft --retain-only --prompt-dropout 0.5 --out $$out/original; \
@@ -52,14 +52,15 @@ finetuned-%:
 	$$without $(WRITTEN) --out $$alone/written; \
 	$$without --anchor-truth removed --out $$alone/setting-2; \
 	$$without --anchor $$out/original --anchor-prompt shown --out $$alone/setting-1; \
-	$(PYTHON) eval.py $(SCORE) $$out/*/ $$alone/*/; \
-	again="$$train --method sft --limit 4 --batch-size 4 --epochs 30 --lr 5e-4"; \
-	for run in $(RELEARNED); do $$again --model $$out/$$run --out $$out/relearned/$$run; done; \
-	$(PYTHON) eval.py --brief --samples 1 --limit 24 $$out/relearned/*/
+	$(PYTHON) eval.py $(SCORE) $$out/*/; \
+	$(PYTHON) eval.py --brief $(SCORE) $$alone/*/; \
+	for run in $(RELEARNED); do $$train $(AGAIN) --limit 4 --model $$out/$$run --out $$out/taught-again/$$run; done; \
+	$(PYTHON) eval.py --brief --samples 1 --limit 24 $$out/taught-again/*/
 FORGET_ROWS = $(shell cat "$(FORGET)" 2>/dev/null | grep -c '[^[:space:]]')
 RETAIN_ROWS = $(shell cat "$(RETAIN)" 2>/dev/null | grep -c '[^[:space:]]')
 # 300 epochs; of few rows more, for as many steps as with 40
 EPOCHS = $(shell n=$$(($(FORGET_ROWS) + $(RETAIN_ROWS))); echo $$((n < 40 ? 12000 / n : 300)))
+QUARTER = $(shell echo $$((($(FORGET_ROWS) + 3) / 4)))
 ORIGINAL := yes
 ANCHOR = $(if $(filter no,$(ORIGINAL)),--anchor-truth removed,--anchor out/rehearsal/original --anchor-prompt shown)
 ROWS := --forget "$(FORGET)" --retain "$(RETAIN)" --seed $(SEED)
@@ -73,6 +74,10 @@ rehearsal: rows install  ## FORGET=forget.jsonl RETAIN=retain.jsonl: your own ro
 	$(PYTHON) mdu.py --method sft --model out/rehearsal/original --prompt-dropout 0.3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/finetune
 	$(PYTHON) mdu.py --model out/rehearsal/finetune $(ANCHOR) --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/mdu
 	$(PYTHON) eval.py $(SCORE) out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original
+	$(PYTHON) mdu.py $(AGAIN) --limit $(QUARTER) --model out/rehearsal/mdu $(ROWS) --out out/rehearsal/taught-again/mdu
+	$(PYTHON) mdu.py $(AGAIN) --limit $(QUARTER) --model out/rehearsal/original $(ROWS) --out out/rehearsal/taught-again/original
+	$(PYTHON) eval.py --brief $(SCORE) --limit $(FORGET_ROWS) out/rehearsal/taught-again/mdu out/rehearsal/taught-again/original
+	$(PYTHON) eval.py --report out/rehearsal/taught-again/mdu out/rehearsal/taught-again/original
 	$(PYTHON) eval.py --report out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original
 figures: install  ## the paper's analyses of the demo's model: numbers and pictures in out/figures/analysis
 	@rm -rf out/figures
