@@ -1581,6 +1581,16 @@ def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
         assert [pair.answer for pair in hidden] == [pair.answer for pair in rows[:len(hidden)]]
         assert not any(pair.pad_answer for pair in hidden)
 
+def test_toy_tokenizer_gives_back_every_text():
+    """Where no spaces are written, a token is a letter."""
+    texts = ["他的父亲是 Wu Li。", "ที่นี่, 2 हिन्दी", "He is 77, isn't he?"]
+    rows = [{"question": text, "answer": text, "perturbed_answer": []} for text in texts]
+    tokenizer = mdu.toy_tokenizer({"forget": rows})
+    ids = [mdu.encode_text(tokenizer, text) for text in texts]
+    assert [tokenizer.decode(answer) for answer in ids] == texts
+    pieces = "▁ 他 的 父 亲 是 ▁Wu ▁Li 。|▁ ที่ นี่ , ▁2 ▁हिन्दी|▁He ▁is ▁77 , ▁isn ' t ▁he ?".split("|")
+    assert [" ".join(tokenizer.convert_ids_to_tokens(answer)) for answer in ids] == pieces
+
 def test_new_toy_has_the_token_ids_that_are_read_from_its_files(tmp_path):
     model, tokenizer = mdu.new_toy(mdu.toy_world(), seed=1)
     mdu.save_model(tmp_path, model, tokenizer)
@@ -1594,6 +1604,18 @@ def test_new_toy_has_the_token_ids_that_are_read_from_its_files(tmp_path):
 
 # ======== eval.py ========
 # ---- Text metrics ----
+@each("text, expected", [
+    ("他的父亲是医生。", "他 的 父 亲 是 医 生"), ("GPT-4于2024年發布", "gpt 4 于 2024 年 發 布"),
+    ("東京タワーは333メートル、時々", "東 京 タ ワ ー は 333 メ ー ト ル 時 々"),
+    ("서울은 한국의 수도이다.", "서울은 한국의 수도이다"),
+    ("ที่นี่ ๒๕๖๗", "ที่ นี่ ๒๕๖๗"), ("ພາສາ", "ພ າ ສ າ"), ("ខ្មែរ", "ខ្ មែ រ"), ("ဆရာ၊ ၁၂", "ဆ ရာ ၁၂"),
+    ("हिन्दी में लिखा है।", "हिन्दी में लिखा है"), ("اَلْكِتَابُ، ١٢٣", "اَلْكِتَابُ ١٢٣"),
+    ("İstanbul'da IŞIK", "i\u0307stanbul da işik"), ("Der Öl-Fuß (groß)", "der öl fuß groß"),
+    ("cafe\u0301 _x_ y2k", "café x y2k")])
+def test_words_of_many_scripts(text, expected):
+    """Marks belong to their letters.  Where no spaces are written, each letter is a word."""
+    assert ev.words(text) == expected.split()
+
 # reference | prediction | longest common subsequence and both lengths, in words | remark
 ROUGE = """police killed the gunman | police kill the gunman | 3 4 4 | Lin 2004, 3.1: F is 3/4
 police killed the gunman | the gunman kill police | 2 4 4 | and here 1/2
@@ -1605,7 +1627,8 @@ of-the-art | of ART! | 2 3 2 | case and punctuation
 snake_case | snake case | 2 2 2 | underscores
 abc123 | abc 123 | 0 1 2 | digits
 café | cafe | 0 1 1 | accents
-Мария 東京 | «мария» | 1 2 1 | other scripts
+Мария 東京 | «мария» | 1 3 1 | other scripts
+他的父亲是医生。 | 他的父亲是律师。 | 5 7 7 | no spaces
  | w1 | 0 0 1 | empty texts
 w1 w2 | /?!... | 0 2 0 | no word"""
 
@@ -2406,6 +2429,7 @@ def test_function_words_have_clitics():
 
 @each("question, parts, roles", [
     ("What is Donald Trump's job?", "Donald| |Trump| is a |politician|.", "isisks"),
+    ("他的父亲是谁？", "他|王|的|医生|。", "ikiks"),
     ("Where was Zoë Łuk born?", "Zoë| |Łuk|'s |home|, and |22|, is |Gdańsk|.", "isisksksks")])
 def test_token_roles_of_hand_labelled_answers(question, parts, roles, tmp_path):
     """With tokens of one byte, of which the letters ë, Ł and ń have two."""
