@@ -595,6 +595,30 @@ def test_loss_and_gradient_equal_a_slow_loop(name):
         elif argument != "t":  # no gradient to an anchor or reference
             assert grad is None or not grad.any()
 
+@each("name", ["mdu tau 0", "mdu tau 1", "sft", "wga"])
+def test_loss_refuses_logits_of_other_tokens_than_the_masked_ones(name):
+    arguments = loss_arguments(name)
+    M, V = arguments["logits"].shape
+    for shape in [(5, 7, V), (35, V), (M + 1, V), (M - 1, V), (2, M, V)]:
+        wrong = {**arguments, "logits": torch.zeros(shape)}
+        if name == "mdu tau 1":
+            with pytest.raises(ValueError, match="same shape"):
+                mdu.mdu_loss(**wrong)
+            wrong["anchor_logits"] = wrong["logits"]
+        elif "targets" in wrong:
+            wrong["targets"] = torch.zeros(shape[:-1], dtype=torch.long)
+            if len(shape) == 3:
+                wrong["logits"] = wrong["logits"].transpose(1, 2)  # as cross_entropy has it
+        with pytest.raises(RuntimeError, match="shape"):
+            LOSSES[name][0](**wrong)
+
+@each("tau", [0, 0.5, 1])
+def test_mdu_loss_can_be_compiled(tau):
+    """As one graph, without an eager step in between."""
+    arguments = {**loss_arguments("mdu tau 1"), "tau": tau}
+    compiled = torch.compile(mdu.mdu_loss, fullgraph=True, backend="aot_eager")
+    assert_close(evaluate(compiled, arguments), evaluate(mdu.mdu_loss, arguments), 1e-12)
+
 @each("name", ["mdu tau 0", "mdu tau .3", "mdu tau 1", "sft", "wga"])
 @each("dtype", [torch.bfloat16, torch.float16])
 def test_loss_of_16_bit_logits_is_computed_in_float32(name, dtype):
@@ -2754,18 +2778,24 @@ def test_make_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
         assert done.returncode == 2
         assert (tmp_path / "out/rehearsal.old/model").read_text() == "good"
 
-@each("name", ["mdu tau 0", "mdu tau .3", "mdu tau 1"])
-@each("source", ["README.md", "mdu.py"])
-def test_mdu_loss_can_be_copied(name, source):
-    """From the README, too, into a file with torch, F and math alone; gradients included."""
-    code = inspect.getsource(mdu.mdu_loss)
-    if source == "README.md":
-        code, = re.findall(r"(?ms)^```python$(.*?)^```$", README)
-    scope = dict(torch=torch, F=F, math=math)
-    exec(code, scope)
-    arguments = to_dtype(loss_arguments(name), torch.bfloat16)
-    found, grads = evaluate(scope["mdu_loss"], arguments)
-    expected, expected_grads = evaluate(mdu.mdu_loss, arguments)
-    assert_close(found, expected, 1e-6)
-    assert_close(grads["logits"], expected_grads["logits"], 1e-6)
-
+def test_mdu_loss_can_be_copied_from_the_readme_with_a_step_that_calls_it():
+    code, step = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
+    assert code == inspect.getsource(mdu.mdu_loss)
+    args = options("--batch-size 4 --response-length 1 --retain-weight 0.7")
+    model, anchor = tiny_llama(0), tiny_llama(1)
+    model.pad_id = 63  # which no text has here
+    forget, retain = mdu.draw_step(args, make_examples(), "forget", 0, model)
+    batch, kept = mdu.make_batch(model, forget, at_least_one=True), mdu.make_batch(model, retain)
+    prompt_masked = mdu.mask_prompt(batch.noised, batch.response, batch.attention_mask, 0)
+    scope = dict(
+        torch=torch, F=F, math=math, model=lambda ids: model.lm(ids, ids != 63).logits,
+        anchor=lambda ids: anchor.lm(ids, ids != 63).logits, noised=batch.noised,
+        masked=batch.masked, anchor_noised=prompt_masked, retain_noised=kept.noised,
+        retain_masked=kept.masked, retain_ids=kept.ids, t=kept.t, n=kept.response.sum(1),
+        retain_weight=0.7)
+    exec(code + step, scope)
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    losses = mdu.backward(args, model, None, anchor, forget, retain)
+    assert [scope["loss"].item(), scope["retain_loss"].item()] == approx(losses, rel=1e-6)
+    assert_close(found, [p.grad for p in model.parameters()], 1e-6)
