@@ -58,7 +58,8 @@ def program(argv, capsys, main=mdu.main, code=2):
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         mdu.run_program(name, partial(main, [str(word) for word in argv]))
-    err = capsys.readouterr().err
+    out, err = capsys.readouterr()
+    print(out)  # for a test that reads it
     assert err == "" or (err.startswith(f"{name}: ") and err.count("\n") == 1), err
     assert stop.value.code == code, err
     return err
@@ -965,6 +966,7 @@ def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path
         raise KeyboardInterrupt
     with mock.patch.object(mdu, "backward", stop):
         program(toy(base, run, "--epochs 2 --diagnose"), capsys, code=130)
+    assert f"--resume {run} continues" in capsys.readouterr().out
     with mdu.locked(run), unchanged(run):
         assert "in use" in program(["--resume", run], capsys)
     locked = mdu.locked
@@ -976,16 +978,24 @@ def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path
         mdu.main(["--resume", str(run)])
     assert sorted(read_all(run).values()) == sorted(read_all(unlearned).values())
 
-def test_main_leaves_a_folder_that_another_program_has_just_made(base, tmp_path, capsys):
+@each("stopped", [False, True])
+def test_main_leaves_a_folder_that_another_program_has_just_made(
+        stopped, base, unlearned, tmp_path, capsys):
+    """Nor does it say, when it is stopped, that it would continue the other's run."""
     load_model, run = mdu.load_model, tmp_path / "run"
 
     def load_slowly(*args):
         run.mkdir()
-        (run / "run.json").write_text("theirs")
+        shutil.copy(unlearned / "run.json", run)
+        if stopped:
+            raise KeyboardInterrupt
         return load_model(*args)
     with mock.patch.object(mdu, "load_model", load_slowly):
-        assert "exists" in program(toy(base, run), capsys)
-    assert os.listdir(run) == ["run.json"]
+        if stopped:
+            assert program(toy(base, run), capsys, code=130) == "mdu.py: stopped\n"
+        else:
+            assert "exists" in program(toy(base, run), capsys)
+    assert os.listdir(run) == ["run.json"] and "--resume" not in capsys.readouterr().out
 
 def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch, capsys):
     def train_base(command, env):
@@ -1160,6 +1170,12 @@ def test_load_data_unlearns_tofu_with_retain90(tofu):
     assert len(splits["forget"]) == 8 and splits["forget"][1] == {
         "question": "Q forget10_perturbed 1?", "answer": "A 1.", "paraphrased_answer": "D 1.",
         "perturbed_answer": ["B 1.", "C 1."]}
+
+def test_load_data_refuses_half_a_surrogate_pair_in_a_row_of_the_hub(capsys):
+    rows = [{"question": "q", "answer": "a\ud800"}]
+    with mock.patch.object(mdu, "read_dataset", return_value=rows):
+        err = program(["--data", "owner/name", "--model", "x"], capsys)
+    assert "answer: half of a surrogate pair" in err and r"'a\ud800'" in err
 
 def test_read_jsonl_takes_both_names_of_columns(tmp_path):
     (tmp_path / "rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
@@ -1361,6 +1377,11 @@ def test_load_backbone_equals_transformers_own_class(hub):
     positions = torch.arange(9)[None] % 3 == 0
     assert_close(hub.model(ids[None], ids[None] >= 0, positions), alone[-1][::3], 2e-5)
     hub.model.eval()
+
+def test_load_backbone_shows_a_bug_of_ours_as_one(files):
+    with mock.patch.object(mdu, "native_config", side_effect=KeyError("a bug")):
+        with pytest.raises(KeyError):
+            mdu.load_backbone(str(files / "good-model"))
 
 @each("padded", [False, True])
 @each("unpadded", [False, True])
@@ -2606,7 +2627,7 @@ BAD_ROWS = {  # a file of rows: (its text, words of the line)
     "columns": ('{"prompt": "p", "completion": "c"}', "line 1 found prompt, completion"),
     "empty": (ROW + '\n\n{"question": "q", "answer": " "}', "line 3 answer: empty ' '"),
     "number": (ROW[:-1] + ', "fact": 1.0}', "line 1 fact: 1.0"),
-    "half": (ROW + '\n{"question": "q", "answer": "\\ud800"}', "line 2 surrogates"),
+    "half": (ROW + '\n{"question": "q", "answer": "\\ud800"}', "line 2 surrogate"),
     "latin-1": (ROW + "\n\udce9", "line 2 utf-8"), "nested": (99999 * "[", "line 1 recursion"),
     "strange": (8 * '{"question": "xx", "answer": "yy zz"}\n', "unknown words model"),
     "long": (8 * f"{ROW}\n".replace("It", 2100 * "Who "), "tokens takes 2048")}
@@ -2618,6 +2639,9 @@ BROKEN = {  # a checkpoint: (its kind, changes to config.json, words of the line
     "causal": ("llama", {"is_causal": None}, "causal bidirectional"),
     "mask": ("llama", {"mask_token_id": None}, "mask_token_id"),
     "more": ("llada", {"n_layers": 1}, "unexpected layers.1"),
+    "no-layers": ("llada", {"n_layers": None}, "no n_layers config.json"),
+    "no-ratio": ("llada", {"mlp_ratio": None}, "no mlp_ratio config.json"),
+    "words": ("llada", {"d_model": "wide"}, "LlamaForCausalLM"),
     "beyond": ("llada", {"mask_token_id": 999}, "mask_token_id"),
     "twice": ("llama", {}, "twice chat template"), "loop": ("llama", {}, "no attribute"),
     "pickle": ("llada", {}, "safetensors"), "end": ("a2d-llama", {}, "end-of-turn")}
@@ -2642,7 +2666,8 @@ mdu --data {rwku} --model x                              => --data forget10_pert
 mdu --subject King                                       => --subject --data
 mdu --preset rwku-llada --subject King --data {rwku}     => King 12
 mdu --preset rwku-llada --subject ² --data {rwku}        => ² 12
-mdu --subject King --forget {files}/good --data {rwku}   => King 12
+mdu --subject 1 --forget {files}/good --data {rwku}      => --subject --forget one
+mdu --tau 0 --anchor {base}                              => --tau 0 --anchor base
 mdu --preset toy --model {base} --forget {files}/good    => no rows to retain --retain-weight 0
 mdu --forget {files}/good --retain-weight 0              => no base model --method sft
 mdu --preset toy --model nobody/nothing                  => nobody/nothing hub
