@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
+from collections import namedtuple
 from functools import partial
 from math import log
 from pathlib import Path
@@ -282,36 +283,40 @@ def slow_row_kl(model, reference, row, prompt, tau, masked, rare=()):
     anchor_logits = without_truth(anchor_logits, [row.answer[i] for i in masked], rare)
     return slow_mdu(logits, anchor_logits, at(masked, len(row.answer)), tau)[0]
 
-def slow_row_loss(args, model, theta0, anchor, row):
-    if args.method == "mdu":
-        prompt = [0] * len(row.prompt)
-        if args.anchor_prompt == "shown":
-            prompt = row.prompt
-        masked = slow_masked(row, "mdu", args.states, model)
-        rare = RARE if args.anchor_truth == "removed" else ()
-        return slow_row_kl(model, anchor, row, prompt, args.tau, masked, rare)
-    if args.method == "wga":
-        return slow_row_sft(model, row, slow_wga, args.gamma)
-    nll = slow_row_sft(model, row)
-    if args.method in ("ga", "gd"):
-        return -nll
-    if args.method == "simnpo":
-        return slow_simnpo(nll, len(row.answer), args.beta)
-    if args.method == "npo":
-        return slow_npo(nll, slow_row_sft(theta0, row), args.beta)
-    if args.method == "dpo":
-        win = slow_row_sft(model, row.preferred)
-        win_ref = slow_row_sft(theta0, row.preferred)
-        return slow_dpo(win, win_ref, nll, slow_row_sft(theta0, row), args.beta)
-    return nll
+def slow_row_mdu(args, row, model, theta0, anchor):
+    prompt = [0] * len(row.prompt)
+    if args.anchor_prompt == "shown":
+        prompt = row.prompt
+    masked = slow_masked(row, "mdu", args.states, model)
+    rare = RARE if args.anchor_truth == "removed" else ()
+    return slow_row_kl(model, anchor, row, prompt, args.tau, masked, rare)
+
+def slow_row_ga(args, row, model, theta0, anchor):
+    return -slow_row_sft(model, row)
+
+def slow_row_npo(args, row, model, theta0, anchor):
+    return slow_npo(slow_row_sft(model, row), slow_row_sft(theta0, row), args.beta)
+
+def slow_row_simnpo(args, row, model, theta0, anchor):
+    return slow_simnpo(slow_row_sft(model, row), len(row.answer), args.beta)
+
+def slow_row_wga(args, row, model, theta0, anchor):
+    return slow_row_sft(model, row, slow_wga, args.gamma)
+
+def slow_row_dpo(args, row, model, theta0, anchor):
+    nlls = []
+    for answer in (row.preferred, row):
+        nlls += [slow_row_sft(model, answer), slow_row_sft(theta0, answer)]
+    return slow_dpo(*nlls, args.beta)
 
 def slow_step(args, model, theta0, anchor, forget, retain):
     """-> means of the forget and the retain losses (Algorithm 1)."""
-    forget_losses = [slow_row_loss(args, model, theta0, anchor, row) for row in forget]
+    method = METHODS[args.method]
+    forget_losses = [method.row_loss(args, row, model, theta0, anchor) for row in forget]
     retain_losses = [f64(0).sum()]
     if retain:
         retain_losses = [slow_row_sft(model, row) for row in retain]
-    if args.method in ("mdu", "simnpo"):
+    if method.per_token:
         retain_losses = [nll / len(row.answer) for nll, row in zip(retain_losses, retain)]
     return torch.stack(forget_losses).mean(), torch.stack(retain_losses).mean()
 
@@ -543,16 +548,77 @@ def test_mask_tokens_masks_tokens_with_a_number_below_t():
         assert not mdu.mask_tokens(ids, response & False, *arguments, at_least_one)[1].any()
 
 # ---- Losses ----
-LOSSES = {  # name: (loss, slow loss, settings)
-    "mdu tau 0": (mdu.mdu_loss, slow_mdu, {"anchor_logits": None, "tau": 0}),
-    "mdu tau .3": (mdu.mdu_loss, slow_mdu, {"tau": 0.3}),
-    "mdu tau 1": (mdu.mdu_loss, slow_mdu, {"tau": 1.0}), "sft": (mdu.sft_loss, slow_sft, {}),
-    "wga": (mdu.wga_loss, slow_wga, {"gamma": 0.3}), "npo": (mdu.npo_loss, slow_npo, {"beta": 0.2}),
-    "simnpo": (mdu.simnpo_loss, slow_simnpo, {"beta": 2.5}),
-    "dpo": (mdu.dpo_loss, slow_dpo, {"beta": 0.1})}
+ONE, TWO = torch.tensor([[False, True]]), torch.tensor([[True, True]])
+FIRST = torch.tensor([0, 0])
+LN2, LN3, LN4_3 = log(2), log(3), log(4 / 3)
+FLAT, TILT, STEEP = f64([0, 0]), f64([0, LN3]), f64([0, 2 * LN3])  # p(first) = 1/2, 1/4, 1/10
+TILT_FLAT = torch.cat([TILT, FLAT])
+
+# Every test of methods runs over this table, which is written by hand.
+# loss, slow_loss: of mdu.py, and in slow loops; row_loss: slow, of a row; settings: of the loss.
+# defaults: of the options that not every method has; typed: options to try `backward` with.
+# worked: arguments of the loss and what it is, worked by hand.
+# with_theta0: it compares with theta0; per_token: its retain loss is a mean over tokens.
+Method = namedtuple("Method", "loss slow_loss row_loss settings defaults typed worked with_theta0 "
+                    "per_token", defaults=[False, False])
+METHODS = {
+    "mdu": Method(
+        mdu.mdu_loss, slow_mdu, slow_row_mdu,
+        [{"tau": 0, "anchor_logits": None}, {"tau": 0.3}, {"tau": 1.0}],
+        "tau=1.0 states=random anchor=start anchor_prompt=masked anchor_truth=kept rare=0.02 "
+        "retain_weight=1.0 diagnose=False",
+        ["--tau 0", "--tau 0.25", "", "--lora 3", "--anchor-truth removed",
+         "--states written --tau 0.5", "--states written --anchor current",
+         "--anchor current --tau 0.5", "--anchor current --lora 3", "--anchor MODEL",
+         "--anchor MODEL --anchor-prompt shown --tau 0.5",
+         "--anchor MODEL --anchor-prompt shown --states written",
+         "--anchor MODEL --anchor-prompt shown --lora 3",
+         "--anchor-truth removed --anchor current --tau 0.5 --states written",
+         "--anchor-truth removed --anchor MODEL --anchor-prompt shown --lora 3"],
+        [((FLAT, TILT, ONE, 1.0), LN4_3 / 2),  # 1/2 log 2 + 1/2 log 2/3
+         ((TILT_FLAT, torch.cat([TILT, TILT]), TWO, 1.0), LN4_3 / 4),  # mean with 0
+         ((FLAT, STEEP, ONE, 0.5), LN4_3 / 2),  # STEEP^1/2 / Z is TILT
+         ((TILT, None, ONE, 0), 0.75 * LN3 - LN2)],  # 1/4 log 1/2 + 3/4 log 3/2
+        with_theta0=True, per_token=True),
+    "ga": Method(mdu.ga_loss, torch.neg, slow_row_ga, [], "diagnose=False", [""],
+                 [((f64(2),), -2)]),
+    "gd": Method(mdu.ga_loss, torch.neg, slow_row_ga, [], "retain_weight=1.0 diagnose=False", [""],
+                 []),
+    "npo": Method(  # sigmoid(log 3) = 3/4
+        mdu.npo_loss, slow_npo, slow_row_npo, [{"beta": 0.2}],
+        "beta=0.2 retain_weight=1.0 diagnose=False", ["", "--lora 2"],
+        [((f64(1 + 2 * LN3), f64(1), 0.5), 4 * LN4_3)], with_theta0=True),
+    "simnpo": Method(
+        mdu.simnpo_loss, slow_simnpo, slow_row_simnpo, [{"beta": 2.5}],
+        "beta=4.5 retain_weight=1.0 diagnose=False", [""],
+        [((f64(8 * LN3), torch.tensor([4]), 0.5), 4 * LN4_3)], per_token=True),
+    "wga": Method(
+        mdu.wga_loss, slow_wga, slow_row_wga, [{"gamma": 0.3}],
+        "gamma=1.0 retain_weight=1.0 diagnose=False", ["--gamma 0.5"],
+        [((TILT_FLAT, FIRST, TWO, 2.0), -0.375 * LN2)]),  # log 4 / 16 + log 2 / 4
+    "dpo": Method(  # the rewards are log 3 and -log 3
+        mdu.dpo_loss, slow_dpo, slow_row_dpo, [{"beta": 0.1}],
+        "beta=0.1 retain_weight=1.0 diagnose=False", ["", "--lora 4"],
+        [((f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5), LN4_3)], with_theta0=True),
+    "sft": Method(
+        mdu.sft_loss, slow_sft, lambda args, row, model, *_: slow_row_sft(model, row), [{}],
+        "retain_only=False prompt_dropout=0.0", [""],
+        [((TILT_FLAT, FIRST, TWO, f64(0.5)), 6 * LN2)])}  # (log 4 + log 2) / t
+
+def every(field):
+    """Parameters of a test: each method with each entry of a field of the table."""
+    cases = []
+    for name, method in METHODS.items():
+        cases += [(name, entry) for entry in getattr(method, field)]
+    return each(f"name, {field}", cases)
+
+def test_methods_of_the_table_are_those_of_mdu_and_of_the_demo():
+    assert list(METHODS) == list(mdu.METHODS)
+    assert re.search(r"BASELINES := (.*)", MAKEFILE)[1].split() == list(METHODS)[1:-1]
+
 TRAINED = ("logits", "nll", "nll_win", "nll_lose")  # what a gradient reaches
 
-def loss_arguments(name, B=5, T=7, V=6):
+def loss_arguments(name, settings, B=5, T=7, V=6):
     """Random float64 arguments of a loss, by name; in sequence 2 nothing is masked."""
     torch.manual_seed(0)
     masked = torch.rand(B, T) < 0.5
@@ -563,9 +629,9 @@ def loss_arguments(name, B=5, T=7, V=6):
              "anchor_logits": 2 * torch.randn(M, V).double()}
     for nll in ("nll", "nll_ref", "nll_win", "nll_win_ref", "nll_lose", "nll_lose_ref"):
         found[nll] = 9 * torch.rand(B).double()
-    loss, _, settings = LOSSES[name]
     found.update(settings)
-    arguments = {argument: found[argument] for argument in inspect.signature(loss).parameters}
+    parameters = inspect.signature(METHODS[name].loss).parameters
+    arguments = {argument: found[argument] for argument in parameters}
     return to_dtype(arguments, torch.float64)
 
 def to_dtype(arguments, dtype):
@@ -584,11 +650,11 @@ def evaluate(function, arguments):
     grads = torch.autograd.grad(mixed, list(leaves.values()), allow_unused=True)
     return loss.detach(), dict(zip(leaves, grads))
 
-@each("name", LOSSES)
-def test_loss_and_gradient_equal_a_slow_loop(name):
-    fast, slow, _ = LOSSES[name]
-    loss, grads = evaluate(fast, loss_arguments(name))
-    expected, expected_grads = evaluate(slow, loss_arguments(name))
+@every("settings")
+def test_loss_and_gradient_equal_a_slow_loop(name, settings):
+    method = METHODS[name]
+    loss, grads = evaluate(method.loss, loss_arguments(name, settings))
+    expected, expected_grads = evaluate(method.slow_loss, loss_arguments(name, settings))
     assert_close(loss, expected)
     for argument, grad in grads.items():
         if argument in TRAINED:
@@ -596,65 +662,50 @@ def test_loss_and_gradient_equal_a_slow_loop(name):
         elif argument != "t":  # no gradient to an anchor or reference
             assert grad is None or not grad.any()
 
-@each("name", ["mdu tau 0", "mdu tau 1", "sft", "wga"])
-def test_loss_refuses_logits_of_other_tokens_than_the_masked_ones(name):
-    arguments = loss_arguments(name)
+@every("settings")
+def test_loss_refuses_logits_of_other_tokens_than_the_masked_ones(name, settings):
+    arguments = loss_arguments(name, settings)
+    if "logits" not in arguments:
+        return
     M, V = arguments["logits"].shape
     for shape in [(5, 7, V), (35, V), (M + 1, V), (M - 1, V), (2, M, V)]:
         wrong = {**arguments, "logits": torch.zeros(shape)}
-        if name == "mdu tau 1":
+        if arguments.get("anchor_logits") is not None:
             with pytest.raises(ValueError, match="same shape"):
                 mdu.mdu_loss(**wrong)
             wrong["anchor_logits"] = wrong["logits"]
         elif "targets" in wrong:
             wrong["targets"] = torch.zeros(shape[:-1], dtype=torch.long)
-            if len(shape) == 3:
-                wrong["logits"] = wrong["logits"].transpose(1, 2)  # as cross_entropy has it
+            wrong["logits"] = wrong["logits"].movedim(-1, 1)  # as cross_entropy has them
         with pytest.raises(RuntimeError, match="shape"):
-            LOSSES[name][0](**wrong)
+            METHODS[name].loss(**wrong)
 
-@each("tau", [0, 0.5, 1])
-def test_mdu_loss_can_be_compiled(tau):
-    """As one graph, without an eager step in between."""
-    arguments = {**loss_arguments("mdu tau 1"), "tau": tau}
-    compiled = torch.compile(mdu.mdu_loss, fullgraph=True, backend="aot_eager")
-    assert_close(evaluate(compiled, arguments), evaluate(mdu.mdu_loss, arguments), 1e-12)
+@every("settings")
+def test_loss_can_be_compiled_as_one_graph(name, settings):
+    arguments, loss = loss_arguments(name, settings), METHODS[name].loss
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert_close(evaluate(compiled, arguments), evaluate(loss, arguments), 1e-12)
 
-@each("name", ["mdu tau 0", "mdu tau .3", "mdu tau 1", "sft", "wga"])
+@every("settings")
 @each("dtype", [torch.bfloat16, torch.float16])
-def test_loss_of_16_bit_logits_is_computed_in_float32(name, dtype):
-    loss, rounded = LOSSES[name][0], to_dtype(loss_arguments(name), dtype)
-    assert_close(loss(**rounded), loss(**to_dtype(rounded, torch.float32)), 1e-6)
+def test_loss_of_16_bit_logits_is_computed_in_float32(name, settings, dtype):
+    arguments, loss = to_dtype(loss_arguments(name, settings), dtype), METHODS[name].loss
+    if "logits" in arguments:
+        assert_close(loss(**arguments), loss(**to_dtype(arguments, torch.float32)), 1e-6)
 
-@each("name", LOSSES)
+@every("settings")
 @each("gap", [1e6, -1e6])
-def test_loss_stays_finite_at_extreme_arguments(name, gap):
-    arguments = to_dtype(loss_arguments(name), torch.float32)
+def test_loss_stays_finite_at_extreme_arguments(name, settings, gap):
+    arguments = to_dtype(loss_arguments(name, settings), torch.float32)
     trained = [argument for argument in TRAINED if argument in arguments]
     arguments[trained[0]].data[..., 0] += gap  # of one: in dpo's difference two would cancel
-    loss, grads = evaluate(LOSSES[name][0], arguments)
+    loss, grads = evaluate(METHODS[name].loss, arguments)
     assert loss.isfinite().all() and all(grads[argument].isfinite().all() for argument in trained)
 
-ONE, TWO = torch.tensor([[False, True]]), torch.tensor([[True, True]])
-FIRST = torch.tensor([0, 0])
-LN2, LN3, LN4_3 = log(2), log(3), log(4 / 3)
-FLAT, TILT, STEEP = f64([0, 0]), f64([0, LN3]), f64([0, 2 * LN3])  # p(first) = 1/2, 1/4, 1/10
-TILT_FLAT = torch.cat([TILT, FLAT])
-
-@each("function, arguments, expected", [
-    (mdu.mdu_loss, (FLAT, TILT, ONE, 1.0), LN4_3 / 2),  # 1/2 log 2 + 1/2 log 2/3
-    (mdu.mdu_loss, (TILT_FLAT, torch.cat([TILT, TILT]), TWO, 1.0), LN4_3 / 4),  # mean with 0
-    (mdu.mdu_loss, (FLAT, STEEP, ONE, 0.5), LN4_3 / 2),  # STEEP^1/2 / Z is TILT
-    (mdu.mdu_loss, (TILT, None, ONE, 0), 0.75 * LN3 - LN2),  # 1/4 log 1/2 + 3/4 log 3/2
-    (mdu.sft_loss, (TILT_FLAT, FIRST, TWO, f64(0.5)), 6 * LN2),  # (log 4 + log 2) / t
-    (mdu.wga_loss, (TILT_FLAT, FIRST, TWO, 2.0), -0.375 * LN2),  # log 4 / 16 + log 2 / 4
-    (mdu.ga_loss, (f64(2),), -2),
-    # sigmoid(log 3) = 3/4; the rewards of dpo are log 3 and -log 3
-    (mdu.npo_loss, (f64(1 + 2 * LN3), f64(1), 0.5), 4 * LN4_3),
-    (mdu.simnpo_loss, (f64(8 * LN3), torch.tensor([4]), 0.5), 4 * LN4_3),
-    (mdu.dpo_loss, (f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5), LN4_3)])
-def test_loss_equals_a_number_worked_by_hand(function, arguments, expected):
-    assert_close(function(*arguments), f64(expected))
+@every("worked")
+def test_loss_equals_a_number_worked_by_hand(name, worked):
+    arguments, expected = worked
+    assert_close(METHODS[name].loss(*arguments), f64(expected))
 
 # ---- Batches ----
 def make_examples():
@@ -832,19 +883,11 @@ def merged_lm(plain, adapted):
         tensors[f"{layer}weight"] = tensors[f"{layer}weight"] + 8 / len(A) * B @ A
     return SimpleNamespace(lm=partial(torch.func.functional_call, plain.lm, tensors))
 
-@each("typed", [
-    "mdu --tau 0", "mdu --tau 0.25", "mdu --tau 1", "mdu --anchor-truth removed", "ga", "gd", "npo", "simnpo",
-    "dpo", "sft", "wga --gamma 0.5", "mdu --lora 3", "npo --lora 2", "dpo --lora 4",
-    "mdu --states written --tau 0.5", "mdu --states written --anchor current",
-    "mdu --anchor current --tau 0.5", "mdu --anchor current --lora 3",
-    "mdu --anchor MODEL", "mdu --anchor MODEL --anchor-prompt shown --tau 0.5",
-    "mdu --anchor MODEL --anchor-prompt shown --states written",
-    "mdu --anchor-truth removed --anchor current --tau 0.5 --states written",
-    "mdu --anchor-truth removed --anchor MODEL --anchor-prompt shown --lora 3",
-    "mdu --anchor MODEL --anchor-prompt shown --lora 3"])
-def test_backward_equals_one_sequence_at_a_time(typed):
+@every("typed")
+def test_backward_equals_one_sequence_at_a_time(name, typed):
     """No gradient reaches theta0 or the anchor.  Adapters are saved as merged."""
-    args = options(f"--method {typed} --batch-size 3 --grad-accum 4 --response-length 9")
+    typed = f"--method {name} {typed} --batch-size 3 --grad-accum 4 --response-length 9"
+    args = options(typed)
     args.retain_weight = 0.7 * (args.retain_weight or 0)
     likely = range(64)
     if args.states == "written":
@@ -854,8 +897,8 @@ def test_backward_equals_one_sequence_at_a_time(typed):
     forget, retain = mdu.draw_step(args, make_examples(), split, 3, model)
     forget, retain = forget[:10], retain[:10]  # 10 of a step's 12 rows: the last micro-batch has 1
     assert any(row.t <= row.uniform.min() for row in forget)
-    theta0 = None  # only some methods need it
-    if args.tau or args.method in ("npo", "dpo"):
+    theta0 = None
+    if METHODS[name].with_theta0 and args.tau != 0:
         theta0 = frozen
     if args.lora:
         frozen = tiny_llama(0, likely)
@@ -1041,8 +1084,8 @@ def test_load_model_checkpoints_activations_if_asked_to(typed, base):
 
 @each("typed, loads", [
     ("--tau 0", 1), ("--tau 1", 2), ("--anchor current", 1), ("--anchor {base}", 2),
-    ("--anchor current --diagnose --dtype bfloat16", 2), ("--method npo", 2), ("--method ga", 1),
-    ("--lora 2", 1)])
+    ("--anchor current --diagnose --dtype bfloat16", 2), ("--lora 2", 1),
+    *((f"--method {name}", 1 + METHODS[name].with_theta0) for name in METHODS)])
 def test_load_frozen_loads_no_model_in_vain(typed, loads, base, tmp_path, monkeypatch):
     load = mock.Mock(wraps=mdu.load_backbone)
     monkeypatch.setattr(mdu, "load_backbone", load)
@@ -1071,6 +1114,19 @@ def test_diagnose_equals_one_sequence_at_a_time():
     assert mdu.diagnose(args, model, frozen, examples) == approx(expected, rel=1e-9)
 
 # ---- Options ----
+@each("name", METHODS)
+def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
+    found = vars(options(f"--method {name}"))
+    own = dict(pair.split("=") for pair in METHODS[name].defaults.split())
+    assert {option: str(found[option]) for option in own} == own
+    for option in mdu.METHOD_OPTIONS - own.keys():
+        assert found[option] is None
+        value = {"diagnose": "", "retain_only": "", "states": "random", "anchor_prompt": "masked",
+                 "anchor_truth": "kept"}.get(option, "1")
+        option = "--" + option.replace("_", "-")
+        with pytest.raises(mdu.BadInput, match=f"{name} has no option {option}"):
+            options(f"--method {name} {option} {value}")
+
 @each("case", [
     "=> method=mdu tau=1.0 epochs=200 lr=0.0003 batch_size=8 grad_accum=1 checkpoint_every=500 "
     "response_length=12 retain_weight=1.0 retain_only=None out=out/toy/mdu-tau1 anchor_truth=kept",
@@ -1091,8 +1147,7 @@ def test_diagnose_equals_one_sequence_at_a_time():
     f"--preset rwku-qwen --data {{rwku}} --subject 2 => lr=5e-05 model={mdu.QWEN}",
     "--model x --method simnpo --lora 8 --epochs 7 => preset=own beta=4.5 lr=0.0001 epochs=7.0",
     "--method sft --retain-only --model x => preset=own lr=2e-05 out=out/own/retain",
-    "--method npo => beta=0.2 anchor=None anchor_prompt=None out=out/toy/npo",
-    "--method dpo => beta=0.1", "--method wga => gamma=1.0 anchor_truth=None rare=None",
+    "--method npo => out=out/toy/npo",
     "--anchor-truth removed --rare 0.5 => rare=0.5 out=out/toy/mdu-tau1-removed",
     "--lora 8 --lr 0.3 --tau 0.5 => lr=0.3 out=out/toy/mdu-tau0.5",
     "--preset own --out {base}/../other => response_length=12 model={base} missing_base=None",
@@ -2654,7 +2709,6 @@ mdu --anchor-truth removed --tau 0                       => --anchor-truth --tau
 mdu --anchor-truth removed --forget {files}/good --model {base} --retain-weight 0 => no rows --retain
 mdu --seed 18446744073709551616                          => --seed
 mdu --method ga --tau 1                                  => ga no option --tau
-mdu --prompt-dropout 0.3                                 => mdu no option --prompt-dropout
 mdu --anchor-prompt shown                                => --anchor-prompt --anchor MODEL start
 mdu --anchor current --anchor-prompt shown               => --anchor-prompt --anchor MODEL current
 mdu --model {base} --anchor {base} --anchor-prompt shown => --anchor-prompt --anchor MODEL base
