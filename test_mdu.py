@@ -1131,7 +1131,7 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     "=> method=mdu tau=1.0 epochs=200 lr=0.0003 batch_size=8 grad_accum=1 checkpoint_every=500 "
     "response_length=12 retain_weight=1.0 retain_only=None out=out/toy/mdu-tau1 anchor_truth=kept",
     "--method sft => epochs=340 lr=0.002 batch_size=32 prompt_dropout=0.0 model=None "
-    "missing_base=None out=out/toy/base",
+    "out=out/toy/base seed=1",
     "--preset tofu-llada => epochs=9 lr=1e-05 batch_size=4 grad_accum=4 response_length=128 "
     "data=locuslab/TOFU model={here}/out/tofu-llada/base",
     "--preset tofu-llada --method sft => epochs=1000 lr=2e-05 checkpoint_every=5000 grad_accum=4",
@@ -1150,10 +1150,10 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     "--method npo => out=out/toy/npo",
     "--anchor-truth removed --rare 0.5 => rare=0.5 out=out/toy/mdu-tau1-removed",
     "--lora 8 --lr 0.3 --tau 0.5 => lr=0.3 out=out/toy/mdu-tau0.5",
-    "--preset own --out {base}/../other => response_length=12 model={base} missing_base=None",
+    "--preset own --out {base}/../other => response_length=12 model={base}",
     "--model {base} => preset=toy response_length=12", "--model a/b --out . => model=a/b out=.",
     "--model {base} --preset own => preset=own response_length=12 lr=1e-05",
-    "--out {here}/x/run => model={here}/x/base missing_base={here}/x/base",
+    "--out {here}/x/run => model={here}/x/base",
     "--preset toy --forget f.jsonl --method sft => response_length=None",
     "--tau 0.5 --states written --anchor current => out=out/toy/mdu-tau0.5-written-current",
     "--anchor {base} --method mdu => anchor={base} out=out/toy/mdu-tau1-base anchor_prompt=masked",
@@ -1162,6 +1162,25 @@ def test_parse_takes_defaults_from_method_then_preset_then_command_line(case, ba
     typed, expected = case.format(base=base, here=Path.cwd(), rwku=rwku).split("=> ")
     found = {f"{name}={value}" for name, value in vars(options(typed)).items()}
     assert set(expected.split()) <= found, found
+
+def test_parse_gives_a_resumed_run_defaults_where_an_option_is_newer(unlearned, tmp_path):
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    made = mdu.read_run(run)
+    old = {**made["options"], "gone": 7}
+    assert old.pop("rare") == 0.02 and old.pop("response_length") == 12
+    (run / "run.json").write_text(json.dumps({**made, "options": old}))
+    found = {**made["options"], "gone": 7, "out": str(run), "resume": str(run)}
+    assert vars(options(f"--resume {run}")) == found
+
+def test_fit_response_length_takes_the_longest_answer_if_none_is_given(capsys):
+    """Else it says if an answer to forget is longer; those of make_examples have 3 to 7 tokens."""
+    examples = make_examples()
+    examples["retain"][0] = examples["retain"][0]._replace(answer=[5] * 9)
+    for typed, fitted, warned in [
+            ("--preset toy --method sft --forget f", 9, False), ("--response-length 7", 7, False),
+            ("--response-length 6", 6, True)]:
+        assert mdu.fit_response_length(options(typed), examples) == fitted
+        assert ("up to 7 tokens" in capsys.readouterr().out) == warned
 
 def test_parse_makes_paths_absolute(tmp_path):
     """So that a run can be resumed from anywhere.  Names on the hub stay as they are."""
@@ -2732,6 +2751,7 @@ mdu --out {files}/unfinished/mdu                         => base is unfinished -
 mdu --model {files}/foreign --method ga --forget {files}/good => foreign/config.json damaged
 mdu --resume {files}                                     => no run.json
 mdu --resume {run} --lr 0.1                              => --resume no other
+mdu --resume {run} --seed 1                              => --resume no other
 eval --preset toy {files}/absent                         => no published model --model
 eval --report {base}                                     => not scored yet
 eval --report {files}/unfinished/base                    => unfinished --resume
