@@ -1336,7 +1336,7 @@ def test_encode_prompt_follows_the_chat_template_and_control_tokens_in_texts_sta
     for part in PROMPTS_IN_PARTS.get(kind, PROMPTS_IN_PARTS[family(kind)]).split(" "):
         prompt += text_ids if part == "?" else tokenizer(part).input_ids
     assert mdu.encode_prompt(tokenizer, f" {text}\n") == prompt
-    assert mdu.encode_prompt(tokenizer, text, text) == prompt + text_ids
+    assert ev.prompt_ids(tokenizer, {"question": text, "prefill": text}) == prompt + text_ids
     row = {"question": text, "answer": f" {text}\n", "perturbed_answer": [text]}
     with mock.patch.object(model.lm.config, "max_position_embeddings", 9999):
         splits = {"forget": [row], "retain": []}
@@ -1833,7 +1833,7 @@ def test_write_answers_samples_after_the_prefill(base):
     _, tokenizer = mdu.load_backbone(str(base))
     with mock.patch.object(ev, "generate", return_value=[]) as generate:
         ev.write_answers(None, tokenizer, [dict(question="Who?", prefill="The book")], ARGS)
-    prompt = mdu.encode_prompt(tokenizer, "Who?", "The book")
+    prompt = mdu.encode_prompt(tokenizer, "Who?") + mdu.encode_text(tokenizer, "The book")
     generate.assert_called_with(None, [prompt], ARGS.length, ARGS.steps, ARGS.batch_size)
 
 # ---- TOFU's figures ----
@@ -1949,7 +1949,7 @@ def test_score_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     def script(ids):
         table = f64([0, 0, 9, 1, 2, 5, 4, 9, 9, 9, 9], [0, 0, 9, 5, 2, 1, 4, 9, 9, 9, 9])
         return table[(ids[:, :1] == 7).long()].expand(*ids.shape, 11)
-    monkeypatch.setattr(mdu, "encode_prompt", lambda tokenizer, question, prefill: question)
+    monkeypatch.setattr(ev, "prompt_ids", lambda tokenizer, row: row["question"])
     rows = [dict(question=[4, 9], answer="B"), dict(question=[7], answer="A")]
     rows.append(dict(question=[5], answer="D"))  # a batch of its own: 16 // 8 rows make a batch
     model = FakeModel(script=script)
