@@ -211,6 +211,9 @@ def slow_wga(logits, targets, masked, gamma):
         return -math.exp(-nll.item()) ** gamma * nll
     return sequence_sums(masked, weighted)
 
+def slow_ga(nll):
+    return -nll
+
 def slow_npo(nll, nll_ref, beta):
     ratio = nll_ref.detach() - nll  # log p_theta(y|x) - log p_theta0(y|x)
     return 2 / beta * (1 + (beta * ratio).exp()).log()
@@ -259,13 +262,11 @@ def slow_masked(row, method, states=None, model=None):
 def at(masked, n):
     return torch.tensor([[i in masked for i in range(n)]])
 
-def slow_row_sft(model, row, loss=slow_sft, setting=None):
-    """The NLL of a row, or another loss of the same arguments."""
+def slow_row_sft(model, row):
     masked = slow_masked(row, "sft")
     targets = [row.answer[i] for i in masked]
     logits = slow_logits(model, row.prompt, row, masked)
-    setting = f64(np.float32(row.t)) if setting is None else setting
-    return loss(logits, targets, at(masked, len(row.answer)), setting)[0]
+    return slow_sft(logits, targets, at(masked, len(row.answer)), f64(np.float32(row.t)))[0]
 
 def without_truth(anchor_logits, targets, rare):
     """The anchor's distributions, in which a rare true token is as unlikely as the unlikeliest."""
@@ -275,44 +276,37 @@ def without_truth(anchor_logits, targets, rare):
             probabilities[target] = min(probabilities.tolist())
     return (q / q.sum(-1, keepdim=True)).log()
 
-def slow_row_kl(model, reference, row, prompt, tau, masked, rare=()):
-    """Eq. 5 of a row.  prompt: what the reference sees of the question; rare: true tokens that are
-    taken out of its prediction."""
+def slow_row_kl(model, reference, row, prompt, tau, masked):
+    """Eq. 5 of a row.  prompt: what the reference sees of the question."""
     logits = slow_logits(model, row.prompt, row, masked)
     anchor_logits = slow_logits(reference, prompt, row, masked)
-    anchor_logits = without_truth(anchor_logits, [row.answer[i] for i in masked], rare)
     return slow_mdu(logits, anchor_logits, at(masked, len(row.answer)), tau)[0]
 
-def slow_row_mdu(args, row, model, theta0, anchor):
-    prompt = [0] * len(row.prompt)
-    if args.anchor_prompt == "shown":
-        prompt = row.prompt
-    masked = slow_masked(row, "mdu", args.states, model)
-    rare = RARE if args.anchor_truth == "removed" else ()
-    return slow_row_kl(model, anchor, row, prompt, args.tau, masked, rare)
-
-def slow_row_ga(args, row, model, theta0, anchor):
-    return -slow_row_sft(model, row)
-
-def slow_row_npo(args, row, model, theta0, anchor):
-    return slow_npo(slow_row_sft(model, row), slow_row_sft(theta0, row), args.beta)
-
-def slow_row_simnpo(args, row, model, theta0, anchor):
-    return slow_simnpo(slow_row_sft(model, row), len(row.answer), args.beta)
-
-def slow_row_wga(args, row, model, theta0, anchor):
-    return slow_row_sft(model, row, slow_wga, args.gamma)
-
-def slow_row_dpo(args, row, model, theta0, anchor):
-    nlls = []
-    for answer in (row.preferred, row):
-        nlls += [slow_row_sft(model, answer), slow_row_sft(theta0, answer)]
-    return slow_dpo(*nlls, args.beta)
+def slow_row_loss(args, row, model, theta0, anchor):
+    """The slow loss of a row; its arguments are found by their names."""
+    masked = slow_masked(row, args.method, args.states, model)
+    targets = [row.answer[i] for i in masked]
+    nll = slow_row_sft(model, row)
+    found = {**vars(args), "logits": slow_logits(model, row.prompt, row, masked),
+             "masked": at(masked, len(row.answer)), "targets": targets, "length": len(row.answer),
+             "t": f64(np.float32(row.t)), "nll": nll, "nll_lose": nll}
+    if theta0:
+        found["nll_ref"] = found["nll_lose_ref"] = slow_row_sft(theta0, row)
+    if row.preferred:
+        found["nll_win"] = slow_row_sft(model, row.preferred)
+        found["nll_win_ref"] = slow_row_sft(theta0, row.preferred)
+    if args.method == "mdu":
+        prompt = row.prompt if args.anchor_prompt == "shown" else [0] * len(row.prompt)
+        rare = RARE if args.anchor_truth == "removed" else ()
+        anchor_logits = slow_logits(anchor, prompt, row, masked)
+        found["anchor_logits"] = without_truth(anchor_logits, targets, rare)
+    loss = METHODS[args.method].slow_loss
+    return loss(**{name: found[name] for name in inspect.signature(loss).parameters}).sum()
 
 def slow_step(args, model, theta0, anchor, forget, retain):
     """-> means of the forget and the retain losses (Algorithm 1)."""
     method = METHODS[args.method]
-    forget_losses = [method.row_loss(args, row, model, theta0, anchor) for row in forget]
+    forget_losses = [slow_row_loss(args, row, model, theta0, anchor) for row in forget]
     retain_losses = [f64(0).sum()]
     if retain:
         retain_losses = [slow_row_sft(model, row) for row in retain]
@@ -555,21 +549,20 @@ FLAT, TILT, STEEP = f64([0, 0]), f64([0, LN3]), f64([0, 2 * LN3])  # p(first) = 
 TILT_FLAT = torch.cat([TILT, FLAT])
 
 # Every test of methods runs over this table, which is written by hand.
-# loss, slow_loss: of mdu.py, and in slow loops; row_loss: slow, of a row; settings: of the loss.
+# loss, slow_loss: of mdu.py, and in slow loops, with arguments of names that slow_row_loss has.
+# settings: last arguments of the loss; worked: all arguments, and the loss worked by hand.
 # defaults: of the options that not every method has; typed: options to try `backward` with.
-# worked: arguments of the loss and what it is, worked by hand.
 # with_theta0: it compares with theta0; per_token: its retain loss is a mean over tokens.
-Method = namedtuple("Method", "loss slow_loss row_loss settings defaults typed worked with_theta0 "
-                    "per_token", defaults=[False, False])
+Method = namedtuple("Method", "loss slow_loss settings defaults typed worked with_theta0 per_token",
+                    defaults=[False, False])
 METHODS = {
     "mdu": Method(
-        mdu.mdu_loss, slow_mdu, slow_row_mdu,
-        [{"tau": 0, "anchor_logits": None}, {"tau": 0.3}, {"tau": 1.0}],
+        mdu.mdu_loss, slow_mdu, [{"tau": 0, "anchor_logits": None}, {"tau": 0.3}, {"tau": 1.0}],
         "tau=1.0 states=random anchor=start anchor_prompt=masked anchor_truth=kept rare=0.02 "
         "retain_weight=1.0 diagnose=False",
-        ["--tau 0", "--tau 0.25", "", "--lora 3", "--anchor-truth removed",
+        ["--tau 0", "--tau 0.25", "", "--lora 3", "--anchor-truth removed", "--anchor MODEL",
          "--states written --tau 0.5", "--states written --anchor current",
-         "--anchor current --tau 0.5", "--anchor current --lora 3", "--anchor MODEL",
+         "--anchor current --tau 0.5", "--anchor current --lora 3",
          "--anchor MODEL --anchor-prompt shown --tau 0.5",
          "--anchor MODEL --anchor-prompt shown --states written",
          "--anchor MODEL --anchor-prompt shown --lora 3",
@@ -580,30 +573,24 @@ METHODS = {
          ((FLAT, STEEP, ONE, 0.5), LN4_3 / 2),  # STEEP^1/2 / Z is TILT
          ((TILT, None, ONE, 0), 0.75 * LN3 - LN2)],  # 1/4 log 1/2 + 3/4 log 3/2
         with_theta0=True, per_token=True),
-    "ga": Method(mdu.ga_loss, torch.neg, slow_row_ga, [], "diagnose=False", [""],
-                 [((f64(2),), -2)]),
-    "gd": Method(mdu.ga_loss, torch.neg, slow_row_ga, [], "retain_weight=1.0 diagnose=False", [""],
-                 []),
+    "ga": Method(mdu.ga_loss, slow_ga, [{}], "diagnose=False", [""], [((f64(2),), -2)]),
+    "gd": Method(mdu.ga_loss, slow_ga, [{}], "retain_weight=1.0 diagnose=False", [""], []),
     "npo": Method(  # sigmoid(log 3) = 3/4
-        mdu.npo_loss, slow_npo, slow_row_npo, [{"beta": 0.2}],
-        "beta=0.2 retain_weight=1.0 diagnose=False", ["", "--lora 2"],
-        [((f64(1 + 2 * LN3), f64(1), 0.5), 4 * LN4_3)], with_theta0=True),
+        mdu.npo_loss, slow_npo, [{"beta": 0.2}], "beta=0.2 retain_weight=1.0 diagnose=False",
+        ["", "--lora 2"], [((f64(1 + 2 * LN3), f64(1), 0.5), 4 * LN4_3)], with_theta0=True),
     "simnpo": Method(
-        mdu.simnpo_loss, slow_simnpo, slow_row_simnpo, [{"beta": 2.5}],
-        "beta=4.5 retain_weight=1.0 diagnose=False", [""],
-        [((f64(8 * LN3), torch.tensor([4]), 0.5), 4 * LN4_3)], per_token=True),
-    "wga": Method(
-        mdu.wga_loss, slow_wga, slow_row_wga, [{"gamma": 0.3}],
-        "gamma=1.0 retain_weight=1.0 diagnose=False", ["--gamma 0.5"],
-        [((TILT_FLAT, FIRST, TWO, 2.0), -0.375 * LN2)]),  # log 4 / 16 + log 2 / 4
+        mdu.simnpo_loss, slow_simnpo, [{"beta": 2.5}], "beta=4.5 retain_weight=1.0 diagnose=False",
+        [""], [((f64(8 * LN3), torch.tensor([4]), 0.5), 4 * LN4_3)], per_token=True),
+    "wga": Method(  # log 4 / 16 + log 2 / 4
+        mdu.wga_loss, slow_wga, [{"gamma": 0.3}], "gamma=1.0 retain_weight=1.0 diagnose=False",
+        ["--gamma 0.5"], [((TILT_FLAT, FIRST, TWO, 2.0), -0.375 * LN2)]),
     "dpo": Method(  # the rewards are log 3 and -log 3
-        mdu.dpo_loss, slow_dpo, slow_row_dpo, [{"beta": 0.1}],
-        "beta=0.1 retain_weight=1.0 diagnose=False", ["", "--lora 4"],
-        [((f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5), LN4_3)], with_theta0=True),
-    "sft": Method(
-        mdu.sft_loss, slow_sft, lambda args, row, model, *_: slow_row_sft(model, row), [{}],
-        "retain_only=False prompt_dropout=0.0", [""],
-        [((TILT_FLAT, FIRST, TWO, f64(0.5)), 6 * LN2)])}  # (log 4 + log 2) / t
+        mdu.dpo_loss, slow_dpo, [{"beta": 0.1}], "beta=0.1 retain_weight=1.0 diagnose=False",
+        ["", "--lora 4"], [((f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5), LN4_3)],
+        with_theta0=True),
+    "sft": Method(  # (log 4 + log 2) / t
+        mdu.sft_loss, slow_sft, [{}], "retain_only=False prompt_dropout=0.0", [""],
+        [((TILT_FLAT, FIRST, TWO, f64(0.5)), 6 * LN2)])}
 
 def every(field):
     """Parameters of a test: each method with each entry of a field of the table."""
@@ -613,8 +600,9 @@ def every(field):
     return each(f"name, {field}", cases)
 
 def test_methods_of_the_table_are_those_of_mdu_and_of_the_demo():
-    assert list(METHODS) == list(mdu.METHODS)
-    assert re.search(r"BASELINES := (.*)", MAKEFILE)[1].split() == list(METHODS)[1:-1]
+    assert METHODS.keys() == mdu.METHODS.keys()
+    baselines = re.search(r"BASELINES := (.*)", MAKEFILE)[1].split()
+    assert sorted([*baselines, "mdu", "sft"]) == sorted(METHODS)
 
 TRAINED = ("logits", "nll", "nll_win", "nll_lose")  # what a gradient reaches
 
@@ -1203,13 +1191,13 @@ def test_parse_explains_every_option_in_its_help(monkeypatch, capsys):
 
 RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put before it
     "def dpo_loss(": "def kto_loss(nll, nll_ref, kappa):\n"
-                     "    return kappa * (nll_ref - nll)\n\n\n",
+                     "    return kappa * (nll_ref.detach() - nll)\n\n\n",
     '    if args.method == "dpo":\n        with torch': '    if args.method == "kto":\n'
         "        with torch.no_grad():\n            nll_ref = batch_nll(theta0, batch)\n"
         "        return kto_loss(batch_nll(model, batch), nll_ref, args.kappa)\n",
     '    "dpo": Method(':
         '    "kto": Method(dict(UNLEARNING, kappa=2.0), with_theta0=True),\n',
-    '    add("--gamma"': '    add("--kappa", type=positive)\n'}
+    '    add("--gamma"': '    add("--kappa", type=positive, help="factor")\n'}
 
 def test_forget_loss_takes_another_loss_in_four_places(base, tmp_path):
     changed = extended(mdu, RECIPE)
