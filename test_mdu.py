@@ -122,6 +122,11 @@ def weights(run):
 def save_weights(run, tensors):
     safetensors.torch.save_file(tensors, Path(run) / "model.safetensors", {"format": "pt"})
 
+def distance(a, b):
+    """Between the weights of two runs."""
+    a, b = weights(a), weights(b)
+    return math.sqrt(sum((a[name] - b[name]).square().sum() for name in a))
+
 def assert_equal_weights(a, b, tolerance=0):
     torch.testing.assert_close(weights(a), weights(b), rtol=0, atol=tolerance)
 
@@ -1597,11 +1602,13 @@ def test_train_on_two_processes_equals_one_also_killed_and_resumed(base, tmp_pat
     assert_equal_runs(tmp_path / "two", tmp_path / "one-killed", 1e-6)
     run_python(*TORCHRUN, mdu.__file__, "--resume", tmp_path / "killed")
     assert_equal_runs(tmp_path / "two", tmp_path / "killed")
-    for two, typed, tolerance in (
-            ("two", SIX_STEPS, 1e-6), ("two-removed", REMOVED, 1e-6), ("two-lora", lora, 0.01)):
-        one = tmp_path / f"one-{two}"
-        mdu.main(toy(base, one, typed))
-        assert_equal_runs(tmp_path / two, one, tolerance)
+    for two, typed in (("two", SIX_STEPS), ("two-removed", REMOVED), ("two-lora", lora)):
+        mdu.main(toy(base, tmp_path / f"one-{two}", typed))
+        if two != "two-lora":
+            assert_equal_runs(tmp_path / two, tmp_path / f"one-{two}", 1e-6)
+    # In bfloat16 AdamW takes full steps by the sign of gradients that are rounded to almost 0.
+    apart = distance(tmp_path / "two-lora", tmp_path / "one-two-lora")
+    assert apart < 0.1 * distance(tmp_path / "two-lora", base)
     for name, x in weights(base).items():  # LoRA changes the linear maps of the blocks alone
         same = torch.equal(weights(tmp_path / "two-lora")[name], x.bfloat16().float())
         assert same == ("proj" not in name)
