@@ -2326,8 +2326,8 @@ def test_add_generative_perplexity_is_skipped_if_one_process_has_no_theta0(
         base, monkeypatch, capsys):
     """Here the other one of two; to wait for its share would last forever."""
     def all_gather_object(results, own):
-        assert own is None  # this process has the model
-        results[:] = [own, "lost: no such folder"]
+        assert own == [None]  # this process has the model
+        results[:] = [own, ["lost: no such folder"]]
     monkeypatch.setattr(mdu, "WORLD", 2)
     monkeypatch.setattr(ev.dist, "all_gather_object", all_gather_object)
     args = ev.with_run_options(ARGS, vars(options("--method sft")), {})
