@@ -1722,7 +1722,8 @@ def test_new_toy_has_the_token_ids_that_are_read_from_its_files(tmp_path):
     ("他的父亲是医生。", "他 的 父 亲 是 医 生"), ("GPT-4于2024年發布", "gpt 4 于 2024 年 發 布"),
     ("東京タワーは333メートル、時々", "東 京 タ ワ ー は 333 メ ー ト ル 時 々"),
     ("서울은 한국의 수도이다.", "서울은 한국의 수도이다"),
-    ("ที่นี่ ๒๕๖๗", "ที่ นี่ ๒๕๖๗"), ("ພາສາ", "ພ າ ສ າ"), ("ខ្មែរ", "ខ្ មែ រ"), ("ဆရာ၊ ၁၂", "ဆ ရာ ၁၂"),
+    ("ที่นี่ ๒๕๖๗", "ที่ นี่ ๒๕๖๗"), ("ພາສາ", "ພ າ ສ າ"), ("ខ្មែរ", "ខ្ មែ រ"),
+    ("ဆရာ၊ ၁၂", "ဆ ရာ ၁၂"),
     ("हिन्दी में लिखा है।", "हिन्दी में लिखा है"), ("اَلْكِتَابُ، ١٢٣", "اَلْكِتَابُ ١٢٣"),
     ("İstanbul'da IŞIK", "i\u0307stanbul da işik"), ("Der Öl-Fuß (groß)", "der öl fuß groß"),
     ("cafe\u0301 _x_ y2k", "café x y2k")])
@@ -1738,10 +1739,7 @@ w1 w2 w3 w4 w5 | w1 w2 w6 w7 w8 w1 w3 w8 w9 w5 | 4 5 10 | the same
 a b c b d a b | b d c a b a | 4 7 6 | repeated words
 x a b c | a b c x | 3 4 4 | a greedy matcher would take x and miss a b c
 of-the-art | of ART! | 2 3 2 | case and punctuation
-snake_case | snake case | 2 2 2 | underscores
-abc123 | abc 123 | 0 1 2 | digits
 café | cafe | 0 1 1 | accents
-Мария 東京 | «мария» | 1 3 1 | other scripts
 他的父亲是医生。 | 他的父亲是律师。 | 5 7 7 | no spaces
  | w1 | 0 0 1 | empty texts
 w1 w2 | /?!... | 0 2 0 | no word"""
@@ -2021,7 +2019,8 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     nlls = dict(right=[math.nan], paraphrased=[], wrong=[1.0, math.nan], choices=3 * [math.nan])
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [nlls])
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("a b", [5, 6])])
-    row = dict(question="", answer="a", perturbed_answer=["b", "c"], choices=["a", "b", "c"], false=["b", "c"])
+    wrong = ["b", "c"]
+    row = dict(question="", answer="a", perturbed_answer=wrong, choices=["a", *wrong], false=wrong)
     records = ev.score_answers(None, None, [row], ARGS) * 3
     records[1] = dict(records[1], perplexity=2.0)  # nan anywhere makes a median nan
     for to_forget in (True, False):
@@ -2462,7 +2461,8 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     screen = capsys.readouterr().out
     shown = re.findall("|".join(map(re.escape, questions)), screen)
     assert shown == [questions[2], questions[0]]
-    header = "Forget rL ↓ | p ↓ | fact ↓ | knowledge ↓ | empty | gen. ppl | Retain rL ↑ | p ↑ | World"
+    header = ("Forget rL ↓ | p ↓ | fact ↓ | knowledge ↓ | empty | gen. ppl | Retain rL ↑ | p ↑ | "
+              "World")
     assert header in " ".join(screen.split())
     text = " ".join((tmp_path / "1/report.md").read_text().split())
     assert f"## Answers: Forget ### 0. {questions[0]} - True answer: " in text
@@ -2720,7 +2720,7 @@ ANCHORS = {  # a checkpoint that differs from good-model: (its kind, changes to 
 BAD_INPUT = """
 mdu --tau 2                                              => --tau '2' [0, 1]
 mdu --anchor-truth removed --tau 0                       => --anchor-truth --tau above 0
-mdu --anchor-truth removed --forget {files}/good --model {base} --retain-weight 0 => no rows --retain
+mdu --anchor-truth removed --forget {files}/good --model {base} --retain-weight 0 => rows --retain
 mdu --seed 18446744073709551616                          => --seed
 mdu --method ga --tau 1                                  => ga no option --tau
 mdu --anchor-prompt shown                                => --anchor-prompt --anchor MODEL start
@@ -2830,16 +2830,21 @@ def test_commands_of_the_readme_parse(monkeypatch):
         PARSERS[name](shlex.split(re.sub(r"\$\w+", "1", typed)))  # $n of a loop
     assert {name for name, _ in found} == {"mdu", "eval"}
 
+def make(folder, *words):
+    """Run make with two rows to forget and to retain, and nothing to install."""
+    (folder / "Makefile").write_text(re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE))
+    (folder / "rows").write_text("{}\n{}\n")
+    return subprocess.run(
+        ["make", *words, "FORGET=rows", "RETAIN=rows"], cwd=folder, capture_output=True, text=True,
+        env={"PATH": os.environ["PATH"]})  # without the flags of a make around it
+
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 @each("target", ["demo", "table", "finetuned", "rehearsal", "rehearsal ORIGINAL=no", "figures"])
 def test_make_trains_what_it_scores(target, tmp_path):
-    (tmp_path / "Makefile").write_text(re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE))
-    (tmp_path / "rows").write_text("{}\n{}\n")
-    output = subprocess.check_output(
-        ["make", *target.split(), "PYTHON=echo", "FORGET=rows", "RETAIN=rows"], cwd=tmp_path,
-        text=True, env={"PATH": os.environ["PATH"]})  # without the flags of a make around it
+    done = make(tmp_path, *target.split(), "PYTHON=echo")
+    assert done.returncode == 0
     trained = set()
-    for name, typed in re.findall(r"(?m)^(mdu|eval)\.py (.*)", output):
+    for name, typed in re.findall(r"(?m)^(mdu|eval)\.py (.*)", done.stdout):
         args = PARSERS[name](shlex.split(typed))
         if name == "mdu":
             trained.add(args.out)
@@ -2861,15 +2866,10 @@ def test_make_rehearsal_refuses_files_that_are_missing_or_too_small(forget, reta
 
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 def test_make_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
-    (tmp_path / "Makefile").write_text(re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE))
-    (tmp_path / "rows").write_text("{}\n{}\n")
     (tmp_path / "out/rehearsal").mkdir(parents=True)
     (tmp_path / "out/rehearsal/model").write_text("good")
     for _ in range(2):
-        done = subprocess.run(
-            ["make", "rehearsal", "PYTHON=false", "FORGET=rows", "RETAIN=rows"], cwd=tmp_path,
-            capture_output=True, text=True, env={"PATH": os.environ["PATH"]})
-        assert done.returncode == 2
+        assert make(tmp_path, "rehearsal", "PYTHON=false").returncode == 2
         assert (tmp_path / "out/rehearsal.old/model").read_text() == "good"
 
 def test_mdu_loss_can_be_copied_from_the_readme_with_a_step_that_calls_it():
