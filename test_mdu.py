@@ -2482,8 +2482,8 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
 
 def test_report_and_analysis_lie_beside_the_run_also_from_inside_it(
         scored, unlearned, tmp_path, monkeypatch):
-    """One run by three names counts once."""
-    run = made_up_run(scored, tmp_path / "run")
+    """One run by three names counts once.  It has no perplexity, as if all answers were empty."""
+    run = made_up_run(scored, tmp_path / "run", forget=dict(generative_perplexity=None))
     shutil.copytree(unlearned, run, dirs_exist_ok=True)
     monkeypatch.chdir(run)
     with unchanged(run):
@@ -2491,14 +2491,9 @@ def test_report_and_analysis_lie_beside_the_run_also_from_inside_it(
         ev.main(["--analysis", "convergence", ".", "../run/", run])
     tables = (tmp_path / "report.md").read_text().split("\n\n", 1)[1]
     assert "| run " in tables and "±" not in tables
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     panels = json.loads((tmp_path / "analysis/convergence.json").read_text())["panels"]
     assert list(panels["base"]) == ["run"]
-
-def test_report_draws_runs_without_perplexities(scored, tmp_path):
-    """As where all answers are empty."""
-    figures = dict(generative_perplexity=None)
-    ev.main(["--report", *[made_up_run(scored, tmp_path / name, {}, figures) for name in "ab"]])
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_path):
     """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
