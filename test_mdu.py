@@ -2717,6 +2717,7 @@ mdu --tau 2                                              => --tau '2' [0, 1]
 mdu --anchor-truth removed --tau 0                       => --anchor-truth --tau above 0
 mdu --anchor-truth removed --forget {files}/good --model {base} --retain-weight 0 => rows --retain
 mdu --seed 18446744073709551616                          => --seed
+mdu --rare 0.1                                           => --rare --anchor-truth removed
 mdu --method ga --tau 1                                  => ga no option --tau
 mdu --anchor-prompt shown                                => --anchor-prompt --anchor MODEL start
 mdu --anchor current --anchor-prompt shown               => --anchor-prompt --anchor MODEL current
