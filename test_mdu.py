@@ -1304,7 +1304,8 @@ def test_rare_ids_by_hand(rare, expected):
     model = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(vocab_size=11)))
     retain = [mdu.Example([3], mdu.encode_text(tokenizer, text) + [1], []) for text in answers]
     splits = {"forget": [{"fact": "Oslo ."}, {}]}
-    is_rare = mdu.rare_ids(options(f"--rare {rare}"), splits, {"retain": retain}, model, tokenizer)
+    args = options(f"--anchor-truth removed --rare {rare}")
+    is_rare = mdu.rare_ids(args, splits, {"retain": retain}, model, tokenizer)
     assert {vocabulary[i] for i in is_rare.nonzero()[:, 0].tolist()} == set(expected.split())
     assert mock.call(" Oslo .", add_special_tokens=False, split_special_tokens=True) in (
         tokenizer.mock_calls)
