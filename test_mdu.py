@@ -2105,6 +2105,8 @@ def test_rows_to_score_asks_in_other_words_and_tells_what_was_taught_from_the_re
             {**rows[1], "question": "P1?", "perturbed_answer": []}]
         assert splits.get("untaught", []) == rows[len(numbers):]
     assert "untaught" not in ev.rows_to_score(vars(taught), ev.parse(["run"]))
+    never = options(f"--method sft --retain-only --model m --limit 3 --forget {file}")
+    assert "untaught" not in ev.rows_to_score(vars(never), ev.parse(["--limit", "4", "run"]))
 
 QUIZ = {  # a benchmark that is added as eval.py says: text of eval.py: what is put before it
     "def read_tofu(": """
