@@ -2688,92 +2688,106 @@ def test_draw_bars_has_a_bar_per_entry_in_the_colour_of_its_role():
 
 # ---- Bad input ----
 ROW = '{"question": "Who is Bolti?", "answer": "It is {}."}'
-BAD_ROWS = {  # a file of rows: (its text, words of the line)
-    "malformed": (ROW + "\n" + ROW[:-3], "line 2 JSON"),
-    "none": ("\n", "no rows"),
-    "columns": ('{"prompt": "p", "completion": "c"}', "line 1 found prompt, completion"),
-    "empty": (ROW + '\n\n{"question": "q", "answer": " "}', "line 3 answer: empty ' '"),
-    "number": (ROW[:-1] + ', "fact": 1.0}', "line 1 fact: 1.0"),
-    "half": (ROW + '\n{"question": "q", "answer": "\\ud800"}', "line 2 surrogate"),
-    "latin-1": (ROW + "\n\udce9", "line 2 utf-8"), "nested": (99999 * "[", "line 1 recursion"),
-    "strange": (8 * '{"question": "xx", "answer": "yy zz"}\n', "unknown words model"),
-    "long": (8 * f"{ROW}\n".replace("It", 2100 * "Who "), "tokens takes 2048")}
-BROKEN = {  # a checkpoint: (its kind, changes to config.json, words of the line)
-    "block-type": ("llada", {"block_type": "x"}, "block-type block_type 'x' 'llama'"),
+BAD_ROWS = {  # a file of rows: (its text, part of the line)
+    "malformed": (ROW + "\n" + ROW[:-3], "line 2: Unterminated string"),
+    "none": ("\n", "{files}/none: no rows"),
+    "columns": ('{"prompt": "p", "completion": "c"}',
+                "line 1: needs question and answer, or prompt and response; found prompt"),
+    "empty": (ROW + '\n\n{"question": "q", "answer": " "}',
+              "line 3: answer: needs a text that is not empty, found ' '"),
+    "number": (ROW[:-1] + ', "fact": 1.0}',
+               "line 1: fact: needs a text that is not empty, found 1.0"),
+    "half": (ROW + '\n{"question": "q", "answer": "\\ud800"}',
+             "line 2: answer: half of a surrogate pair"),
+    "latin-1": (ROW + "\n\udce9", "line 2: 'utf-8' codec can't decode"),
+    "nested": (99999 * "[", "line 1: maximum recursion depth"),
+    "strange": (8 * '{"question": "xx", "answer": "yy zz"}\n',
+                "most words to forget are unknown to the model"),
+    "long": (8 * f"{ROW}\n".replace("It", 2100 * "Who "), "the model takes 2048")}
+BROKEN = {  # a checkpoint: (its kind, changes to config.json, part of the line)
+    "block-type": ("llada", {"block_type": "x"}, "block_type 'x' in config.json must be 'llama'"),
     "layers": ("llada", {"n_layers": 3, "embedding_size": 264, "vocab_size": 250,
-                         "mlp_hidden_size": 64, "mlp_ratio": 3}, "missing model.layers.2"),
-    "gpt2": ("llama", {"model_type": "gpt2"}, "model_type 'gpt2' none llada Dream"),
-    "causal": ("llama", {"is_causal": None}, "causal bidirectional"),
-    "mask": ("llama", {"mask_token_id": None}, "mask_token_id"),
-    "more": ("llada", {"n_layers": 1}, "unexpected layers.1"),
-    "no-layers": ("llada", {"n_layers": None}, "no n_layers config.json"),
-    "no-ratio": ("llada", {"mlp_ratio": None}, "no mlp_ratio config.json"),
-    "words": ("llada", {"d_model": "wide"}, "LlamaForCausalLM"),
-    "beyond": ("llada", {"mask_token_id": 999}, "mask_token_id"),
-    "twice": ("llama", {}, "twice chat template"), "loop": ("llama", {}, "no attribute"),
-    "pickle": ("llada", {}, "safetensors"), "end": ("a2d-llama", {}, "end-of-turn")}
+                         "mlp_hidden_size": 64, "mlp_ratio": 3},
+               "missing or unexpected for LlamaForCausalLM: model.layers.2."),
+    "gpt2": ("llama", {"model_type": "gpt2"}, "model_type 'gpt2' in config.json is none of llada"),
+    "causal": ("llama", {"is_causal": None}, "a causal model, not bidirectional"),
+    "mask": ("llama", {"mask_token_id": None}, "no mask_token_id in config.json or tokenizer"),
+    "more": ("llada", {"n_layers": 1}, "unexpected for LlamaForCausalLM: model.layers.1."),
+    "no-layers": ("llada", {"n_layers": None}, "no n_layers in config.json"),
+    "no-ratio": ("llada", {"mlp_ratio": None}, "no mlp_ratio in config.json"),
+    "words": ("llada", {"d_model": "wide"}, "cannot be loaded as LlamaForCausalLM"),
+    "beyond": ("llada", {"mask_token_id": 999}, "no mask_token_id in config.json"),
+    "twice": ("llama", {}, "chat template must have the question exactly once"),
+    "loop": ("llama", {}, "has no attribute 'a'"),
+    "pickle": ("llada", {}, "no file named model.safetensors"),
+    "end": ("a2d-llama", {}, "no end-of-turn token")}
 ANCHORS = {  # a checkpoint that differs from good-model: (its kind, changes to config.json)
     "good-model": ("llada", {}), "mask-anchor": ("llada", {"mask_token_id": 259}),
     "wide-anchor": ("llada", {"embedding_size": 272}), "words-anchor": ("Dream", {})}
-BAD_INPUT = """
-mdu --tau 2                                              => --tau '2' [0, 1]
-mdu --anchor-truth removed --tau 0                       => --anchor-truth --tau above 0
-mdu --anchor-truth removed --forget {files}/good --model {base} --retain-weight 0 => rows --retain
-mdu --seed 18446744073709551616                          => --seed
-mdu --rare 0.1                                           => --rare --anchor-truth removed
-mdu --method ga --tau 1                                  => ga no option --tau
-mdu --anchor-prompt shown                                => --anchor-prompt --anchor MODEL start
-mdu --anchor current --anchor-prompt shown               => --anchor-prompt --anchor MODEL current
-mdu --model {base} --anchor {base} --anchor-prompt shown => --anchor-prompt --anchor MODEL base
-mdu --model {base} --forget {files}/good --retain {files}/good => Bolti forget retain remove
-mdu --preset own --method sft --forget {files}/good      => --model --preset toy
-mdu --method sft --lora 2                                => --lora --model
-mdu --forget absent                                      => --forget absent no such file
-mdu --data {rwku} --model x                              => --data forget10_perturbed
-mdu --subject King                                       => --subject --data
-mdu --preset rwku-llada --subject King --data {rwku}     => King 12
-mdu --preset rwku-llada --subject ² --data {rwku}        => ² 12
-mdu --subject 1 --forget {files}/good --data {rwku}      => --subject --forget one
-mdu --tau 0 --anchor {base}                              => --tau 0 --anchor base
-mdu --preset toy --model {base} --forget {files}/good    => no rows to retain --retain-weight 0
-mdu --forget {files}/good --retain-weight 0              => no base model --method sft
-mdu --preset toy --model nobody/nothing                  => nobody/nothing hub
-mdu --preset toy --model {base} --out {run}              => --out exists --resume
-mdu --model {base} --epochs 0.1 --response-length 2048     => tokens --response-length takes 2048
-mdu --model {base} --forget {files}/good --method dpo --retain-weight 0 => dpo perturbed_answer
-mdu --out {files}/unfinished/mdu                         => base is unfinished --resume
-mdu --model {files}/foreign --method ga --forget {files}/good => foreign/config.json damaged
-mdu --resume {files}                                     => no run.json
-mdu --resume {run} --lr 0.1                              => --resume no other
-mdu --resume {run} --seed 1                              => --resume no other
-eval --preset toy {files}/absent                         => no published model --model
-eval --report {base}                                     => not scored yet
-eval --report {files}/unfinished/base                    => unfinished --resume
-eval --model {base} --data toy {files}                   => in the way new folder
-eval {files}/unfinished/base                             => unfinished --resume
-eval --report --limit 3 {base}                           => --limit score not report
-eval --ask Who? --forget {files}/good {base}             => --forget score not ask
-eval --data toy --subject King {base}                    => --subject King RWKU --data
-eval --questions 1 {base}                                => --questions rollout not score
-eval --analysis convergence --samples 3 {base}           => --samples roles not convergence
-eval --analysis trajectory --length 2048 {run}           => trajectory 2048 too many
-eval --analysis rollout --length 2048 {run}              => rollout 2048 too many
-eval --analysis convergence {base}                       => --diagnose
-eval --analysis roles {run} {scored}                     => different models
-eval --analysis roles {run} {files}/other                => other forget rows
-eval --analysis rollout --questions 1,999 {run}          => --questions 999
-eval --brief --samples 1 --steps 1 --length 2048 {base}  => 2048 too many --length
-eval --samples 4 --seed 5 --length 8 --retain-run {scored} {base} => rows not same way
-eval --limit 3 --seed 5 --length 8 --retain-run {scored} {base} => 'samples': 128
-eval --brief --retain-run {scored} {base}                => --retain-run --brief wrong answers
-""".strip().splitlines()
-for name, (_, words) in BAD_ROWS.items():
-    BAD_INPUT.append(f"mdu --model {{base}} --forget {{files}}/{name} --retain-weight 0 => {words}")
-for name, (*_, words) in BROKEN.items():
-    BAD_INPUT.append(f"mdu --method ga --forget {{files}}/good --model {{files}}/{name} => {words}")
-for name in list(ANCHORS)[1:]:
-    typed = f"mdu --retain-weight 0 --forget {{files}}/good --model {{files}}/good-model"
-    BAD_INPUT.append(f"{typed} --anchor {{files}}/{name} => {name} vocabulary")
+BAD_INPUT = {  # a command: part of the line that says what is wrong
+    "mdu.py --tau 2": "argument --tau: invalid float in [0, 1] value: '2'",
+    "mdu.py --anchor-truth removed --tau 0": "--anchor-truth removed would have no effect",
+    "mdu.py --anchor-truth removed --forget {good} --model {base} --retain-weight 0":
+        "no rows to retain, in whose answers it counts",
+    "mdu.py --seed 18446744073709551616": "argument --seed: invalid int",
+    "mdu.py --rare 0.1": "--rare is for --anchor-truth removed",
+    "mdu.py --method ga --tau 1": "--method ga has no option --tau",
+    "mdu.py --anchor-prompt shown": "shown needs another --anchor MODEL: with start",
+    "mdu.py --anchor current --anchor-prompt shown": "another --anchor MODEL: with current",
+    "mdu.py --model {base} --anchor {base} --anchor-prompt shown":
+        "another --anchor MODEL: with {base}",
+    "mdu.py --model {base} --forget {good} --retain {good}":
+        "'Who is Bolti?' is among the rows to forget and, with the same answer,",
+    "mdu.py --preset own --method sft --forget {good}": "needs a start model: --model; for a small",
+    "mdu.py --method sft --lora 2": "--lora trains adapters of a start model",
+    "mdu.py --forget absent": "--forget absent: no such file",
+    "mdu.py --data {rwku} --model x": "--data {rwku}: BuilderConfig 'forget10_perturbed' not found",
+    "mdu.py --subject King": "--subject needs --preset rwku-... or --data",
+    "mdu.py --preset rwku-llada --subject King --data {rwku}": "King: not among the 12: Ann Lee",
+    "mdu.py --preset rwku-llada --subject ² --data {rwku}": "²: not among the 12: Ann Lee",
+    "mdu.py --subject 1 --forget {good} --data {rwku}": "--subject and --forget both say what",
+    "mdu.py --tau 0 --anchor {base}": "--tau 0 has no anchor: --anchor {base}",
+    "mdu.py --preset toy --model {base} --forget {good}": "no rows to retain; give --retain, or",
+    "mdu.py --forget {good} --retain-weight 0": "train it with --method sft, or",
+    "mdu.py --preset toy --model nobody/nothing": "cannot be fetched from the hub",
+    "mdu.py --preset toy --model {base} --out {run}": "--resume {run}",
+    "mdu.py --model {base} --epochs 0.1 --response-length 2048": "for the answer and its padding",
+    "mdu.py --model {base} --forget {good} --method dpo --retain-weight 0":
+        "some row has no perturbed_answer",
+    "mdu.py --out {files}/unfinished/mdu":
+        "base is unfinished; python mdu.py --resume {files}/unfinished/base",
+    "mdu.py --model {files}/foreign --method ga --forget {good}": "foreign/config.json is damaged",
+    "mdu.py --resume {files}": "no run.json of ours",
+    "mdu.py --resume {run} --lr 0.1": "--resume RUN takes no other option",
+    "mdu.py --resume {run} --seed 1": "--resume RUN takes no other option",
+    "eval.py --preset toy {files}/absent": "--preset toy: no published model; give --model",
+    "eval.py --report {base}": "not scored yet; first run: python eval.py {base}",
+    "eval.py --report {files}/unfinished/base": "mdu.py --resume {files}/unfinished/base",
+    "eval.py {files}/unfinished/base": "mdu.py --resume {files}/unfinished/base",
+    "eval.py --model {base} --data toy {files}": "is in the way; --preset and --model need a new",
+    "eval.py --report --limit 3 {base}": "trajectory, rollout, not for report",
+    "eval.py --ask Who? --forget {good} {base}": "--forget is for score, not for ask",
+    "eval.py --questions 1 {base}": "for report, trajectory, rollout, not for score",
+    "eval.py --analysis convergence --samples 3 {base}": "for score, roles, not for convergence",
+    "eval.py --data toy --subject King {base}": "--subject King: only RWKU has people",
+    "eval.py --analysis trajectory --length 2048 {run}": "too many for the model; it takes 2048",
+    "eval.py --analysis rollout --length 2048 {run}": "too many for the model; it takes 2048",
+    "eval.py --brief --samples 1 --steps 1 --length 2048 {base}": "2048 (--length 2048)",
+    "eval.py --analysis convergence {base}": "train it with --diagnose",
+    "eval.py --analysis roles {run} {scored}": "the runs started from different models",
+    "eval.py --analysis roles {run} {files}/other": "the runs had other forget rows",
+    "eval.py --analysis rollout --questions 1,999 {run}": "--questions 999: there are 24 questions",
+    "eval.py --samples 4 --seed 5 --length 8 --retain-run {scored} {base}":
+        "score all runs in the same way, on the same rows",
+    "eval.py --limit 3 --seed 5 --length 8 --retain-run {scored} {base}": "'samples': 128",
+    "eval.py --brief --retain-run {scored} {base}": "wrong answers, which --brief leaves out"}
+for name, (_, message) in BAD_ROWS.items():
+    BAD_INPUT[f"mdu.py --model {{base}} --forget {{files}}/{name} --retain-weight 0"] = message
+for name, (*_, message) in BROKEN.items():
+    BAD_INPUT[f"mdu.py --method ga --forget {{good}} --model {{files}}/{name}"] = message
+for name in ("mask-anchor", "wide-anchor", "words-anchor"):
+    typed = "mdu.py --retain-weight 0 --forget {good} --model {files}/good-model --anchor {files}/"
+    BAD_INPUT[typed + name] = f"{name}: its vocabulary differs"
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
@@ -2802,15 +2816,15 @@ def files(tmp_path_factory):
         file.write_text(file.read_text().replace("eot_id", "x"))
     return root
 
-@each("case", BAD_INPUT)
+@each("command, message", BAD_INPUT.items())
 def test_bad_input_is_one_line_and_exit_code_2(
-        case, files, base, unlearned, scored, rwku, tmp_path, capsys):
-    typed, words = case.split(" => ")
-    typed = typed.format(files=files, base=base, run=unlearned, scored=scored, rwku=rwku)
-    name, *argv = typed.split()
+        command, message, files, base, unlearned, scored, rwku, tmp_path, capsys):
+    places = dict(files=files, good=files / "good", base=base, run=unlearned, scored=scored,
+                  rwku=rwku)
+    name, *argv = command.format(**places).split()
     with unchanged(tmp_path, files, base, unlearned):
-        err = program(argv, capsys, {"mdu": mdu.main, "eval": ev.main}[name])
-    assert all(word in err for word in words.split()), err
+        err = program(argv, capsys, {"mdu.py": mdu.main, "eval.py": ev.main}[name])
+    assert message.format(**places) in err
 
 # ======== README.md and Makefile ========
 PROJECT = Path(mdu.__file__).parent
