@@ -594,7 +594,7 @@ METHODS = {
         ["", "--lora 4"], [((f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5), LN4_3)],
         with_theta0=True),
     "sft": Method(  # (log 4 + log 2) / t
-        mdu.sft_loss, slow_sft, [{}], "retain_only=False prompt_dropout=0.0", [""],
+        mdu.sft_loss, slow_sft, [{}], "retain_only=False", [""],
         [((TILT_FLAT, FIRST, TWO, f64(0.5)), 6 * LN2)])}
 
 def every(field):
@@ -762,16 +762,27 @@ def test_draw_example_pads_answers_to_random_lengths_but_not_to_forget(longest):
     train, _ = draw(f"--method sft --batch-size 5 --response-length {longest}", range(100))
     assert {len(row.answer) for row in train} == set(range(3, max(longest, 7) + 1))
 
-def test_draw_example_hides_prompts_of_answers_without_padding():
-    plain, _ = draw("--method sft --batch-size 5", range(200))
-    dropped, _ = draw("--method sft --batch-size 5 --prompt-dropout 0.3", range(200))
-    hidden = [row for row in dropped if row.prompt == [MASK, MASK]]
-    assert len(hidden) == approx(300, abs=60)
-    assert not any(PAD in row.answer for row in hidden)
-    kept = [row for row in dropped if row.prompt != [MASK, MASK]]
-    assert {repr(row) for row in kept} < {repr(row) for row in plain}
-    assert {row.prompt[0] for row in kept} == set(range(30, 40))  # each draw has its own chance
-    assert any(PAD in row.answer for row in kept)
+@each("method", METHODS)
+def test_draw_example_hides_prompts_of_answers_without_padding(method):
+    """In rows to forget, to retain and to train on; other rows are drawn as without."""
+    plain = draw(f"--method {method} --batch-size 5", range(200))
+    dropped = draw(f"--method {method} --batch-size 5 --prompt-dropout 0.3", range(200))
+    pads = set()
+    for plain_rows, rows in zip(plain, dropped):
+        hidden = [row for row in rows if set(row.prompt) == {MASK}]
+        assert len(hidden) == approx(0.3 * len(rows), abs=60)
+        assert not any(PAD in row.answer for row in hidden)
+        assert all(row.preferred is None or row.preferred.prompt == row.prompt for row in rows)
+        kept = [row for row in rows if MASK not in row.prompt]
+        assert len(kept) + len(hidden) == len(rows) == len(plain_rows)
+        assert {repr(row) for row in kept} <= {repr(row) for row in plain_rows}
+        first = {row.prompt[0] for row in plain_rows}
+        assert {row.prompt[0] for row in kept} == first  # each draw has its own chance
+        pads.update(PAD in row.answer for row in kept)
+    assert (True in pads) == (method != "ga")  # the only one without rows that are padded
+    if method != "sft":
+        answers = [(row.t, row.answer, row.uniform.tolist()) for row in plain[0]]
+        assert answers == [(row.t, row.answer, row.uniform.tolist()) for row in dropped[0]]
 
 @each("method", ["mdu", "dpo"])
 def test_draw_step_depends_on_no_process_and_no_micro_batch(method, monkeypatch):
@@ -1104,7 +1115,10 @@ def test_diagnose_equals_one_sequence_at_a_time():
             sums[i] += slow_row_kl(model, frozen, row, seen, tau, masked).item()
     assert max(lowest) > 0  # a row of which t masks nothing
     expected = dict(zip(["base", "anchor", "uniform"], sums / 10))
-    assert mdu.diagnose(args, model, frozen, examples) == approx(expected, rel=1e-9)
+    for hidden in (0.0, 0.5):  # its KLs are with the questions, however the model is trained
+        args.prompt_dropout = hidden
+        assert mdu.diagnose(args, model, frozen, examples) == approx(expected, rel=1e-9)
+    assert args.prompt_dropout == 0.5
 
 # ---- Options ----
 @each("name", METHODS)
@@ -1123,6 +1137,7 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
 @each("case", [
     "=> method=mdu tau=1.0 epochs=200 lr=0.0003 batch_size=8 grad_accum=1 checkpoint_every=500 "
     "response_length=12 retain_weight=1.0 retain_only=None out=out/toy/mdu-tau1 anchor_truth=kept",
+    "--prompt-dropout 0.5 => prompt_dropout=0.5 out=out/toy/mdu-tau1",
     "--method sft => epochs=340 lr=0.002 batch_size=32 prompt_dropout=0.0 model=None "
     "out=out/toy/base seed=1",
     "--preset tofu-llada => epochs=9 lr=1e-05 batch_size=4 grad_accum=4 response_length=128 "
