@@ -310,12 +310,11 @@ def slow_row_loss(args, row, model, theta0, anchor):
 
 def slow_step(args, model, theta0, anchor, forget, retain):
     """-> means of the forget and the retain losses (Algorithm 1)."""
-    method = METHODS[args.method]
     forget_losses = [slow_row_loss(args, row, model, theta0, anchor) for row in forget]
     retain_losses = [f64(0).sum()]
     if retain:
         retain_losses = [slow_row_sft(model, row) for row in retain]
-    if method.per_token:
+    if mdu.METHODS[args.method].per_token:
         retain_losses = [nll / len(row.answer) for nll, row in zip(retain_losses, retain)]
     return torch.stack(forget_losses).mean(), torch.stack(retain_losses).mean()
 
@@ -555,16 +554,12 @@ TILT_FLAT = torch.cat([TILT, FLAT])
 
 # Every test of methods runs over this table, which is written by hand.
 # loss, slow_loss: of mdu.py, and in slow loops, with arguments of names that slow_row_loss has.
-# settings: last arguments of the loss; worked: all arguments, and the loss worked by hand.
-# defaults: of the options that not every method has; typed: options to try `backward` with.
-# with_theta0: it compares with theta0; per_token: its retain loss is a mean over tokens.
-Method = namedtuple("Method", "loss slow_loss settings defaults typed worked with_theta0 per_token",
-                    defaults=[False, False])
+# settings: last arguments of the loss; typed: options to try `backward` with.
+# worked: all arguments of the loss, and what it is by hand.
+Method = namedtuple("Method", "loss slow_loss settings typed worked")
 METHODS = {
     "mdu": Method(
         mdu.mdu_loss, slow_mdu, [{"tau": 0, "anchor_logits": None}, {"tau": 0.3}, {"tau": 1.0}],
-        "tau=1.0 states=random anchor=start anchor_prompt=masked anchor_truth=kept rare=0.02 "
-        "retain_weight=1.0 diagnose=False",
         ["--tau 0", "--tau 0.25", "", "--lora 3", "--anchor-truth removed", "--anchor MODEL",
          "--states written --tau 0.5", "--states written --anchor current",
          "--anchor current --tau 0.5", "--anchor current --lora 3",
@@ -576,26 +571,23 @@ METHODS = {
         [((FLAT, TILT, ONE, 1.0), LN4_3 / 2),  # 1/2 log 2 + 1/2 log 2/3
          ((TILT_FLAT, torch.cat([TILT, TILT]), TWO, 1.0), LN4_3 / 4),  # mean with 0
          ((FLAT, STEEP, ONE, 0.5), LN4_3 / 2),  # STEEP^1/2 / Z is TILT
-         ((TILT, None, ONE, 0), 0.75 * LN3 - LN2)],  # 1/4 log 1/2 + 3/4 log 3/2
-        with_theta0=True, per_token=True),
-    "ga": Method(mdu.ga_loss, slow_ga, [{}], "diagnose=False", [""], [((f64(2),), -2)]),
-    "gd": Method(mdu.ga_loss, slow_ga, [{}], "retain_weight=1.0 diagnose=False", [""], []),
+         ((TILT, None, ONE, 0), 0.75 * LN3 - LN2)]),  # 1/4 log 1/2 + 3/4 log 3/2
+    "ga": Method(mdu.ga_loss, slow_ga, [{}], [""], [((f64(2),), -2)]),
+    "gd": Method(mdu.ga_loss, slow_ga, [{}], [""], []),
     "npo": Method(  # sigmoid(log 3) = 3/4
-        mdu.npo_loss, slow_npo, [{"beta": 0.2}], "beta=0.2 retain_weight=1.0 diagnose=False",
-        ["", "--lora 2"], [((f64(1 + 2 * LN3), f64(1), 0.5), 4 * LN4_3)], with_theta0=True),
+        mdu.npo_loss, slow_npo, [{"beta": 0.2}], ["", "--lora 2"],
+        [((f64(1 + 2 * LN3), f64(1), 0.5), 4 * LN4_3)]),
     "simnpo": Method(
-        mdu.simnpo_loss, slow_simnpo, [{"beta": 2.5}], "beta=4.5 retain_weight=1.0 diagnose=False",
-        [""], [((f64(8 * LN3), torch.tensor([4]), 0.5), 4 * LN4_3)], per_token=True),
+        mdu.simnpo_loss, slow_simnpo, [{"beta": 2.5}], [""],
+        [((f64(8 * LN3), torch.tensor([4]), 0.5), 4 * LN4_3)]),
     "wga": Method(  # log 4 / 16 + log 2 / 4
-        mdu.wga_loss, slow_wga, [{"gamma": 0.3}], "gamma=1.0 retain_weight=1.0 diagnose=False",
-        ["--gamma 0.5"], [((TILT_FLAT, FIRST, TWO, 2.0), -0.375 * LN2)]),
+        mdu.wga_loss, slow_wga, [{"gamma": 0.3}], ["--gamma 0.5"],
+        [((TILT_FLAT, FIRST, TWO, 2.0), -0.375 * LN2)]),
     "dpo": Method(  # the rewards are log 3 and -log 3
-        mdu.dpo_loss, slow_dpo, [{"beta": 0.1}], "beta=0.1 retain_weight=1.0 diagnose=False",
-        ["", "--lora 4"], [((f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5), LN4_3)],
-        with_theta0=True),
+        mdu.dpo_loss, slow_dpo, [{"beta": 0.1}], ["", "--lora 4"],
+        [((f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5), LN4_3)]),
     "sft": Method(  # (log 4 + log 2) / t
-        mdu.sft_loss, slow_sft, [{}], "retain_only=False", [""],
-        [((TILT_FLAT, FIRST, TWO, f64(0.5)), 6 * LN2)])}
+        mdu.sft_loss, slow_sft, [{}], [""], [((TILT_FLAT, FIRST, TWO, f64(0.5)), 6 * LN2)])}
 
 def every(field):
     """Parameters of a test: each method with each entry of a field of the table."""
@@ -699,6 +691,21 @@ def test_loss_stays_finite_at_extreme_arguments(name, settings, gap):
 def test_loss_equals_a_number_worked_by_hand(name, worked):
     arguments, expected = worked
     assert_close(METHODS[name].loss(*arguments), f64(expected))
+
+@each("name", METHODS)
+def test_losses_per_token_are_those_that_do_not_grow_with_the_answer(name):
+    """With every token twice."""
+    once = loss_arguments(name, METHODS[name].settings[0])
+    twice = dict(once)
+    for argument, x in once.items():
+        if argument in ("logits", "anchor_logits", "targets") and x is not None:
+            twice[argument] = x.repeat_interleave(2, 0)
+        elif argument == "masked":
+            twice[argument] = x.repeat_interleave(2, 1)
+        elif argument == "length" or argument.startswith("nll"):
+            twice[argument] = 2 * x
+    loss = METHODS[name].loss
+    assert torch.allclose(loss(**once), loss(**twice)) == mdu.METHODS[name].per_token
 
 # ---- Batches ----
 def make_examples():
@@ -901,9 +908,7 @@ def test_backward_equals_one_sequence_at_a_time(name, typed):
     forget, retain = mdu.draw_step(args, make_examples(), split, 3, model)
     forget, retain = forget[:10], retain[:10]  # 10 of a step's 12 rows: the last micro-batch has 1
     assert any(row.t <= row.uniform.min() for row in forget)
-    theta0 = None
-    if METHODS[name].with_theta0 and args.tau != 0:
-        theta0 = frozen
+    theta0 = frozen
     if args.lora:
         frozen = tiny_llama(0, likely)
         mdu.add_adapters(model, args.lora, seed=5)
@@ -1088,8 +1093,8 @@ def test_load_model_checkpoints_activations_if_asked_to(typed, base):
 
 @each("typed, loads", [
     ("--tau 0", 1), ("--tau 1", 2), ("--anchor current", 1), ("--anchor {base}", 2),
-    ("--anchor current --diagnose --dtype bfloat16", 2), ("--lora 2", 1),
-    *((f"--method {name}", 1 + METHODS[name].with_theta0) for name in METHODS)])
+    ("--anchor current --diagnose --dtype bfloat16", 2), ("--lora 2", 1), ("--method ga", 1),
+    ("--method npo", 2), ("--method simnpo", 1), ("--method dpo", 2), ("--method sft", 1)])
 def test_load_frozen_loads_no_model_in_vain(typed, loads, base, tmp_path, monkeypatch):
     load = mock.Mock(wraps=mdu.load_backbone)
     monkeypatch.setattr(mdu, "load_backbone", load)
@@ -1124,8 +1129,8 @@ def test_diagnose_equals_one_sequence_at_a_time():
 @each("name", METHODS)
 def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     found = vars(options(f"--method {name}"))
-    own = dict(pair.split("=") for pair in METHODS[name].defaults.split())
-    assert {option: str(found[option]) for option in own} == own
+    own = mdu.METHODS[name].options
+    assert own.items() <= found.items()
     for option in mdu.METHOD_OPTIONS - own.keys():
         assert found[option] is None
         value = {"diagnose": "", "retain_only": "", "states": "random", "anchor_prompt": "masked",
@@ -1134,42 +1139,56 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
         with pytest.raises(mdu.BadInput, match=f"{name} has no option {option}"):
             options(f"--method {name} {option} {value}")
 
-@each("case", [
-    "=> method=mdu tau=1.0 epochs=200 lr=0.0003 batch_size=8 grad_accum=1 checkpoint_every=500 "
-    "response_length=12 retain_weight=1.0 retain_only=None out=out/toy/mdu-tau1 anchor_truth=kept",
-    "--prompt-dropout 0.5 => prompt_dropout=0.5 out=out/toy/mdu-tau1",
-    "--method sft => epochs=340 lr=0.002 batch_size=32 prompt_dropout=0.0 model=None "
-    "out=out/toy/base seed=1",
-    "--preset tofu-llada => epochs=9 lr=1e-05 batch_size=4 grad_accum=4 response_length=128 "
-    "data=locuslab/TOFU model={here}/out/tofu-llada/base",
-    "--preset tofu-llada --method sft => epochs=1000 lr=2e-05 checkpoint_every=5000 grad_accum=4",
-    "--preset tofu-dream => epochs=5 lr=1e-05 grad_accum=4",
-    "--preset tofu-dream --method sft => epochs=300 lr=2e-05 checkpoint_every=5000",
-    "--preset tofu-qwen => epochs=5 lr=5e-05",
-    f"--preset tofu-qwen --method sft => epochs=200 lr=0.0001 model={mdu.QWEN}",
-    "--preset rwku-llada --subject 1 --data {rwku} --method ga => epochs=3 retain_weight=None",
-    f"--preset rwku-llada --data {{rwku}} --subject 1 --out {{base}}/../x => model={mdu.LLADA} "
-    "epochs=3 lr=1e-05 batch_size=4 grad_accum=1 response_length=128",
-    f"--preset rwku-dream --data {{rwku}} --subject 1 => retain_weight=0.0 model={mdu.DREAM} "
-    "out=out/rwku-dream/ann-lee/mdu-tau1",
-    f"--preset rwku-qwen --data {{rwku}} --subject 2 => lr=5e-05 model={mdu.QWEN}",
-    "--model x --method simnpo --lora 8 --epochs 7 => preset=own beta=4.5 lr=0.0001 epochs=7.0",
-    "--method sft --retain-only --model x => preset=own lr=2e-05 out=out/own/retain",
-    "--method npo => out=out/toy/npo",
-    "--anchor-truth removed --rare 0.5 => rare=0.5 out=out/toy/mdu-tau1-removed",
-    "--lora 8 --lr 0.3 --tau 0.5 => lr=0.3 out=out/toy/mdu-tau0.5",
-    "--preset own --out {base}/../other => response_length=12 model={base}",
-    "--model {base} => preset=toy response_length=12", "--model a/b --out . => model=a/b out=.",
-    "--model {base} --preset own => preset=own response_length=12 lr=1e-05",
-    "--out {here}/x/run => model={here}/x/base",
-    "--preset toy --forget f.jsonl --method sft => response_length=None",
-    "--tau 0.5 --states written --anchor current => out=out/toy/mdu-tau0.5-written-current",
-    "--anchor {base} --method mdu => anchor={base} out=out/toy/mdu-tau1-base anchor_prompt=masked",
-    "--anchor {base} --anchor-prompt shown => out=out/toy/mdu-tau1-base-shown"])
-def test_parse_takes_defaults_from_method_then_preset_then_command_line(case, base, rwku):
-    typed, expected = case.format(base=base, here=Path.cwd(), rwku=rwku).split("=> ")
-    found = {f"{name}={value}" for name, value in vars(options(typed)).items()}
-    assert set(expected.split()) <= found, found
+@each("typed, expected", [
+    ("", dict(method="mdu", tau=1.0, epochs=200, lr=3e-4, batch_size=8, grad_accum=1,
+              checkpoint_every=500, response_length=12, retain_weight=1.0, retain_only=None,
+              out="out/toy/mdu-tau1", anchor_truth="kept")),
+    ("--prompt-dropout 0.5", dict(prompt_dropout=0.5, out="out/toy/mdu-tau1")),
+    ("--method sft", dict(epochs=340, lr=2e-3, batch_size=32, prompt_dropout=0.0, model=None,
+                          out="out/toy/base", seed=1)),
+    ("--method npo", dict(beta=0.2, retain_weight=1.0, out="out/toy/npo")),
+    ("--method dpo", dict(beta=0.1, retain_weight=1.0)),
+    ("--method wga", dict(gamma=1.0, retain_weight=1.0)),
+    ("--preset tofu-llada", dict(epochs=9, lr=1e-5, batch_size=4, grad_accum=4, response_length=128,
+                                 data="locuslab/TOFU", model="{here}/out/tofu-llada/base")),
+    ("--preset tofu-llada --method sft",
+     dict(epochs=1000, lr=2e-5, checkpoint_every=5000, grad_accum=4)),
+    ("--preset tofu-dream", dict(epochs=5, lr=1e-5, grad_accum=4)),
+    ("--preset tofu-dream --method sft", dict(epochs=300, lr=2e-5, checkpoint_every=5000)),
+    ("--preset tofu-qwen", dict(epochs=5, lr=5e-5)),
+    ("--preset tofu-qwen --method sft", dict(epochs=200, lr=1e-4, model=mdu.QWEN)),
+    ("--preset rwku-llada --subject 1 --data {rwku} --method ga",
+     dict(epochs=3, retain_weight=None)),
+    ("--preset rwku-llada --data {rwku} --subject 1 --out {base}/../x",
+     dict(model=mdu.LLADA, epochs=3, lr=1e-5, batch_size=4, grad_accum=1, response_length=128)),
+    ("--preset rwku-dream --data {rwku} --subject 1",
+     dict(retain_weight=0.0, model=mdu.DREAM, out="out/rwku-dream/ann-lee/mdu-tau1")),
+    ("--preset rwku-qwen --data {rwku} --subject 2", dict(lr=5e-5, model=mdu.QWEN)),
+    ("--model x --method simnpo --lora 8 --epochs 7",
+     dict(preset="own", beta=4.5, lr=1e-4, epochs=7.0)),
+    ("--method sft --retain-only --model x",
+     dict(preset="own", lr=2e-5, out="out/own/retain")),
+    ("--anchor-truth removed --rare 0.5", dict(rare=0.5, out="out/toy/mdu-tau1-removed")),
+    ("--lora 8 --lr 0.3 --tau 0.5", dict(lr=0.3, out="out/toy/mdu-tau0.5")),
+    ("--preset own --out {base}/../other", dict(response_length=12, model="{base}")),
+    ("--model {base}", dict(preset="toy", response_length=12)),
+    ("--model a/b --out .", dict(model="a/b", out=".")),
+    ("--model {base} --preset own", dict(preset="own", response_length=12, lr=1e-5)),
+    ("--out {here}/x/run", dict(model="{here}/x/base")),
+    ("--preset toy --forget f.jsonl --method sft", dict(response_length=None)),
+    ("--tau 0.5 --states written --anchor current",
+     dict(out="out/toy/mdu-tau0.5-written-current")),
+    ("--anchor {base} --method mdu",
+     dict(anchor="{base}", out="out/toy/mdu-tau1-base", anchor_prompt="masked")),
+    ("--anchor {base} --anchor-prompt shown", dict(out="out/toy/mdu-tau1-base-shown"))])
+def test_parse_takes_defaults_from_method_then_preset_then_command_line(
+        typed, expected, base, rwku):
+    places = dict(base=base, here=Path.cwd(), rwku=rwku)
+    found = vars(options(typed.format(**places)))
+    for name, value in expected.items():
+        if isinstance(value, str):
+            value = value.format(**places)
+        assert found[name] == value, name
 
 def test_parse_gives_a_resumed_run_defaults_where_an_option_is_newer(unlearned, tmp_path):
     run = shutil.copytree(unlearned, tmp_path / "run")
