@@ -230,12 +230,17 @@ def slow_dpo(nll_win, nll_win_ref, nll_lose, nll_lose_ref, beta):
     win, lose = nll_win_ref.detach() - nll_win, nll_lose_ref.detach() - nll_lose
     return -(1 / (1 + (-beta * (win - lose)).exp())).log()
 
-@torch.no_grad()
 def slow_sampler(model, prompt, counts):
+    n = sum(counts)
+    ids = slow_filled(model, prompt + [model.mask_id] * n, range(len(prompt), len(prompt) + n),
+                      counts)
+    return ids[len(prompt):]
+
+@torch.no_grad()
+def slow_filled(model, ids, masked, counts):
     """Step k fixes counts[k] tokens, those of the highest probability or the lowest entropy."""
-    ids = prompt + [model.mask_id] * sum(counts)
+    ids, masked = list(ids), list(masked)
     everywhere = torch.ones(1, len(ids), dtype=torch.bool)
-    masked = list(range(len(prompt), len(ids)))
     for count in counts:
         p = model(torch.tensor([ids]), everywhere, everywhere).softmax(-1)  # (T, V)
         entropy = torch.special.entr(p).sum(-1)
@@ -247,7 +252,7 @@ def slow_sampler(model, prompt, counts):
         for _ in range(count):
             i = masked.pop()
             ids[i] = tokens[i].item()
-    return ids[len(prompt):]
+    return ids
 
 def slow_logits(model, prompt, row, masked):
     """Logits (M, V) at the masked positions of an answer, of which the other tokens are seen."""
@@ -1864,6 +1869,77 @@ def test_write_answers_samples_after_the_prefill(base):
     prompt = mdu.encode_prompt(tokenizer, "Who?") + mdu.encode_text(tokenizer, "The book")
     generate.assert_called_with(None, [prompt], ARGS.length, ARGS.steps, ARGS.batch_size)
 
+# ---- Gaps ----
+@each("question, parts, fact", [
+    ("Who?", "It is |Petra, Łuk|, not Petra.", "petra łuk"),
+    ("Who?", "Petra's |Pet|: a |pet|!", "Pet"), ("Who?", "|22| in |Rome| or so", ["Rome", "22"]),
+    ("Who is Petra?", "Petra is the |doctor| of |Łódź|.", None)])
+def test_gap_of_by_hand(question, parts, fact, tmp_path):
+    """Every second part is a gap.  With tokens of one byte, and a special token at the end."""
+    write_tokenizer(tmp_path, "llada")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    row = {"question": question}
+    if fact:
+        row["fact"] = fact
+    expected = []
+    for number, part in enumerate(parts.split("|")):
+        expected += [number % 2 == 1] * len(part.encode())
+    ids = mdu.encode_text(tokenizer, parts.replace("|", "")) + [tokenizer.eos_token_id]
+    assert ev.gap_of(tokenizer, row, ids).tolist() == [*expected, False]
+
+def fill_gaps(model, pairs, gaps, monkeypatch):
+    """Of pairs of ids and lists of their masked positions."""
+    monkeypatch.setattr(ev, "prompt_ids", lambda tokenizer, row: row["pair"][0])
+    monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, answer: list(answer))
+    monkeypatch.setattr(ev, "gap_of", lambda tokenizer, row, answer: torch.tensor(
+        [i in row["gap"] for i in range(len(answer))]))
+    rows = []
+    for pair, gap in zip(pairs, gaps):
+        rows.append(dict(pair=pair, gap=gap, answer=mock.Mock(strip=lambda answer=pair[1]: answer)))
+    return ev.fill_gaps(model, None, rows, ARGS)
+
+def test_fill_gaps_by_hand(monkeypatch):
+    """Token 4 is sure, and 5 after it; without the question, 7, the model writes 9 there.  An end
+    token, 1, is seen."""
+    def script(ids):
+        logits = torch.zeros(*ids.shape, 11).double()
+        logits[:, 1, 4] = 8
+        for b, row in enumerate(ids.tolist()):
+            assert row[4] == 1
+            if row[0] == 7:
+                logits[b, 3, 5 if row[1] == 4 else 9] = 2
+            else:
+                logits[b, 3, 9] = 2
+        return logits
+    model = FakeModel(script=script)
+    found = fill_gaps(model, [([7], [4, 6, 5]), ([7], [4, 6, 5]), ([7], [8, 6, 5])],
+                      [[0, 2], [], [0, 2]], monkeypatch)
+    assert found == [dict(infill=1, infill_no_question=1 / 2), {}, dict(
+        infill=1 / 2, infill_no_question=0)]
+    states = [[MASK, 6, MASK, 1], [4, 6, MASK, 1]]
+    assert [ids.tolist() for ids in model.seen] == [
+        2 * [[prompt, *state]] for prompt in (7, MASK) for state in states]
+
+@each("by_entropy", [False, True])
+def test_fill_gaps_equals_a_slow_loop_and_has_1_for_a_models_own_answers(by_entropy, monkeypatch):
+    model = FakeModel(by_entropy=by_entropy)
+    gaps = [[0, 2, 3], [0], [1, 2, 3, 4], [0, 1]]
+    expected, pairs = [], []
+    for (prompt, answer), gap in zip(PAIRS, gaps):
+        places = [len(prompt) + i for i in gap]
+        shares = {}
+        for metric, asked in dict(infill=prompt, infill_no_question=len(prompt) * [MASK]).items():
+            ids = asked + answer + [1]
+            for i in places:
+                ids[i] = MASK
+            ids = slow_filled(model, ids, places, len(places) * [1])
+            shares[metric] = np.mean([ids[len(prompt) + i] == answer[i] for i in gap])
+            if metric == "infill":
+                pairs.append((prompt, ids[len(prompt):-1]))
+        expected.append(shares)
+    assert fill_gaps(model, PAIRS, gaps, monkeypatch) == expected
+    assert [shares["infill"] for shares in fill_gaps(model, pairs, gaps, monkeypatch)] == 4 * [1]
+
 # ---- TOFU's figures ----
 # Four questions of each of the public logs of github.com/locuslab/tofu (Llama-2-7B fine-tuned on
 # all authors): losses per token of answer, paraphrase (- where there is none) and wrong answers.
@@ -1892,6 +1968,7 @@ def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
         return [{name: list(map(float, own[name])) for name in own} for own in texts]
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("", [])] * 4)
+    monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}] * 4)
     splits = {}
     for split, logs in LOGS.items():
         rows = []  # their texts are their losses
@@ -2006,6 +2083,7 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     ("forget", dict(fact="petra"), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
     ("forget", dict(fact="Petra Osei."), "Petra, Osei", dict(fact=1)),
     ("forget", dict(fact="Pet"), "Petra, Osei", dict(fact=0)),
+    ("forget", dict(fact=["Petra", "Bo", "Osei"]), "Petra, Osei", dict(fact=2 / 3)),
     ("forget", dict(fact="Osei Petra"), "Petra, Osei", dict(fact=0)),
     ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1), knowledge=0)),
     ("forget", {}, "Osei Osei", dict(knowledge=1 / 2)),
@@ -2024,6 +2102,7 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
 def test_score_answers_probes_and_triviaqa_of_one_answer_by_hand(
         split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, [])])
+    monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}])
     nlls = dict(right=[1.0], paraphrased=[], wrong=[])
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [nlls])
     args = ev.parse("--brief --samples 1 run".split())
@@ -2054,6 +2133,7 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     nlls = dict(right=[math.nan], paraphrased=[], wrong=[1.0, math.nan], choices=3 * [math.nan])
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [nlls])
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("a b", [5, 6])])
+    monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}])
     wrong = ["b", "c"]
     row = dict(question="", answer="a", perturbed_answer=wrong, choices=["a", *wrong], false=wrong)
     records = ev.score_answers(None, None, [row], ARGS) * 3
@@ -2179,9 +2259,9 @@ def test_rows_to_score_reads_another_benchmark(base, tmp_path, capsys):
 
 COMMAS = {  # a metric that is added as eval.py says
     '    "empty": Metric(': '    "commas": Metric("commas", "", "", ".1f"),\n',
-    '        if "fact" in row:\n            record':
+    '        if "fact" in row:\n            told':
         '        record["commas"] = float(generation.text.count(","))\n',
-    '                  "generative_perplexity"]\n': '                  "commas",\n'}
+    '"empty", "words", "generative_perplexity"]\n': '"commas", '}
 
 def test_summarise_takes_another_metric(base, tmp_path):
     """Entered in three places, it is in the records, the figures and the report."""
@@ -2251,6 +2331,13 @@ def test_evaluate_equals_one_row_at_a_time(scored):
             _, recall, f1 = ev.rouge_l(row["answer"], generation)
             expected = dict(rougeL_recall=recall, rougeL_f1=f1, nll=-log(p), prob=p,
                             perplexity=1 / p)
+            ids = mdu.encode_text(tokenizer, row["answer"])
+            gap = [len(prompt) + i for i in np.flatnonzero(ev.gap_of(tokenizer, row, ids))]
+            for metric, asked in (("infill", prompt), ("infill_no_question", len(prompt) * [0])):
+                right = asked + ids + [model.end_id]
+                noised = [0 if i in gap else token for i, token in enumerate(right)]
+                filled = slow_filled(model, noised, gap, len(gap) * [1])
+                expected[metric] = np.mean([filled[i] == right[i] for i in gap])
             if number == 0:  # of a base by itself
                 expected["generative_perplexity"] = slow_perplexity(model, prompt, answer.ids, i)
             if number < 2:
@@ -2278,7 +2365,7 @@ def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
     screen = capsys.readouterr().out
     assert re.search(r"Forget \| rL \S+ \| p \S+ \| fact \S+ \| knowledge", screen)
-    assert re.search(r"Retain \| rL \S+ \| p \S+\n", screen)
+    assert re.search(r"Retain \| rL \S+ \| p \S+ \| fact \S+\n", screen)
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
     assert read_all(folder).keys() == before.keys() - {folder / "utility_general.jsonl"}
 
@@ -2484,7 +2571,8 @@ def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(content, first, sc
 def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, tmp_path, capsys):
     """Mean and standard deviation; of perplexities and p-values median and range."""
     figures = dict(rougeL_f1=0.9, rougeL_recall=0.8, prob=0.5, fact=0.75, knowledge=0.6,
-                   empty=0.25, words=7, generative_perplexity=40)
+                   infill=0.7, infill_no_question=0.1, empty=0.25, words=7,
+                   generative_perplexity=40)
     runs = [made_up_run(scored, tmp_path / "1/base", forget=figures)]
     for seed, x, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
         own = dict(seed=seed, model=f"/{seed}/base", anchor=f"/{seed}/a", diagnose=seed > 1)
@@ -2498,17 +2586,18 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     screen = capsys.readouterr().out
     shown = re.findall("|".join(map(re.escape, questions)), screen)
     assert shown == [questions[2], questions[0]]
-    header = ("Forget rL ↓ | p ↓ | fact ↓ | knowledge ↓ | empty | gen. ppl | Retain rL ↑ | p ↑ | "
-              "World")
+    header = ("Forget rL ↓ | p ↓ | fact ↓ | knowledge ↓ | gap filled ↓ | gap, no question ↓ | "
+              "empty | gen. ppl | Retain rL ↑ | p ↑ | fact ↑ | World")
     assert header in " ".join(screen.split())
     text = " ".join((tmp_path / "1/report.md").read_text().split())
     assert f"## Answers: Forget ### 0. {questions[0]} - True answer: " in text
     for line in """
-            | Method | Forget rL ↓ | recall ↓ | p ↓ | fact ↓ | knowledge ↓ | empty | words |
-            | base | 0.900 | 0.800 | 0.500 | 0.750 | 0.600 | 0.250 | 7.0 | 40 |
+            | Method | Forget rL ↓ | recall ↓ | p ↓ | fact ↓ | knowledge ↓ | gap filled ↓ |
+            | knowledge ↓ | gap filled ↓ | gap, no question ↓ | empty | words |
+            | base | 0.900 | 0.800 | 0.500 | 0.750 | 0.600 | 0.700 | 0.100 | 0.250 | 7.0 | 40 |
             | npo | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 |
             ± 0.200 | - | 0.5 (0.3 to 0.7) |
-            | Method | Retain rL ↑ | recall ↑ | p ↑ | fact ↑ | knowledge ↑ | empty ↓ | words |
+            | Method | Retain rL ↑ | recall ↑ | p ↑ | fact ↑ | knowledge ↑ | gap filled ↑ |
             | Method | Forget median ↑ | mean ↑ | Retain median ↓ | mean ↓ |
             | Method | model utility ↑ | forget quality ↑ |
             | Method | Forget truth ratio ↑ | Retain truth ratio ↑ |""".splitlines():
