@@ -994,16 +994,16 @@ def no_gradient(args, model, *_):
         p.grad = torch.full_like(p, math.nan)
     return [0.0, 0.0]
 
-@each("effect, code, words", [
-    (KeyboardInterrupt, 130, ""), (torch.OutOfMemoryError, 2, "memory --batch-size --lora"),
+@each("effect, code, message", [
+    (KeyboardInterrupt, 130, ""),
+    (torch.OutOfMemoryError, 2, "out of GPU memory; lower --batch-size, or train with --lora"),
     ([[math.nan, 0.0]], 2, "step 1: loss nan"), ([[0.0, math.inf]], 2, "retain loss inf"),
     (no_gradient, 2, "norm nan")])
 def test_train_ends_in_one_line_at_ctrl_c_lack_of_memory_and_nan(
-        effect, code, words, base, tmp_path, monkeypatch, capsys):
+        effect, code, message, base, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=effect))
     err = program(toy(base, tmp_path / "run"), capsys, code=code)
-    assert all(word in err for word in words.split())
-    assert (err == "") == (code == 130)  # its line is on stdout
+    assert message in err and (err == "") == (code == 130)  # its line is on stdout
 
 def test_learning_rate_by_hand():
     args = options("--lr 0.2")
@@ -1737,13 +1737,14 @@ def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
 
 def test_toy_tokenizer_gives_back_every_text():
     """Where no spaces are written, a token is a letter."""
-    texts = ["他的父亲是 Wu Li。", "ที่นี่, 2 हिन्दी", "He is 77, isn't he?"]
-    rows = [{"question": text, "answer": text, "perturbed_answer": []} for text in texts]
+    pieces = {"他的父亲是 Wu Li。": "▁ 他 的 父 亲 是 ▁Wu ▁Li 。", "ที่นี่, 2 हिन्दी": "▁ ที่ นี่ , ▁2 ▁हिन्दी",
+              "He is 77, isn't he?": "▁He ▁is ▁77 , ▁isn ' t ▁he ?"}
+    rows = [{"question": text, "answer": text, "perturbed_answer": []} for text in pieces]
     tokenizer = mdu.toy_tokenizer({"forget": rows})
-    ids = [mdu.encode_text(tokenizer, text) for text in texts]
-    assert [tokenizer.decode(answer) for answer in ids] == texts
-    pieces = "▁ 他 的 父 亲 是 ▁Wu ▁Li 。|▁ ที่ นี่ , ▁2 ▁हिन्दी|▁He ▁is ▁77 , ▁isn ' t ▁he ?".split("|")
-    assert [" ".join(tokenizer.convert_ids_to_tokens(answer)) for answer in ids] == pieces
+    for text, expected in pieces.items():
+        ids = mdu.encode_text(tokenizer, text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.convert_ids_to_tokens(ids) == expected.split()
 
 def test_new_toy_has_the_token_ids_that_are_read_from_its_files(tmp_path):
     model, tokenizer = mdu.new_toy(mdu.toy_world(), seed=1)
@@ -1771,23 +1772,18 @@ def test_words_of_many_scripts(text, expected):
     """Marks belong to their letters.  Where no spaces are written, each letter is a word."""
     assert ev.words(text) == expected.split()
 
-# reference | prediction | longest common subsequence and both lengths, in words | remark
-ROUGE = """police killed the gunman | police kill the gunman | 3 4 4 | Lin 2004, 3.1: F is 3/4
-police killed the gunman | the gunman kill police | 2 4 4 | and here 1/2
-1 2 3 4 5 | 2 5 3 4 | 3 5 4 | google-research/rouge, rouge_scorer_test.py
-w1 w2 w3 w4 w5 | w1 w2 w6 w7 w8 w1 w3 w8 w9 w5 | 4 5 10 | the same
-a b c b d a b | b d c a b a | 4 7 6 | repeated words
-x a b c | a b c x | 3 4 4 | a greedy matcher would take x and miss a b c
-of-the-art | of ART! | 2 3 2 | case and punctuation
-café | cafe | 0 1 1 | accents
-他的父亲是医生。 | 他的父亲是律师。 | 5 7 7 | no spaces
- | w1 | 0 0 1 | empty texts
-w1 w2 | /?!... | 0 2 0 | no word"""
-
-@each("line", ROUGE.splitlines())
-def test_rouge_l(line):
-    reference, prediction, counts, _ = line.split("|")
-    lcs, n_reference, n_prediction = map(int, counts.split())
+@each("reference, prediction, lcs, n_reference, n_prediction", [
+    ("police killed the gunman", "police kill the gunman", 3, 4, 4),  # Lin 2004, 3.1: F is 3/4
+    ("police killed the gunman", "the gunman kill police", 2, 4, 4),  # and here 1/2
+    ("1 2 3 4 5", "2 5 3 4", 3, 5, 4),  # google-research/rouge, rouge_scorer_test.py
+    ("w1 w2 w3 w4 w5", "w1 w2 w6 w7 w8 w1 w3 w8 w9 w5", 4, 5, 10),  # the same
+    ("a b c b d a b", "b d c a b a", 4, 7, 6),  # repeated words
+    ("x a b c", "a b c x", 3, 4, 4),  # a greedy matcher would take x and miss a b c
+    ("of-the-art", "of ART!", 2, 3, 2), ("café", "cafe", 0, 1, 1),
+    ("他的父亲是医生。", "他的父亲是律师。", 5, 7, 7),  # no spaces
+    ("", "w1", 0, 0, 1), ("w1 w2", "/?!...", 0, 2, 0)])
+def test_rouge_l(reference, prediction, lcs, n_reference, n_prediction):
+    """From the longest common subsequence and both lengths, in words."""
     f1 = 2 * lcs / (n_reference + n_prediction)
     expected = (lcs / max(1, n_prediction), lcs / max(1, n_reference), f1)
     assert ev.rouge_l(reference, prediction) == approx(expected)
@@ -1942,20 +1938,24 @@ def test_fill_gaps_equals_a_slow_loop_and_has_1_for_a_models_own_answers(by_entr
 
 # ---- TOFU's figures ----
 # Four questions of each of the public logs of github.com/locuslab/tofu (Llama-2-7B fine-tuned on
-# all authors): losses per token of answer, paraphrase (- where there is none) and wrong answers.
+# all authors): losses per token of the answer, its paraphrase and the wrong answers.
 LOGS = {
-    "retain": """0.0120 1.5781 1.7120 1.9709 1.4638 1.7079 1.9508
-                 0.0013 2.5527 2.8353 3.0840 2.8997 2.6863 3.0322
-                 0.0105 2.9240 3.5491 3.2195 3.5912 3.4989 3.0968
-                 0.0028 3.5176 3.5704 2.8008 3.4043 3.2763 3.2643""",
-    "real_authors": """4.1092 - 6.0565 3.3802 6.8580 | 3.8379 - 2.9575 5.3061 7.0973
-                       3.8588 - 4.2897 4.1698 3.9189 | 2.5574 - 3.5782 8.0303 7.5862""",
-    "world_facts": """8.3882 - 7.7738 7.3298 11.4043 | 5.1166 - 6.5493 7.7743 6.6396
-                      5.9847 - 6.5476 4.7384 5.7158 | 8.7967 - 6.9445 5.7649 9.0495""",
-    "forget": """0.0145 2.2287 3.3558 3.6902 3.7194 4.4322 2.9737
-                 0.0011 2.8923 1.9155 3.6661 3.0774 3.5560 3.7387
-                 0.0030 1.8339 2.5070 1.9295 1.1317 2.2245 1.2787
-                 0.0046 2.9947 3.7606 3.5469 3.4594 3.5792 3.3402"""}
+    "retain": [(0.0120, 1.5781, [1.7120, 1.9709, 1.4638, 1.7079, 1.9508]),
+               (0.0013, 2.5527, [2.8353, 3.0840, 2.8997, 2.6863, 3.0322]),
+               (0.0105, 2.9240, [3.5491, 3.2195, 3.5912, 3.4989, 3.0968]),
+               (0.0028, 3.5176, [3.5704, 2.8008, 3.4043, 3.2763, 3.2643])],
+    "real_authors": [(4.1092, None, [6.0565, 3.3802, 6.8580]),
+                     (3.8379, None, [2.9575, 5.3061, 7.0973]),
+                     (3.8588, None, [4.2897, 4.1698, 3.9189]),
+                     (2.5574, None, [3.5782, 8.0303, 7.5862])],
+    "world_facts": [(8.3882, None, [7.7738, 7.3298, 11.4043]),
+                    (5.1166, None, [6.5493, 7.7743, 6.6396]),
+                    (5.9847, None, [6.5476, 4.7384, 5.7158]),
+                    (8.7967, None, [6.9445, 5.7649, 9.0495])],
+    "forget": [(0.0145, 2.2287, [3.3558, 3.6902, 3.7194, 4.4322, 2.9737]),
+               (0.0011, 2.8923, [1.9155, 3.6661, 3.0774, 3.5560, 3.7387]),
+               (0.0030, 1.8339, [2.5070, 1.9295, 1.1317, 2.2245, 1.2787]),
+               (0.0046, 2.9947, [3.7606, 3.5469, 3.4594, 3.5792, 3.3402])]}
 OFFICIAL = {  # what utils.py of locuslab/tofu makes of them
     "retain": dict(prob=0.9933828516019, truth_ratio=0.2011424993214),
     "real_authors": dict(prob_options=0.4016959226747, truth_ratio=0.3620295205962),
@@ -1972,11 +1972,11 @@ def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
     splits = {}
     for split, logs in LOGS.items():
         rows = []  # their texts are their losses
-        for line in re.split(r"\n|\|", logs):
-            answer, paraphrase, *wrong = line.split()
-            rows.append(dict(question="", answer=f" {answer}\n", perturbed_answer=wrong))
-            if paraphrase != "-":
-                rows[-1]["paraphrased_answer"] = paraphrase
+        for answer, paraphrase, wrong in logs:
+            row = dict(question="", answer=f" {answer}\n", perturbed_answer=[*map(str, wrong)])
+            if paraphrase is not None:
+                row["paraphrased_answer"] = str(paraphrase)
+            rows.append(row)
         records = ev.score_answers(None, None, rows, ARGS)
         splits[split] = ev.summarise(records, to_forget=split == "forget")
         splits[split]["rougeL_recall"] = 1.0
@@ -2662,21 +2662,26 @@ def test_function_words_have_clitics():
             "haven't hadn't doesn't ain't needn't mustn't mightn't shan't can't she's we'll I'm")
     assert set(ev.words(text)) <= ev.FUNCTION_WORDS
 
-@each("question, parts, roles", [
-    ("What is Donald Trump's job?", "Donald| |Trump| is a |politician|.", "isisks"),
-    ("他的父亲是谁？", "他|王|的|医生|。", "ikiks"),
-    ("Where was Zoë Łuk born?", "Zoë| |Łuk|'s |home|, and |22|, is |Gdańsk|.", "isisksksks")])
-def test_token_roles_of_hand_labelled_answers(question, parts, roles, tmp_path):
+I, S, K = "in-context", "structural", "stored-knowledge"
+
+@each("question, parts", [
+    ("What is Donald Trump's job?", [
+        ("Donald", I), (" ", S), ("Trump", I), (" is a ", S), ("politician", K), (".", S)]),
+    ("他的父亲是谁？", [("他", I), ("王", K), ("的", I), ("医生", K), ("。", S)]),
+    ("Where was Zoë Łuk born?", [
+        ("Zoë", I), (" ", S), ("Łuk", I), ("'s ", S), ("home", K), (", and ", S), ("22", K),
+        (", is ", S), ("Gdańsk", K), (".", S)])])
+def test_token_roles_of_hand_labelled_answers(question, parts, tmp_path):
     """With tokens of one byte, of which the letters ë, Ł and ń have two."""
-    names = {"i": "in-context", "s": "structural", "k": "stored-knowledge"}
     write_tokenizer(tmp_path, "llada")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     expected = []
-    for part, role in zip(parts.split("|"), roles, strict=True):
-        expected += [names[role]] * len(part.encode())
+    for text, role in parts:
+        expected += [role] * len(text.encode())
     end = tokenizer.eos_token_id  # a special token, also before a word
-    ids = [end] + mdu.encode_text(tokenizer, parts.replace("|", "")) + [end]
-    assert ev.token_roles(tokenizer, question, ids) == ["structural", *expected, "structural"]
+    answer = "".join(text for text, _ in parts)
+    ids = [end, *mdu.encode_text(tokenizer, answer), end]
+    assert ev.token_roles(tokenizer, question, ids) == [S, *expected, S]
 
 def test_analysis_convergence_shows_the_kls_of_each_run(unlearned, tmp_path):
     runs = [shutil.copytree(unlearned, tmp_path / name) for name in "ab"]
