@@ -269,6 +269,10 @@ def slow_masked(row, method, states=None, model=None):
         masked = [int(row.uniform.argmin())]
     return masked
 
+def own_length(row):
+    """|y| up to the end token.  Padding, of the same id, does not count."""
+    return row.answer.index(1) + 1
+
 def at(masked, n):
     return torch.tensor([[i in masked for i in range(n)]])
 
@@ -298,7 +302,7 @@ def slow_row_loss(args, row, model, theta0, anchor):
     targets = [row.answer[i] for i in masked]
     nll = slow_row_sft(model, row)
     found = {**vars(args), "logits": slow_logits(model, row.prompt, row, masked),
-             "masked": at(masked, len(row.answer)), "targets": targets, "length": len(row.answer),
+             "masked": at(masked, len(row.answer)), "targets": targets, "length": own_length(row),
              "t": f64(np.float32(row.t)), "nll": nll, "nll_lose": nll}
     if theta0:
         found["nll_ref"] = found["nll_lose_ref"] = slow_row_sft(theta0, row)
@@ -320,7 +324,7 @@ def slow_step(args, model, theta0, anchor, forget, retain):
     if retain:
         retain_losses = [slow_row_sft(model, row) for row in retain]
     if mdu.METHODS[args.method].per_token:
-        retain_losses = [nll / len(row.answer) for nll, row in zip(retain_losses, retain)]
+        retain_losses = [nll / own_length(row) for nll, row in zip(retain_losses, retain)]
     return torch.stack(forget_losses).mean(), torch.stack(retain_losses).mean()
 
 def all_masks(n):
@@ -840,7 +844,7 @@ def test_still_written_by_hand():
         return found
 
     pairs = [([b], answer) for b, answer in enumerate(answers)]
-    batch = mdu.Batch(*mdu.collate(pairs, PAD), None, None, None)
+    batch = mdu.Batch(*mdu.collate(pairs, PAD), None, None, None, None)
     model = FakeModel(script=logits)
     written = mdu.still_written(model, batch)
     assert [row[r].int().tolist() for row, r in zip(written, batch.response)] == expected
@@ -857,7 +861,7 @@ def test_still_written_equals_a_slow_loop(by_entropy, size):
                      for n in range(1, 17)]
     found = 0
     for start in range(0, 20, size):
-        batch = mdu.Batch(*mdu.collate(pairs[start:start + size], PAD), None, None, None)
+        batch = mdu.Batch(*mdu.collate(pairs[start:start + size], PAD), None, None, None, None)
         model.seen.clear()
         with mock.patch.object(mdu.dist, "all_reduce", lambda passes, op: passes.fill_(18)):
             written = mdu.still_written(model, batch)
@@ -874,8 +878,8 @@ def test_still_written_equals_a_slow_loop(by_entropy, size):
     ("shown", [[3, MASK, MASK, PAD, MASK, 9], [PAD, 7, 1, 2, PAD, PAD]])])
 def test_predict_anchor_sees_the_masked_answer_and_its_question_only_if_shown(
         anchor_prompt, expected):
-    draws = [mdu.Draw(*PAIRS[0], 0.5, np.float32([0.1, 0.9, 0.2, 0.8])),
-             mdu.Draw(*PAIRS[1], 0.5, np.float32([0.7]))]
+    draws = [mdu.Draw(*PAIRS[0], 4, 0.5, np.float32([0.1, 0.9, 0.2, 0.8])),
+             mdu.Draw(*PAIRS[1], 1, 0.5, np.float32([0.7]))]
     anchor = FakeModel()
     batch = mdu.make_batch(anchor, draws)
     logits = mdu.predict_anchor(anchor, batch, MASK, anchor_prompt)
@@ -913,6 +917,8 @@ def test_backward_equals_one_sequence_at_a_time(name, typed):
     forget, retain = mdu.draw_step(args, make_examples(), split, 3, model)
     forget, retain = forget[:10], retain[:10]  # 10 of a step's 12 rows: the last micro-batch has 1
     assert any(row.t <= row.uniform.min() for row in forget)
+    if retain:
+        assert any(len(row.answer) > own_length(row) for row in retain)  # with end padding
     theta0 = frozen
     if args.lora:
         frozen = tiny_llama(0, likely)
@@ -1439,8 +1445,8 @@ def assert_gradients_are_those_of_a_transformer_written_out(model, eps, theta):
     """Of two rows with end padding to read, and to predict.  Every token of the first row has a
     gradient in the embedding, the padding token, too."""
     pad = model.pad_id
-    draws = [mdu.Draw([3, 5], [7, pad, 9, pad, pad], 0.5, np.array([0, 1, 1, 0, 1], "float32")),
-             mdu.Draw([4], [6, pad], 0.8, np.array([1, 0], "float32"))]
+    draws = [mdu.Draw([3, 5], [7, pad, 9, pad, pad], 5, 0.5, np.float32([0, 1, 1, 0, 1])),
+             mdu.Draw([4], [6, pad], 2, 0.8, np.float32([1, 0]))]
     trained = dict(model.lm.named_parameters())
     loss = mdu.batch_nll(model, mdu.make_batch(model, draws)).sum()
     grads = torch.autograd.grad(loss, trained.values())
