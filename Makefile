@@ -20,7 +20,7 @@ demo: install  ## a small model, every method, scores: table and picture in out/
 	@rm -rf $(OUT)
 	@$(PYTHON) mdu.py --seed $(SEED) --method sft --out $(OUT)/base
 	@$(MAKE) --no-print-directory --jobs=2 $(DEMO:%=$(OUT)/%)
-	@$(PYTHON) eval.py --brief $(SCORE) $(addprefix $(OUT)/,base $(DEMO))
+	@$(PYTHON) eval.py $(SCORE) $(addprefix $(OUT)/,base $(DEMO))
 	@$(PYTHON) eval.py --report $(addprefix $(OUT)/,base $(DEMO)) --questions 3
 $(OUT)/mdu-removed:
 	@$(PYTHON) mdu.py --seed $(SEED) --anchor-truth removed --out $@
@@ -52,10 +52,10 @@ finetuned-%:
 	$$without $(WRITTEN) --out $$alone/written; \
 	$$without --anchor-truth removed --out $$alone/setting-2; \
 	$$without --anchor $$out/original --anchor-prompt shown --out $$alone/setting-1; \
-	$(PYTHON) eval.py $(SCORE) $$out/*/; \
-	$(PYTHON) eval.py --brief $(SCORE) $$alone/*/; \
+	$(PYTHON) eval.py --full $(SCORE) $$out/*/; \
+	$(PYTHON) eval.py $(SCORE) $$alone/*/; \
 	for run in $(RELEARNED); do $$train $(AGAIN) --limit 4 --model $$out/$$run --out $$out/taught-again/$$run; done; \
-	$(PYTHON) eval.py --brief --samples 1 --limit 24 $$out/taught-again/*/
+	$(PYTHON) eval.py --samples 1 --limit 24 $$out/taught-again/*/
 FORGET_ROWS = $(shell cat "$(FORGET)" 2>/dev/null | grep -c '[^[:space:]]')
 RETAIN_ROWS = $(shell cat "$(RETAIN)" 2>/dev/null | grep -c '[^[:space:]]')
 # 300 epochs; of few rows more, for as many steps as with 40
@@ -73,10 +73,10 @@ rehearsal: rows install  ## FORGET=forget.jsonl RETAIN=retain.jsonl: your own ro
 	$(PYTHON) mdu.py --preset toy --method sft --retain-only --prompt-dropout 0.3 --lr 3e-3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/original
 	$(PYTHON) mdu.py --method sft --model out/rehearsal/original --prompt-dropout 0.3 --lr 3e-3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/finetune
 	$(PYTHON) mdu.py --model out/rehearsal/finetune $(ANCHOR) --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/mdu
-	$(PYTHON) eval.py $(SCORE) out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original
+	$(PYTHON) eval.py --full $(SCORE) out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original
 	$(PYTHON) mdu.py $(AGAIN) --limit $(QUARTER) --model out/rehearsal/mdu $(ROWS) --out out/rehearsal/taught-again/mdu
 	$(PYTHON) mdu.py $(AGAIN) --limit $(QUARTER) --model out/rehearsal/original $(ROWS) --out out/rehearsal/taught-again/original
-	$(PYTHON) eval.py --brief $(SCORE) --limit $(FORGET_ROWS) out/rehearsal/taught-again/mdu out/rehearsal/taught-again/original
+	$(PYTHON) eval.py $(SCORE) --limit $(FORGET_ROWS) out/rehearsal/taught-again/mdu out/rehearsal/taught-again/original
 	$(PYTHON) eval.py --report out/rehearsal/taught-again/mdu out/rehearsal/taught-again/original
 	$(PYTHON) eval.py --report out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original
 figures: install  ## the paper's analyses of the demo's model: numbers and pictures in out/figures/analysis

@@ -1796,7 +1796,7 @@ def test_rouge_l(reference, prediction, lcs, n_reference, n_prediction):
 
 # ---- Batches and Eq. 7 ----
 PROMPTS = [prompt for prompt, _ in PAIRS]
-ARGS = ev.parse("--length 8 --steps 4 --samples 16 --batch-size 3 run".split())
+ARGS = ev.parse("--full --length 8 --steps 4 --samples 16 --batch-size 3 run".split())
 
 def test_batches_have_few_enough_sequences_and_logits(monkeypatch):
     monkeypatch.setattr(ev, "MAX_LOGITS", 33)  # FakeModel has 11 tokens: 3 masked positions
@@ -2111,7 +2111,7 @@ def test_score_answers_probes_and_triviaqa_of_one_answer_by_hand(
     monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}])
     nlls = dict(right=[1.0], paraphrased=[], wrong=[])
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [nlls])
-    args = ev.parse("--brief --samples 1 run".split())
+    args = ev.parse("--samples 1 run".split())
     row = {"question": "Who?", "answer": "Petra Osei", **row}
     record, = ev.SPLITS[split].score(None, None, [row], args)
     assert {name: record[name] for name in expected} == approx(expected)
@@ -2177,15 +2177,15 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
         "person": "--preset rwku-llada --data {rwku} --subject 2"}
 
 @each("run, typed, expected", [
-    ("toy", "--limit 2", 6 * "toy "), ("toy", "--brief", "toy toy toy toy"),
-    ("toy", "--forget {X}", "X toy toy toy toy"), ("toy", "--retain {X}", "toy X toy toy toy"),
+    ("toy", "--full --limit 2", 6 * "toy "), ("toy", "", "toy toy toy toy"),
+    ("toy", "--forget {X}", "X toy toy toy"), ("toy", "--retain {X}", "toy X toy toy"),
     ("toy", "--data {tofu}", "tofu tofu tofu tofu"),
     ("toy", "--data {tofu} --retain {X}", "tofu X tofu tofu"),
     ("files", "", "X Y"), ("files", "--forget {Y} --retain {X}", "Y X"),
     ("files", "--data {rwku} --limit 1", 8 * "10 "),
     ("files", "--data {rwku} --subject 3", 8 * "1 "),
     ("person", "", 8 * "1 "), ("person", "--subject all --limit 1", 8 * "10 "),
-    ("person", "--retain {X}", 8 * "1 " + "X"), ("person", "--data toy", 6 * "toy "),
+    ("person", "--retain {X}", 8 * "1 " + "X"), ("person", "--data toy", 4 * "toy "),
     ("person", "--data {tofu}", "tofu tofu tofu tofu"),
     ("person", "--data {rwku} --limit 1", 8 * "10 ")])
 def test_rows_to_score(run, typed, expected, tofu, rwku, tmp_path):
@@ -2219,7 +2219,7 @@ def test_rows_to_score_asks_in_other_words_and_tells_what_was_taught_from_the_re
     taught = options(f"--method sft --model m --limit 3 --forget {file}")
     for args, numbers in [(options(f"--model m --forget {file} --retain-weight 0"), [0, 1, 2, 3]),
                           (taught, [0, 1, 2])]:
-        splits = ev.rows_to_score(vars(args), ev.parse(["--limit", "4", "run"]))
+        splits = ev.rows_to_score(vars(args), ev.parse(["--full", "--limit", "4", "run"]))
         assert [row["question"] for row in splits["forget"]] == [f"Q{i}?" for i in numbers]
         assert splits["forget_rephrased"] == [
             {**rows[1], "question": "P1?", "perturbed_answer": []}]
@@ -2287,7 +2287,7 @@ def test_rows_to_score_refuses_a_fact_that_is_not_in_the_answer(fact, base, tmp_
     assert f"without its fact '{fact}'" in program(command, capsys, ev.main)
 
 # ---- One run ----
-FLAGS = "--samples 4 --limit 3 --seed 5 --length 8".split()
+FLAGS = "--full --samples 4 --limit 3 --seed 5 --length 8".split()
 
 @pytest.fixture(scope="session")
 def scored(base, tmp_path_factory):
@@ -2415,13 +2415,14 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs():
 
 @each("field", ["answer", "paraphrased_answer", "perturbed_answer"])
 def test_check_lengths_refuses_answers_that_the_model_cannot_read(field, base, tmp_path, capsys):
-    """With --brief only the true one is read."""
+    """Without --full only the true one is read."""
     row = dict(question="Who?", answer="Petra.", paraphrased_answer="Petra!", perturbed_answer="No")
     file = write_lines(tmp_path / "rows", [{**row, field: 2048 * "Who "}])
     command = ["--model", base, "--forget", file, tmp_path / "new/folder"]
     with mock.patch.object(ev, "score_rows", side_effect=mdu.BadInput("it fits")):
-        assert "too many for the model; it takes 2048" in program(command, capsys, ev.main)
-        err = program(["--brief", *command], capsys, ev.main)
+        err = program(["--full", *command], capsys, ev.main)
+        assert "too many for the model; it takes 2048" in err
+        err = program(command, capsys, ev.main)
     assert ("it fits" in err) == (field != "answer")
 
 @each("split, fits", [("utility_general", True), ("utility_truthfulness", True),
@@ -2441,7 +2442,7 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
     theta0, tokenizer = mdu.load_backbone(str(base))
     answers = [ev.Answer(" .", [5]), ev.Answer("a b", [6, 7]), ev.Answer("c", [8, 0, 9])]
     monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
-    ev.main([str(run), "--brief", *FLAGS])
+    ev.main([str(run), *FLAGS[1:]])  # without --full
     records = ev.read_records(run, "forget")
     assert "generative_perplexity" not in records[0]
     for i in (1, 2):
@@ -2449,7 +2450,7 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
         perplexity = slow_perplexity(theta0, prompt, answers[i].ids, i)
         assert records[i]["generative_perplexity"] == approx(perplexity, rel=1e-4)
     figures = ev.read_summary(run)["splits"]["forget"]
-    assert "generative_perplexity" in figures and "truth_ratio" not in figures  # --brief
+    assert "generative_perplexity" in figures and "truth_ratio" not in figures
 
 def test_add_generative_perplexity_is_skipped_if_one_process_has_no_theta0(
         base, monkeypatch, capsys):
@@ -2906,15 +2907,15 @@ BAD_INPUT = {  # a command: part of the line that says what is wrong
     "eval.py --data toy --subject King {base}": "--subject King: only RWKU has people",
     "eval.py --analysis trajectory --length 2048 {run}": "too many for the model; it takes 2048",
     "eval.py --analysis rollout --length 2048 {run}": "too many for the model; it takes 2048",
-    "eval.py --brief --samples 1 --steps 1 --length 2048 {base}": "2048 (--length 2048)",
+    "eval.py --samples 1 --steps 1 --length 2048 {base}": "2048 (--length 2048)",
     "eval.py --analysis convergence {base}": "train it with --diagnose",
     "eval.py --analysis roles {run} {scored}": "the runs started from different models",
     "eval.py --analysis roles {run} {files}/other": "the runs had other forget rows",
     "eval.py --analysis rollout --questions 1,999 {run}": "--questions 999: there are 24 questions",
-    "eval.py --samples 4 --seed 5 --length 8 --retain-run {scored} {base}":
+    "eval.py --full --samples 4 --seed 5 --length 8 --retain-run {scored} {base}":
         "score all runs in the same way, on the same rows",
-    "eval.py --limit 3 --seed 5 --length 8 --retain-run {scored} {base}": "'samples': 128",
-    "eval.py --brief --retain-run {scored} {base}": "wrong answers, which --brief leaves out"}
+    "eval.py --full --limit 3 --seed 5 --length 8 --retain-run {scored} {base}": "'samples': 128",
+    "eval.py --retain-run {scored} {base}": "wrong answers, which need --full"}
 for name, (_, message) in BAD_ROWS.items():
     BAD_INPUT[f"mdu.py --model {{base}} --forget {{files}}/{name} --retain-weight 0"] = message
 for name, (*_, message) in BROKEN.items():
