@@ -282,11 +282,11 @@ def slow_row_sft(model, row):
     logits = slow_logits(model, row.prompt, row, masked)
     return slow_sft(logits, targets, at(masked, len(row.answer)), f64(np.float32(row.t)))[0]
 
-def without_truth(anchor_logits, targets, rare):
+def without_truth(anchor_logits, targets):
     """The anchor's distributions, in which a rare true token is as unlikely as the unlikeliest."""
     q = anchor_logits.detach().softmax(-1)
     for probabilities, target in zip(q, targets):
-        if target in rare:
+        if target in RARE:
             probabilities[target] = min(probabilities.tolist())
     return (q / q.sum(-1, keepdim=True)).log()
 
@@ -311,9 +311,10 @@ def slow_row_loss(args, row, model, theta0, anchor):
         found["nll_win_ref"] = slow_row_sft(theta0, row.preferred)
     if args.method == "mdu":
         prompt = row.prompt if args.anchor_prompt == "shown" else [0] * len(row.prompt)
-        rare = RARE if args.anchor_truth == "removed" else ()
         anchor_logits = slow_logits(anchor, prompt, row, masked)
-        found["anchor_logits"] = without_truth(anchor_logits, targets, rare)
+        if args.anchor_truth == "removed" and row.prompt[0] % 2 == 0:  # see make_examples
+            anchor_logits = without_truth(anchor_logits, targets)
+        found["anchor_logits"] = anchor_logits
     loss = METHODS[args.method].slow_loss
     return loss(**{name: found[name] for name in inspect.signature(loss).parameters}).sum()
 
@@ -718,10 +719,16 @@ def test_losses_per_token_are_those_that_do_not_grow_with_the_answer(name):
 
 # ---- Batches ----
 def make_examples():
-    """10 to forget and 7 to retain; the first token of a prompt names the example."""
+    """10 to forget and 7 to retain; the first token of a prompt names the example.  Tokens of RARE
+    are rare in every second one to forget."""
     others = [[8, 9, 1], [9, 9, 1], [10, 9, 1]]
-    forget = [mdu.Example([30 + i, 4], [*range(6, 8 + i % 5), 1], others) for i in range(10)]
-    retain = [mdu.Example([50 + i, 4, 5], [*range(6, 8 + i % 5), 1], []) for i in range(7)]
+    forget, retain = [], []
+    for i in range(10):
+        answer = [*range(6, 8 + i % 5), 1]
+        is_rare = [i % 2 == 0 and token in RARE for token in answer]
+        forget.append(mdu.Example([30 + i, 4], answer, is_rare, others))
+        retain.append(mdu.Example([50 + i, 4, 5], answer, [True] * len(answer), []))
+    del retain[7:]
     retain[6] = retain[6]._replace(pad_answer=False)
     return {"forget": forget, "retain": retain, "train": forget}
 
@@ -771,7 +778,9 @@ def test_draw_example_pads_answers_to_random_lengths_but_not_to_forget(longest):
     lengths = [set() for _ in range(7)]
     for row in retain:
         lengths[row.prompt[0] - 50].add(len(row.answer))
-        assert set(row.answer[3 + (row.prompt[0] - 50) % 5:]) <= {PAD}  # after the end token
+        n = 3 + (row.prompt[0] - 50) % 5
+        assert row.length == n and set(row.answer[n:]) <= {PAD}  # after the end token
+        assert row.is_rare == [True] * n + [False] * (len(row.answer) - n)
         assert len(row.uniform) == len(row.answer)
     assert lengths[:4] == [set(range(n, max(longest, n) + 1)) for n in (3, 4, 5, 6)]
     assert lengths[6] == {4}  # a pair that wants no padding
@@ -844,7 +853,7 @@ def test_still_written_by_hand():
         return found
 
     pairs = [([b], answer) for b, answer in enumerate(answers)]
-    batch = mdu.Batch(*mdu.collate(pairs, PAD), None, None, None, None)
+    batch = mdu.Batch(*mdu.collate(pairs, PAD), None, None)
     model = FakeModel(script=logits)
     written = mdu.still_written(model, batch)
     assert [row[r].int().tolist() for row, r in zip(written, batch.response)] == expected
@@ -861,7 +870,7 @@ def test_still_written_equals_a_slow_loop(by_entropy, size):
                      for n in range(1, 17)]
     found = 0
     for start in range(0, 20, size):
-        batch = mdu.Batch(*mdu.collate(pairs[start:start + size], PAD), None, None, None, None)
+        batch = mdu.Batch(*mdu.collate(pairs[start:start + size], PAD), None, None)
         model.seen.clear()
         with mock.patch.object(mdu.dist, "all_reduce", lambda passes, op: passes.fill_(18)):
             written = mdu.still_written(model, batch)
@@ -878,18 +887,19 @@ def test_still_written_equals_a_slow_loop(by_entropy, size):
     ("shown", [[3, MASK, MASK, PAD, MASK, 9], [PAD, 7, 1, 2, PAD, PAD]])])
 def test_predict_anchor_sees_the_masked_answer_and_its_question_only_if_shown(
         anchor_prompt, expected):
-    draws = [mdu.Draw(*PAIRS[0], 4, 0.5, np.float32([0.1, 0.9, 0.2, 0.8])),
-             mdu.Draw(*PAIRS[1], 1, 0.5, np.float32([0.7]))]
+    draws = [mdu.Draw(*PAIRS[0], 4, [False] * 4, 0.5, np.float32([0.1, 0.9, 0.2, 0.8])),
+             mdu.Draw(*PAIRS[1], 1, [False], 0.5, np.float32([0.7]))]
     anchor = FakeModel()
     batch = mdu.make_batch(anchor, draws)
     logits = mdu.predict_anchor(anchor, batch, MASK, anchor_prompt)
     assert [ids.tolist() for ids in anchor.seen] == [expected] and len(logits) == 2
 
 def test_remove_truth_by_hand():
-    """p of the first three tokens 1/2, 1/4, 1/4: without the first, 1/3, 1/3, 1/3."""
+    """p of the first three tokens 1/2, 1/4, 1/4: without the first, 1/3, 1/3, 1/3.  The same token
+    can be rare in one row and not in another."""
     logits = torch.log(f64([2, 1, 1], [2, 1, 1], [1, 3, 2]))
     is_rare = torch.tensor([True, False, True])
-    removed = mdu.remove_truth(logits, torch.tensor([0, 1, 2]), is_rare)
+    removed = mdu.remove_truth(logits, torch.tensor([0, 0, 2]), is_rare)
     assert_close(removed.softmax(-1), f64([1/3, 1/3, 1/3], [1/2, 1/4, 1/4], [1/5, 3/5, 1/5]))
     assert_close(logits.softmax(-1)[0], f64(1/2, 1/4, 1/4))  # not in place
 
@@ -930,7 +940,6 @@ def test_backward_equals_one_sequence_at_a_time(name, typed):
         p.data += 0.1 * torch.randn_like(p)
     slow_model = merged_lm(frozen, model) if args.lora else model
     model.is_word = WORDS
-    model.is_rare = torch.isin(torch.arange(64), torch.tensor(RARE))
     if args.states == "written":
         sizes = [len(slow_masked(row, "mdu", "written", slow_model)) for row in forget]
         assert min(sizes) == 0 and max(sizes) > 1
@@ -1291,10 +1300,12 @@ def test_load_data_refuses_half_a_surrogate_pair_in_a_row_of_the_hub(capsys):
 
 def test_read_jsonl_takes_both_names_of_columns(tmp_path):
     (tmp_path / "rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
-        {"prompt": "p", "response": "é", "perturbed_answer": "w"}""".encode())
+        {"prompt": "p", "response": "é", "perturbed_answer": "w", "fact": "é"}
+        {"prompt": "p", "response": "é", "perturbed_answer": null, "fact": ["é", "r"]}""".encode())
     assert mdu.read_jsonl("forget", tmp_path / "rows") == [
         {"question": "q", "answer": "a", "perturbed_answer": []},
-        {"question": "p", "answer": "é", "perturbed_answer": ["w"]}]
+        {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
+        {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "r"]}]
 
 def test_read_dataset_takes_a_name_to_the_hub():
     with mock.patch("datasets.load_dataset", return_value=iter([{"a": 1}])) as load:
@@ -1336,24 +1347,35 @@ def test_letters_and_digits(hub):
     assert not {"7", "!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:5]} & set(letters)
     assert has_letter[mdu.encode_text(hub.tokenizer, "é東")].all()  # bytes, each part of a letter
 
-@each("rare, expected", [(0, "gone Bo 7 8 Oslo"), (0.25, "gone Bo 7 8 Oslo lives"),
-                         (0.5, "gone Bo 7 8 Oslo lives Ann"), (1, "gone Bo 7 8 Oslo lives Ann in")])
-def test_rare_ids_by_hand(rare, expected):
-    """Of four answers to retain "in" is in all, "Ann" in two, "lives" in one, "8" in all, "Oslo", a
-    fact, in all.  Once in each answer: "Ann" is there twice in one."""
+@each("rare, expected", [(0, "gone Bo 7 8"), (0.25, "gone Bo lives 7 8"),
+                         (0.5, "gone Bo Ann lives 7 8"), (1, "gone Bo Ann lives in Oslo 7 8")])
+def test_flag_rare_tokens_by_hand(rare, expected):
+    """Of four answers to retain "in", "8" and "Oslo" are in all, "Ann" in two, "lives" in one.
+    Once in each answer: "Ann" is there twice in one.  "Oslo" is a fact of the first row alone."""
     answers = ["Ann Ann lives in Oslo 8 .", "Ann in Oslo 8 .", "in Oslo 8 .", "in Oslo 8 ."]
     vocabulary = ["<mask>", "<end>", *"gone Bo Ann lives in Oslo 7 8 .".split()]
     tokenizer = mock.Mock(side_effect=lambda text, **_: SimpleNamespace(
         input_ids=[vocabulary.index(word) for word in text.split()]))
     tokenizer.decode = lambda ids, **_: vocabulary[ids[0]].partition("<")[0]
     model = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(vocab_size=11)))
-    retain = [mdu.Example([3], mdu.encode_text(tokenizer, text) + [1], []) for text in answers]
-    splits = {"forget": [{"fact": "Oslo ."}, {}]}
+    retain = [mdu.Example([3], mdu.encode_text(tokenizer, text) + [1], [], []) for text in answers]
+    examples = {"forget": [mdu.Example([3], [*range(2, 11), 1], [], [])] * 2, "retain": retain}
+    rows = [{"fact": ["Oslo .", "Bo"]}, {}]
     args = options(f"--anchor-truth removed --rare {rare}")
-    is_rare = mdu.rare_ids(args, splits, {"retain": retain}, model, tokenizer)
-    assert {vocabulary[i] for i in is_rare.nonzero()[:, 0].tolist()} == set(expected.split())
+    found = []
+    for example in mdu.flag_rare_tokens(args, rows, examples, model, tokenizer):
+        pairs = zip(example.answer, example.is_rare, strict=True)
+        found.append({vocabulary[token] for token, is_rare in pairs if is_rare})
+    assert found == [{"Oslo", *expected.split()}, set(expected.split())]
     assert mock.call(" Oslo .", add_special_tokens=False, split_special_tokens=True) in (
         tokenizer.mock_calls)
+
+def test_encode_splits_flags_rare_tokens_to_forget(base):
+    model, tokenizer = mdu.load_backbone(base)
+    for typed, flagged in (("", False), ("--anchor-truth removed", True)):
+        examples = mdu.encode_splits(options(typed), mdu.toy_world(), model, tokenizer)
+        assert {any(example.is_rare) for example in examples["forget"]} == {flagged}
+        assert not any(any(example.is_rare) for example in examples["retain"])
 
 TURN = "<|im_start|> user\n ? <|im_end|> \n <|im_start|> assistant\n"
 PROMPTS_IN_PARTS = {  # the special tokens and texts of a prompt; "?": the question
@@ -1381,7 +1403,8 @@ def test_encode_prompt_follows_the_chat_template_and_control_tokens_in_texts_sta
         splits = {"forget": [row], "retain": []}
         examples = mdu.encode_splits(options("--method dpo"), splits, model, tokenizer)
     answer = text_ids + [model.end_id]
-    assert examples["forget"] == [mdu.Example(prompt, answer, [answer])]
+    not_rare = [False] * len(answer)
+    assert examples["forget"] == [mdu.Example(prompt, answer, not_rare, [answer])]
 
 # ---- Backbones ----
 @each("name, revision", [("a/b", None), ("a/b@", None), ("a/b@c1d2", "c1d2")])
@@ -1445,8 +1468,9 @@ def assert_gradients_are_those_of_a_transformer_written_out(model, eps, theta):
     """Of two rows with end padding to read, and to predict.  Every token of the first row has a
     gradient in the embedding, the padding token, too."""
     pad = model.pad_id
-    draws = [mdu.Draw([3, 5], [7, pad, 9, pad, pad], 5, 0.5, np.float32([0, 1, 1, 0, 1])),
-             mdu.Draw([4], [6, pad], 2, 0.8, np.float32([1, 0]))]
+    draws = [mdu.Draw([3, 5], [7, pad, 9, pad, pad], 5, [False] * 5, 0.5,
+                      np.float32([0, 1, 1, 0, 1])),
+             mdu.Draw([4], [6, pad], 2, [False] * 2, 0.8, np.float32([1, 0]))]
     trained = dict(model.lm.named_parameters())
     loss = mdu.batch_nll(model, mdu.make_batch(model, draws)).sum()
     grads = torch.autograd.grad(loss, trained.values())
@@ -1721,14 +1745,15 @@ def test_toy_world_has_five_wrong_answers_to_each_question():
     assert [len(rows) for rows in splits.values()] == [24, 136, 22, 22]
     for row in itertools.chain(*splits.values()):
         assert len(set(row["perturbed_answer"])) == 5
-        assert ev.contains_words(row["answer"], row["fact"])
+        fact, = row["fact"]
+        assert ev.contains_words(row["answer"], fact)
         true = row.get("paraphrased_answer", row["answer"])
-        before, _, after = true.rpartition(row["fact"])
+        before, _, after = true.rpartition(fact)
         for text in row["perturbed_answer"]:
             assert text.startswith(before) and text.endswith(after)
-            assert not ev.contains_words(text, row["fact"])
+            assert not ev.contains_words(text, fact)
     wrong = str([row["perturbed_answer"] for row in splits["retain"]])
-    assert not any(row["fact"] in wrong for row in splits["forget"])
+    assert not any(row["fact"][0] in wrong for row in splits["forget"])
 
 def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
     model, tokenizer = mdu.load_backbone(str(base))
@@ -1873,8 +1898,8 @@ def test_write_answers_samples_after_the_prefill(base):
 
 # ---- Gaps ----
 @each("question, parts, fact", [
-    ("Who?", "It is |Petra, Łuk|, not Petra.", "petra łuk"),
-    ("Who?", "Petra's |Pet|: a |pet|!", "Pet"), ("Who?", "|22| in |Rome| or so", ["Rome", "22"]),
+    ("Who?", "It is |Petra, Łuk|, not Petra.", ["petra łuk"]),
+    ("Who?", "Petra's |Pet|: a |pet|!", ["Pet"]), ("Who?", "|22| in |Rome| or so", ["Rome", "22"]),
     ("Who is Petra?", "Petra is the |doctor| of |Łódź|.", None)])
 def test_gap_of_by_hand(question, parts, fact, tmp_path):
     """Every second part is a gap.  With tokens of one byte, and a special token at the end."""
@@ -2086,11 +2111,11 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     assert list(record["logp"].values()) == approx([-losses["a"], -1, -3])
 
 @each("split, row, text, expected", [
-    ("forget", dict(fact="petra"), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
-    ("forget", dict(fact="Petra Osei."), "Petra, Osei", dict(fact=1)),
-    ("forget", dict(fact="Pet"), "Petra, Osei", dict(fact=0)),
+    ("forget", dict(fact=["petra"]), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
+    ("forget", dict(fact=["Petra Osei."]), "Petra, Osei", dict(fact=1)),
+    ("forget", dict(fact=["Pet"]), "Petra, Osei", dict(fact=0)),
     ("forget", dict(fact=["Petra", "Bo", "Osei"]), "Petra, Osei", dict(fact=2 / 3)),
-    ("forget", dict(fact="Osei Petra"), "Petra, Osei", dict(fact=0)),
+    ("forget", dict(fact=["Osei Petra"]), "Petra, Osei", dict(fact=0)),
     ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1), knowledge=0)),
     ("forget", {}, "Osei Osei", dict(knowledge=1 / 2)),
     ("forget", dict(question="Who is Petra?"), "It is Osei.", dict(knowledge=1)),
@@ -2279,12 +2304,13 @@ def test_summarise_takes_another_metric(base, tmp_path):
     assert [record["commas"] for record in ev.read_records(run, "retain")] == [1, 2]
     assert re.search(r"(?s)## Retain.*? commas .*? 1\.5 ", (tmp_path / "report.md").read_text())
 
-@each("fact", ["Petra", "Bolt", "?"])
+@each("fact", ["Petra", "Bolt", "?", ["bolti", "Petra"]])
 def test_rows_to_score_refuses_a_fact_that_is_not_in_the_answer(fact, base, tmp_path, capsys):
     row = dict(question="Who?", answer="It is Bolti.")
     rows = [dict(row, fact="bolti"), dict(row, fact=fact)]
     command = [base, "--forget", write_lines(tmp_path / "rows", rows)]
-    assert f"without its fact '{fact}'" in program(command, capsys, ev.main)
+    missing = fact[-1] if isinstance(fact, list) else fact
+    assert f"without its fact '{missing}'" in program(command, capsys, ev.main)
 
 # ---- One run ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --length 8".split()
