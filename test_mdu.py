@@ -1987,11 +1987,11 @@ LOGS = {
                (0.0011, 2.8923, [1.9155, 3.6661, 3.0774, 3.5560, 3.7387]),
                (0.0030, 1.8339, [2.5070, 1.9295, 1.1317, 2.2245, 1.2787]),
                (0.0046, 2.9947, [3.7606, 3.5469, 3.4594, 3.5792, 3.3402])]}
-OFFICIAL = {  # what utils.py of locuslab/tofu makes of them
-    "retain": dict(prob=0.9933828516019, truth_ratio=0.2011424993214),
-    "real_authors": dict(prob_options=0.4016959226747, truth_ratio=0.3620295205962),
-    "world_facts": dict(prob_options=0.2549866735771, truth_ratio=0.2060975265025),
-    "forget": dict(prob=0.9942300707025, truth_ratio=0.6730792177844)}
+OFFICIAL = {  # what aggregate_eval_stat.py of locuslab/tofu makes of them
+    "retain": dict(prob=0.9933828516019, truth_ratio=0.2097710228185),
+    "real_authors": dict(prob_options=0.4016959226747, truth_ratio=0.6673079431399),
+    "world_facts": dict(prob_options=0.2549866735771, truth_ratio=0.3017492833847),
+    "forget": dict(prob=0.9942300707025, truth_ratio=0.6372585081803)}
 
 def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
     def texts_nll(model, tokenizer, rows, texts, *_):
@@ -2004,21 +2004,33 @@ def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
     for split, logs in LOGS.items():
         rows = []  # their texts are their losses
         for answer, paraphrase, wrong in logs:
-            row = dict(question="", answer=f" {answer}\n", perturbed_answer=[*map(str, wrong)])
+            row = dict(question="", answer=f" {answer}\n", perturbed_answer=[*map(str, wrong)],
+                       to_forget=split == "forget")
             if paraphrase is not None:
                 row["paraphrased_answer"] = str(paraphrase)
             rows.append(row)
         records = ev.score_answers(None, None, rows, ARGS)
-        splits[split] = ev.summarise(records, to_forget=split == "forget")
+        splits[split] = ev.summarise(records)
         splits[split]["rougeL_recall"] = 1.0
         found = {metric: splits[split][metric] for metric in OFFICIAL[split]}
         assert found == approx(OFFICIAL[split], rel=1e-12)
     splits["retain"]["rougeL_recall"] = 0.8125
-    assert ev.model_utility(splits) == approx(0.38735456860265, rel=1e-12)
+    assert ev.model_utility(splits) == approx(0.4449207849887, rel=1e-12)
     del splits["world_facts"]["prob_options"]
     assert ev.model_utility(splits) is None
-    low, high = [dict(nll=a, nll_perturbed=[1e4 - a]) for a in (0.0, 1e4)]
-    assert 0 < ev.truth_ratio(low) < 1 < ev.truth_ratio(high) < math.inf
+
+@each("right, wrong, forget, other, options", [
+    (1.0, [1.0 + log(2), 1.0 + log(8)], 1 / 4, 3 / 4, 1 / (1 + 1 / 2 + 1 / 8)),
+    (log(4), [0.0], 1 / 4, 0, 1 / 5), (0.0, [1e4], 0, 1, 1), (1e4, [0.0], 0, 0, 0)])
+def test_compare_wrong_answers_by_hand(right, wrong, forget, other, options):
+    """R is 1/4, 4, nearly 0 and nearly infinite."""
+    nlls = dict(right=[right], paraphrased=[], wrong=wrong)
+    for to_forget, expected in ((True, forget), (False, other)):
+        figures = ev.compare_wrong_answers(nlls, to_forget)
+        assert figures["truth_ratio"] == approx(expected)
+        assert figures["prob_options"] == approx(options)
+    figures = ev.compare_wrong_answers(dict(nlls, right=[7.0], paraphrased=[right]), True)
+    assert figures["truth_ratio"] == approx(forget) and "prob_options" not in figures
 
 def largest_gap(a, b):
     """The KS statistic: the largest difference of two empirical distribution functions."""
@@ -2040,11 +2052,11 @@ def test_forget_quality_and_ks_test_by_hand_and_as_published():
     """Of four values below four others, 2 of the (8 choose 4) = 70 orders are as extreme.  In the
     public logs of locuslab/tofu is the p-value of D = 119/300 between 300 and 300 questions."""
     def records(*wrong):
-        return [{"nll": x, "nll_perturbed": [x + more for more in wrong]} for x in range(4)]
-    paraphrased = [{**record, "nll_paraphrased": record["nll"] + 9} for record in records(0, 0, 3)]
+        losses = [dict(right=[x], paraphrased=[], wrong=[x + more for more in wrong])
+                  for x in range(4)]
+        return [ev.compare_wrong_answers(nlls, to_forget=True) for nlls in losses]
     assert ev.forget_quality(records(0, 0, 3), records(1, 1)) == 1
     assert ev.forget_quality(records(0, 0, 3), records(1, 1.5)) == approx(2 / 70)
-    assert ev.forget_quality(records(0, 0, 3), paraphrased) == approx(2 / 70)
     d, p = ev.ks_test(range(300), [i + 118.5 for i in range(300)])
     assert d == approx(119 / 300)
     assert p == approx(1.834066410994743e-21, rel=1e-12, abs=0)
@@ -2143,19 +2155,17 @@ def test_score_answers_probes_and_triviaqa_of_one_answer_by_hand(
 
 # ---- Rows to score, and a summary of their scores ----
 def test_summarise_by_hand(capsys):
-    """Truth ratios 4, 1/2, 1/2: min(R, 1/R) is 1/4, 1/2, 1/2, max(0, 1 - R) is 0, 1/2, 1/2."""
-    one = dict(prob=0.25, truth_ratio=4.0, perplexity=8, words=1, fact=1.0, knowledge=0.25)
+    one = dict(prob=0.25, truth_ratio=0.25, perplexity=8, words=1, fact=1.0, knowledge=0.25)
     two = dict(prob=0.75, truth_ratio=0.5, perplexity=2, words=4, generative_perplexity=3.0)
     records = [one, two, dict(two, perplexity=6.5, generative_perplexity=5.0)]
-    figures = ev.summarise(records, to_forget=True)
+    figures = ev.summarise(records)
     expected = dict(n=3, prob=7 / 12, truth_ratio=5 / 12, perplexity_median=6.5,
                     perplexity_mean=5.5, generative_perplexity=4.0, words=4, knowledge=0.25)
     assert {name: figures[name] for name in expected} == approx(expected)
     assert "fact" not in figures and "no fact" in capsys.readouterr().out  # some rows lack it
-    assert ev.summarise(records, to_forget=False)["truth_ratio"] == approx(1 / 3)
     # Every person has the same weight: (3/4 + 1/4) / 2.
     scores = [("Ann", 1.0), ("Ann", 1.0), ("Ann", 0.25), ("Bo", 0.25)]
-    figures = ev.summarise([dict(subject=name, em=em) for name, em in scores], to_forget=True)
+    figures = ev.summarise([dict(subject=name, em=em) for name, em in scores])
     assert figures["people"] == dict(Ann=dict(em=0.75), Bo=dict(em=0.25))
     assert figures["em"] == 0.5
 
@@ -2167,14 +2177,14 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}])
     wrong = ["b", "c"]
     row = dict(question="", answer="a", perturbed_answer=wrong, choices=["a", *wrong], false=wrong)
-    records = ev.score_answers(None, None, [row], ARGS) * 3
-    records[1] = dict(records[1], perplexity=2.0)  # nan anywhere makes a median nan
     for to_forget in (True, False):
-        figures = json.loads(json.dumps(ev.summarise(records, to_forget)))
+        records = ev.score_answers(None, None, [dict(row, to_forget=to_forget)], ARGS) * 3
+        records[1] = dict(records[1], perplexity=2.0)  # nan anywhere makes a median nan
+        figures = json.loads(json.dumps(ev.summarise(records)))
         for name in ("prob", "truth_ratio", "prob_options", "perplexity_median"):
             assert math.isnan(figures[name])
     assert math.isnan(ev.model_utility(dict.fromkeys(ev.UTILITY, figures)))
-    assert math.isnan(ev.forget_quality(records, [{"nll": 1.0, "nll_perturbed": [2.0]}]))
+    assert math.isnan(ev.forget_quality(records, [{"log_ratio": 1.0}]))
     summaries = [{"splits": {"forget": {"prob": math.nan, "perplexity_mean": 1e50}}}]
     table = ev.figures_table({"run": summaries}, [
         ("forget", "prob"), ("forget", "perplexity_mean"), ("forget", "fact")])
@@ -2373,14 +2383,18 @@ def test_evaluate_equals_one_row_at_a_time(scored):
             if number == 0:  # of a base by itself
                 expected["generative_perplexity"] = slow_perplexity(model, prompt, answer.ids, i)
             if number < 2:
-                expected["nll_paraphrased"] = losses(row["paraphrased_answer"]).mean()
+                expected["nll_right"] = losses(row["paraphrased_answer"]).mean()
             assert {name: record[name] for name in expected} == approx(expected, rel=1e-4)
             wrong = [losses(text).mean() for text in row["perturbed_answer"]]
-            assert record.get("nll_perturbed", []) == approx(wrong, rel=1e-4)
+            assert record.get("nll_wrong", []) == approx(wrong, rel=1e-4)
+            if wrong:
+                ratio = math.exp(record["nll_right"] - np.mean(wrong))
+                score = min(ratio, 1 / ratio) if split == "forget" else max(0, 1 - ratio)
+                assert record["truth_ratio"] == approx(score, rel=1e-3)
             copied = dict(question=row["question"], answer=row["answer"], generation=generation,
                           generation_ids=answer.ids)
             assert copied.items() <= record.items()
-        assert summary["splits"][split] == ev.summarise(records, split.startswith("forget"))
+        assert summary["splits"][split] == ev.summarise(records)
     utility = ev.model_utility(summary["splits"])
     assert summary["splits"]["run"] == {"model_utility": utility}
 
@@ -2657,7 +2671,7 @@ def test_report_and_analysis_lie_beside_the_run_also_from_inside_it(
 def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_path):
     """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
     retain = made_up_run(scored, tmp_path / "retain")
-    records = [dict(row, nll_perturbed=[99]) for row in ev.read_records(retain, "forget")]
+    records = [dict(row, log_ratio=-99) for row in ev.read_records(retain, "forget")]
     write_lines(Path(retain, "eval/forget.jsonl"), records)
     ev.main([str(scored_copy), *FLAGS, "--retain-run", retain])
     figures = ev.read_summary(scored_copy)["splits"]["run"]
