@@ -2907,6 +2907,8 @@ BAD_INPUT = {  # a command: part of the line that says what is wrong
     "mdu.py --seed 18446744073709551616": "argument --seed: invalid int",
     "mdu.py --rare 0.1": "--rare is for --anchor-truth removed",
     "mdu.py --method ga --tau 1": "--method ga has no option --tau",
+    "mdu.py --preset rwku-llada --subject 1 --data {rwku} --method gd":
+        "--method gd without a retain loss is ga",
     "mdu.py --anchor-prompt shown": "shown needs another --anchor MODEL: with start",
     "mdu.py --anchor current --anchor-prompt shown": "another --anchor MODEL: with current",
     "mdu.py --model {base} --anchor {base} --anchor-prompt shown":
