@@ -2492,6 +2492,24 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
     figures = ev.read_summary(run)["splits"]["forget"]
     assert "generative_perplexity" in figures and "truth_ratio" not in figures
 
+def test_find_judge_is_the_model_before_unlearning_or_none(base, tmp_path, capsys):
+    """None of a run that never knew the rows, and of one that was unlearned and taught again."""
+    judges = {"base": "base", "original": None, "finetune": "finetune", "mdu": "finetune",
+              "again": None, "A/B": "A/B"}
+    for name, start, method, retain_only in [
+            ("base", None, "sft", False), ("original", None, "sft", True), ("finetune", "original",
+            "sft", False), ("mdu", "finetune", "mdu", None), ("again", "mdu", "sft", False)]:
+        made = dict(method=method, model=start, retain_only=retain_only)
+        Path(name).mkdir()
+        Path(name, "run.json").write_text(json.dumps({"options": made, "rows": {}}))
+    assert {name: ev.find_judge(name) for name in judges} == judges
+    original = shutil.copytree(base, tmp_path / "copy")
+    file = original / "run.json"
+    file.write_text(file.read_text().replace('"retain_only": false', '"retain_only": true'))
+    ev.main([str(original), *FLAGS[1:]])
+    assert "generative_perplexity" not in ev.read_summary(original)["splits"]["forget"]
+    assert "gen. ppl" not in capsys.readouterr().out
+
 def test_add_generative_perplexity_is_skipped_if_one_process_has_no_theta0(
         base, monkeypatch, capsys):
     """Here the other one of two; to wait for its share would last forever."""
