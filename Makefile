@@ -83,7 +83,8 @@ figures: install  ## the paper's analyses of the demo's model: numbers and pictu
 	@rm -rf out/figures
 	@$(PYTHON) mdu.py --method sft --out out/figures/base
 	@for method in mdu npo ga; do $(PYTHON) mdu.py --method $$method --diagnose --out out/figures/$$method || exit 1; done
-	@$(PYTHON) eval.py --analysis convergence $(addprefix out/figures/,mdu npo ga)
+	@$(PYTHON) mdu.py --tau 0 --diagnose --out out/figures/mdu-tau0
+	@$(PYTHON) eval.py --analysis convergence $(addprefix out/figures/,mdu mdu-tau0 npo ga)
 	@$(PYTHON) eval.py --analysis roles --samples 32 $(addprefix out/figures/,mdu npo ga)
 	@for name in trajectory rollout; do $(PYTHON) eval.py --analysis $$name out/figures/base || exit 1; done
 test: install  ## the tests, offline

@@ -2705,6 +2705,13 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
     for key, kls in expected.items():
         assert found[key]["kl"] == approx(np.mean(kls), rel=1e-4)
         assert found[key]["masked tokens"] == len(kls)
+        name, role = key
+        if name == "base":
+            assert "change in %" not in found[key]
+        else:
+            change = 100 * np.mean(kls) / np.mean(expected["base", role]) - 100
+            assert found[key]["change in %"] == approx(change, abs=1e-2)
+            assert f"{np.mean(kls):.2f} ({change:+.0f} %)" in found[key]["label"]
 
 def test_analysis_trajectory_and_rollout_of_a_scripted_model(
         base, unlearned, tmp_path, monkeypatch):
