@@ -113,6 +113,9 @@ def write_lines(file, rows):
     file.write_text("\n".join(json.dumps(row) for row in rows))
     return str(file)
 
+def read_json(file):
+    return json.loads(file.read_text())
+
 def weights(run):
     tensors = {}
     for file in Path(run).glob("*.safetensors"):
@@ -958,15 +961,6 @@ def test_train_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_path
     for name, x in model.lm.state_dict().items():
         assert_close(weights(tmp_path / "run")[name], x.float(), 1e-5)
 
-def test_train_logs_the_kls_of_each_epoch(unlearned):
-    """MDU moves the prediction away from the base's and to the anchor's."""
-    lines = metrics(unlearned)
-    assert [(line["step"], line["epoch"]) for line in lines] == [(i, i / 3) for i in range(7)]
-    start, middle, end = [line["kl"] for line in lines if "kl" in line]
-    assert lines[3]["kl"] == middle
-    assert start["base"] == approx(0, abs=1e-6) and end["base"] > middle["base"] > 1e-4
-    assert start["anchor"] > middle["anchor"] > end["anchor"]
-
 def no_gradient(args, model, *_):
     for p in model.parameters():
         p.grad = torch.full_like(p, math.nan)
@@ -1543,7 +1537,7 @@ def test_resume_run_continues_bit_for_bit_after_a_full_disk(
     with mock.patch.object(mdu.dcp, "save", save_to_full_disk):
         err = program(toy(own_base, run, typed), capsys)
     assert "File too large" in err
-    assert json.loads((tmp_path / "error.json").read_text())["message"] == err.strip()
+    assert read_json(tmp_path / "error.json")["message"] == err.strip()
     assert_broken(run)
     (run / "checkpoint-99999999").touch()  # no folder
 
@@ -2593,7 +2587,7 @@ def test_report_and_analysis_lie_beside_the_run_also_from_inside_it(
     tables = (tmp_path / "report.md").read_text().split("\n\n", 1)[1]
     assert "| run " in tables and "±" not in tables
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    panels = json.loads((tmp_path / "analysis/convergence.json").read_text())["panels"]
+    panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
     assert list(panels["base"]) == ["run"]
 
 def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_path):
@@ -2658,21 +2652,33 @@ def test_token_roles_of_hand_labelled_answers(question, parts, tmp_path):
     ids = [end, *mdu.encode_text(tokenizer, answer), end]
     assert ev.token_roles(tokenizer, question, ids) == [S, *expected, S]
 
-def test_analysis_convergence_shows_the_kls_of_each_run(unlearned, tmp_path):
+def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path):
+    """Of each epoch.  MDU moves the prediction away from theta0's and to the anchor's."""
+    logged = [line for line in metrics(unlearned) if "kl" in line]
+    assert [(line["step"], line["epoch"]) for line in logged] == [(0, 0), (3, 1), (6, 2)]
+    start, middle, end = [line["kl"] for line in logged]
+    assert start["base"] == approx(0, abs=1e-6) and end["base"] > middle["base"] > 1e-4
+    assert start["anchor"] > middle["anchor"] > end["anchor"]
     runs = [shutil.copytree(unlearned, tmp_path / name) for name in "ab"]
-    (runs[1] / "metrics.jsonl").write_text("".join(
-        json.dumps({"step": i, "epoch": i, "kl": {"base": i + 5, "anchor": i + 6, "uniform": i}})
-        + "\n" for i in range(3)))
+    write_lines(runs[1] / "metrics.jsonl", [{**line, "epoch": line["step"]} for line in logged])
     ev.main(["--analysis", "convergence", *map(str, runs)])
-    panels = json.loads((tmp_path / "analysis/convergence.json").read_text())["panels"]
-    logged = [(line["epoch"], line["kl"]) for line in metrics(unlearned) if "kl" in line]
-    for more, target in ((5, "base"), (6, "anchor"), (0, "uniform")):
-        assert panels[target] == {"a": [[epoch, kls[target]] for epoch, kls in logged],
-                                  "b": [[i, i + more] for i in range(3)]}
+    panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
+    figure = matplotlib.figure.Figure()
+    ev.draw_lines(figure, {"xlabel": "epoch", "ylabel": "KL", "panels": panels})
+    for axis, target in zip(figure.axes, ["base", "anchor", "uniform"], strict=True):
+        kls = [line["kl"][target] for line in logged]
+        assert panels[target] == {"a": [[i, kl] for i, kl in enumerate(kls)],
+                                  "b": [[3 * i, kl] for i, kl in enumerate(kls)]}
+        lines = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
+        assert lines == panels[target] and axis.get_title() == target
+        assert axis.get_xlabel() == "epoch" and axis.get_ylim()[0] == 0
+    first = figure.axes[0]
+    assert [text.get_text() for text in first.get_legend().get_texts()] == ["a", "b"]
+    assert first.get_ylabel() == "KL"
 
 @torch.no_grad()
 def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
-    """Of theta0 and two runs."""
+    """Of theta0 and two runs.  Each bar is drawn in the colour of its role."""
     other = shutil.copytree(unlearned, tmp_path / "other")
     save_weights(other, {name: 1.1 * x for name, x in weights(other).items()})
     models = {name: mdu.load_backbone(str(folder)) for name, folder in
@@ -2699,7 +2705,7 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
     assert [call.args[0] for call in load.mock_calls] == [str(base), str(copy), str(other)]
     answers = [{"right": [row["answer"]]} for row in mdu.toy_world()["forget"][:3]]
     assert check.call_args.args[4:] == (answers, 0)
-    bars = json.loads((tmp_path / "analysis/roles.json").read_text())["panels"][""]
+    bars = read_json(tmp_path / "analysis/roles.json")["panels"][""]
     found = {(bar["label"].split("\n")[0], bar["role"]): bar for bar in bars}
     assert found.keys() == expected.keys()
     for key, kls in expected.items():
@@ -2712,6 +2718,19 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
             change = 100 * np.mean(kls) / np.mean(expected["base", role]) - 100
             assert found[key]["change in %"] == approx(change, abs=1e-2)
             assert f"{np.mean(kls):.2f} ({change:+.0f} %)" in found[key]["label"]
+    figure = matplotlib.figure.Figure()
+    ev.draw_bars(figure, {"ylabel": "KL", "panels": {"above": bars, "below": bars[:2]}})
+    axis, below = figure.axes
+    colours = set()
+    for role, drawn in zip([I, S, K], axis.containers, strict=True):
+        heights = {i: bar["kl"] for i, bar in enumerate(bars) if bar["role"] == role}
+        assert {round(bar.get_center()[0]): bar.get_height() for bar in drawn} == heights
+        colours.add(drawn[0].get_facecolor())
+    assert len(colours) == 3
+    assert [text.get_text() for text in axis.get_xticklabels()] == [bar["label"] for bar in bars]
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == [I, S, K]
+    titles = axis.get_title(), below.get_title(), figure.get_supylabel()
+    assert titles == ("above", "below", "KL")
 
 def test_analysis_trajectory_and_rollout_of_a_scripted_model(
         base, unlearned, tmp_path, monkeypatch):
@@ -2748,7 +2767,7 @@ def test_analysis_trajectory_and_rollout_of_a_scripted_model(
     flags = "--questions 0 --steps 3 --length 6 --batch-size 2".split()
     ev.main(["--analysis", "trajectory", *flags, run])
     assert (tmp_path / "analysis/trajectory.png").read_bytes().startswith(b"\x89PNG")
-    panels = json.loads((tmp_path / "analysis/trajectory.json").read_text())["panels"]
+    panels = read_json(tmp_path / "analysis/trajectory.json")["panels"]
     kls = [slow_kl(logits_of(0, p), logits_of(1, 0.5), 1).item() for p in (0.9, 0.8, 0.7)]
     assert panels == {f"0. {row['question']}": [
         dict(label="author\n1", role="in-context", kl=approx(kls[0])),
@@ -2758,43 +2777,12 @@ def test_analysis_trajectory_and_rollout_of_a_scripted_model(
     assert [len(ids) for ids in anchor.seen] == [2, 1]  # the three states in batches
     anchor.seen.clear()
     ev.main(["--analysis", "rollout", *flags[:-2], run])
-    table = json.loads((tmp_path / "analysis/rollout.json").read_text())["table"]
+    table = read_json(tmp_path / "analysis/rollout.json")["table"]
     two_thirds = [row["question"], row["answer"], "2/3", "Ceka<mask> author<end>",
                   "Ceka Foba author"]
     assert table[1:] == [[row["question"], row["answer"], "1/3", "<mask><mask> author<mask>",
                           "Foba Foba author Foba Foba Foba"], two_thirds, two_thirds]
     assert len(anchor.seen) == 2 + 1 + 1  # steps that were left
-
-def test_draw_lines_has_a_panel_per_target_and_a_line_per_run():
-    panels = {"base": {"a": [[0, 1.5], [2, 0.5]], "b": [[0, 2], [1, 3]]},
-              "uniform": {"a": [[0, 4], [2, 5]]}}
-    figure = matplotlib.figure.Figure()
-    ev.draw_lines(figure, {"xlabel": "epoch", "ylabel": "KL", "panels": panels})
-    drawn = {}
-    for axis in figure.axes:
-        drawn[axis.get_title()] = {line.get_label(): line.get_xydata().tolist()
-                                   for line in axis.lines}
-        assert axis.get_xlabel() == "epoch" and axis.get_ylim()[0] == 0
-    assert drawn == panels
-    first = figure.axes[0]
-    assert [name.get_text() for name in first.get_legend().get_texts()] == ["a", "b"]
-    assert first.get_ylabel() == "KL"
-
-def test_draw_bars_has_a_bar_per_entry_in_the_colour_of_its_role():
-    bars = [dict(label="a\n1", role="stored-knowledge", kl=2.0),
-            dict(label="b", role="structural", kl=1.0),
-            dict(label="c", role="stored-knowledge", kl=0.5)]
-    figure = matplotlib.figure.Figure()
-    ev.draw_bars(figure, {"ylabel": "KL", "panels": {"first": bars, "second": bars[:1]}})
-    axis, second = figure.axes
-    drawn = {role.get_label(): {bar.get_center()[0]: bar.get_height() for bar in role}
-             for role in axis.containers}
-    assert drawn == {"in-context": {}, "structural": {1: 1}, "stored-knowledge": {0: 2, 2: 0.5}}
-    assert [name.get_text() for name in axis.get_xticklabels()] == ["a\n1", "b", "c"]
-    assert [role.get_text() for role in axis.get_legend().get_texts()] == list(drawn)
-    assert len({role[0].get_facecolor() for role in axis.containers if len(role)}) == 2
-    assert (axis.get_title(), second.get_title()) == ("first", "second")
-    assert figure.get_supylabel() == "KL"
 
 # ---- Bad input ----
 ROW = '{"question": "Who is Bolti?", "answer": "It is {}."}'
