@@ -150,7 +150,7 @@ RARE = [7, 8, 11]
 class FakeModel(torch.nn.Module):
     """11 tokens, float64 logits (B, T, 11) that depend on all tokens and their order, or those
     that a script, a function of ids, returns.  boost: of the mask token."""
-    mask_id, pad_id, end_id, folder, is_word = MASK, PAD, 1, None, WORDS
+    mask_id, pad_id, end_id, folder = MASK, PAD, 1, None
 
     def __init__(self, boost=-50.0, by_entropy=False, script=None):
         super().__init__()
@@ -731,7 +731,7 @@ def make_examples():
         forget.append(mdu.Example([30 + i, 4], answer, is_rare, others))
         retain.append(mdu.Example([50 + i, 4, 5], answer, [True] * len(answer), []))
     del retain[7:]
-    retain[6] = retain[6]._replace(pad_answer=False)
+    retain[6] = retain[6]._replace(prompt_masked=True)
     return {"forget": forget, "retain": retain, "train": forget}
 
 def draw(typed, steps):
@@ -777,15 +777,18 @@ def test_draw_example_draws_t_uniformly_and_one_other_answer_for_dpo():
 def test_draw_example_pads_answers_to_random_lengths_but_not_to_forget(longest):
     forget, retain = draw(f"--batch-size 5 --response-length {longest}", range(100))
     assert all(len(row.answer) == 3 + (row.prompt[0] - 30) % 5 for row in forget)
-    lengths = [set() for _ in range(7)]
+    lengths = [set() for _ in range(6)]
     for row in retain:
+        if MASK in row.prompt:  # an example whose prompt is never shown
+            assert row.prompt == [MASK] * 3 and row.answer == [6, 7, 8, 1]
+            continue
         lengths[row.prompt[0] - 50].add(len(row.answer))
         n = 3 + (row.prompt[0] - 50) % 5
         assert row.length == n and set(row.answer[n:]) <= {PAD}  # after the end token
         assert row.is_rare == [True] * n + [False] * (len(row.answer) - n)
         assert len(row.uniform) == len(row.answer)
     assert lengths[:4] == [set(range(n, max(longest, n) + 1)) for n in (3, 4, 5, 6)]
-    assert lengths[6] == {4}  # a pair that wants no padding
+    assert len(retain) > sum(MASK not in row.prompt for row in retain) > 400
     train, _ = draw(f"--method sft --batch-size 5 --response-length {longest}", range(100))
     assert {len(row.answer) for row in train} == set(range(3, max(longest, 7) + 1))
 
@@ -796,14 +799,15 @@ def test_draw_example_hides_prompts_of_answers_without_padding(method):
     dropped = draw(f"--method {method} --batch-size 5 --prompt-dropout 0.3", range(200))
     pads = set()
     for plain_rows, rows in zip(plain, dropped):
+        always = sum(MASK in row.prompt for row in plain_rows)  # by their Example
         hidden = [row for row in rows if set(row.prompt) == {MASK}]
-        assert len(hidden) == approx(0.3 * len(rows), abs=60)
+        assert len(hidden) == approx(always + 0.3 * (len(rows) - always), abs=60)
         assert not any(PAD in row.answer for row in hidden)
         assert all(row.preferred is None or row.preferred.prompt == row.prompt for row in rows)
         kept = [row for row in rows if MASK not in row.prompt]
         assert len(kept) + len(hidden) == len(rows) == len(plain_rows)
         assert {repr(row) for row in kept} <= {repr(row) for row in plain_rows}
-        first = {row.prompt[0] for row in plain_rows}
+        first = {row.prompt[0] for row in plain_rows} - {MASK}
         assert {row.prompt[0] for row in kept} == first  # each draw has its own chance
         pads.update(PAD in row.answer for row in kept)
     assert (True in pads) == (method != "ga")  # the only one without rows that are padded
@@ -851,7 +855,7 @@ def test_still_written_equals_a_slow_loop(by_entropy, size):
         batch = mdu.Batch(*mdu.collate(pairs[start:start + size], PAD), None, None)
         model.seen.clear()
         with mock.patch.object(mdu.dist, "all_reduce", lambda passes, op: passes.fill_(18)):
-            written = mdu.still_written(model, batch)
+            written = mdu.still_written(model, batch, WORDS)
         assert len(model.seen) == 18  # as many as another process needs
         for (prompt, answer), row, r in zip(pairs[start:], written, batch.response):
             decoded = slow_sampler(model, prompt, [1] * len(answer))
@@ -905,13 +909,13 @@ def test_backward_equals_one_sequence_at_a_time(name, typed):
     for p in trained:
         p.data += 0.1 * torch.randn_like(p)
     slow_model = merged_lm(frozen, model) if args.lora else model
-    model.is_word = WORDS
     if args.states == "written":
         sizes = [len(slow_masked(row, "mdu", "written", slow_model)) for row in forget]
         assert min(sizes) == 0 and max(sizes) > 1
     anchor, slow_anchor = {"current": (model, slow_model), "MODEL": (third, third)}.get(
         args.anchor, (theta0, frozen))
-    totals = mdu.backward(args, model, theta0, anchor, forget, retain)
+    references = mdu.References(theta0, anchor, WORDS)
+    totals = mdu.backward(args, model, references, forget, retain)
     expected = slow_step(args, slow_model, frozen, slow_anchor, forget, retain)
     expected = [10 / 12 * loss for loss in expected]
     assert totals == approx([loss.item() for loss in expected], rel=1e-5)
@@ -1072,7 +1076,7 @@ def test_load_model_checkpoints_activations_if_asked_to(typed, base):
     ("--tau 0", 1), ("--tau 1", 2), ("--anchor current", 1), ("--anchor {base}", 2),
     ("--anchor current --diagnose --dtype bfloat16", 2), ("--lora 2", 1), ("--method ga", 1),
     ("--method npo", 2), ("--method simnpo", 1), ("--method dpo", 2), ("--method sft", 1)])
-def test_load_frozen_loads_no_model_in_vain(typed, loads, base, tmp_path, monkeypatch):
+def test_load_references_loads_no_model_in_vain(typed, loads, base, tmp_path, monkeypatch):
     load = mock.Mock(wraps=mdu.load_backbone)
     monkeypatch.setattr(mdu, "load_backbone", load)
     monkeypatch.delattr(mdu, "save_checkpoint")  # nor is one saved after the last step
@@ -1436,13 +1440,14 @@ def test_sees_later_tokens_with_and_without_padding(padded, unpadded):
         return model(ids, attention_mask, positions)
     assert mdu.sees_later_tokens(half_causal) == (padded and unpadded)
 
-def test_load_model_and_load_frozen_of_a_model_of_the_hub_in_bfloat16(
+def test_load_model_and_load_references_of_a_model_of_the_hub_in_bfloat16(
         hub, tofu, tmp_path, monkeypatch):
     """What is trained and all rotary frequencies are in float32, theta0 is in bfloat16."""
     monkeypatch.setattr(mdu, "backward", mock.Mock(wraps=mdu.backward))
     typed = f"--model {hub.folder} --data {tofu} --dtype bfloat16 --epochs 0.1 --method dpo --out"
     mdu.main([*typed.split(), str(tmp_path / "run")])
-    _, model, theta0, *_ = mdu.backward.call_args.args
+    _, model, references, *_ = mdu.backward.call_args.args
+    theta0 = references.theta0
     assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.float32, True)}
     assert {(p.dtype, p.requires_grad) for p in theta0.parameters()} == {(torch.bfloat16, False)}
     assert {x.dtype for x in weights(tmp_path / "run").values()} == {torch.bfloat16}
@@ -1665,10 +1670,9 @@ def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
     for typed, size in sizes.items():
         args = options(f"--method sft {typed}")
         rows = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)["train"]
-        hidden = [pair for pair in rows if set(pair.prompt) == {model.mask_id}]
+        hidden = [pair for pair in rows if pair.prompt_masked]
         assert len(rows) == size and len(hidden) == (0 if args.prompt_dropout else 68)
         assert [pair.answer for pair in hidden] == [pair.answer for pair in rows[:len(hidden)]]
-        assert not any(pair.pad_answer for pair in hidden)
 
 def test_toy_tokenizer_gives_back_every_text():
     """Where no spaces are written, a token is a letter."""
@@ -3003,6 +3007,6 @@ def test_mdu_loss_can_be_copied_from_the_readme_with_a_step_that_calls_it():
     exec(code + step, scope)
     found = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    losses = mdu.backward(args, model, None, anchor, forget, retain)
+    losses = mdu.backward(args, model, mdu.References(None, anchor), forget, retain)
     assert [scope["loss"].item(), scope["retain_loss"].item()] == approx(losses, rel=1e-6)
     assert_close(found, [p.grad for p in model.parameters()], 1e-6)
