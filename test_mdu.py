@@ -1753,14 +1753,6 @@ def test_draw_masks_of_one_seed_are_alike_for_short_and_long_answers():
     for a, b in zip(short, long[:, :6]):
         assert torch.equal(a & b, a) or torch.equal(a & b, b)
 
-@each("batch_size", [1, 7, 64])
-def test_masked_nll_equals_slow_loop(batch_size):
-    model = FakeModel()
-    masks = [all_masks(len(answer))[0] for _, answer in PAIRS]
-    found = ev.masked_nll(model, PAIRS, masks, batch_size)
-    for (prompt, answer), subsets, nll in zip(PAIRS, masks, found):
-        assert nll.numpy() == approx(slow_eq7(model, prompt, answer, subsets), rel=1e-9)
-
 # ---- Sampler ----
 @each("length, steps, counts", [
     (7, 3, [3, 2, 2]), (8, 5, [2, 2, 2, 1, 1]), (5, 1, [5]), (3, 5, [1, 1, 1])])
@@ -1785,11 +1777,10 @@ def test_generate_fixes_the_surest_token_first_where_float32_would_tie(gaps, by_
         return logits
     model = FakeModel(by_entropy=by_entropy, script=script)
     ev.generate(model, [[5]], 3, 3)
-    fixed = [(ids != MASK).sum().item() for ids in model.seen]
-    assert fixed == [1, 2, 3]
-    order = [np.flatnonzero((new != old)[0].numpy())[0] - 1
-             for old, new in zip(model.seen, model.seen[1:])]
-    assert order == np.argsort(gaps)[::-1][:2].tolist()
+    for step, ids in enumerate(model.seen):
+        fixed = (ids[0, 1:] != MASK).nonzero()[:, 0].tolist()
+        assert fixed == sorted(np.argsort(gaps)[3 - step:])
+    assert len(model.seen) == 3
 
 @each("ids, n", [([4, 5, 6], 3), ([4, 1, 5, PAD], 1), ([4, 5, PAD, 1], 2), ([], 0)])
 def test_read_answer_ends_before_the_first_end_or_padding_token(ids, n):
@@ -1940,36 +1931,21 @@ def test_compare_wrong_answers_by_hand(right, wrong, forget, other, options):
     figures = ev.compare_wrong_answers(dict(nlls, right=[7.0], paraphrased=[right]), True)
     assert figures["truth_ratio"] == approx(forget) and "prob_options" not in figures
 
-def largest_gap(a, b):
-    """The KS statistic: the largest difference of two empirical distribution functions."""
-    a, b = np.array(list(a)), np.array(list(b))
-    return max(abs(np.mean(a <= v) - np.mean(b <= v)) for v in [*a, *b])
-
-@each("a, b", [([1], [1]), ([1, 2, 3], [4, 5, 6, 7]), ([5, 1, 9, 2], [3, 7, 8, 4, 6]),
-               ([1, 2, 2, 3], [2, 3, 3, 4, 5])])
-def test_ks_test_equals_brute_force(a, b):
-    """p: the share of all orders of len(a) + len(b) values whose gap is as large."""
-    d, p = ev.ks_test(a, b)
-    assert d == approx(largest_gap(a, b))
-    places = set(range(len(a) + len(b)))
-    orders = itertools.combinations(places, len(a))
-    gaps = np.array([largest_gap(of_a, places - set(of_a)) for of_a in orders])
-    assert p == approx(np.mean(gaps >= d - 1e-9))
-
 def test_forget_quality_and_ks_test_by_hand_and_as_published():
-    """Of four values below four others, 2 of the (8 choose 4) = 70 orders are as extreme.  In the
-    public logs of locuslab/tofu is the p-value of D = 119/300 between 300 and 300 questions."""
+    """Of four values below four others, 2 of the (8 choose 4) = 70 orders are as extreme; of two
+    below three, 2 of 10; all are as extreme as 1, 1, 3 and 1, 3, 3, whose D is 1/3.  In the public
+    logs of locuslab/tofu is the p-value of D = 119/300 between 300 and 300 questions."""
     def records(*wrong):
         losses = [dict(right=[x], paraphrased=[], wrong=[x + more for more in wrong])
                   for x in range(4)]
         return [ev.compare_wrong_answers(nlls, to_forget=True) for nlls in losses]
     assert ev.forget_quality(records(0, 0, 3), records(1, 1)) == 1
     assert ev.forget_quality(records(0, 0, 3), records(1, 1.5)) == approx(2 / 70)
-    d, p = ev.ks_test(range(300), [i + 118.5 for i in range(300)])
-    assert d == approx(119 / 300)
-    assert p == approx(1.834066410994743e-21, rel=1e-12, abs=0)
+    assert ev.ks_test([1, 2], [3, 4, 5]) == approx((1, 2 / 10))
+    assert ev.ks_test([1, 1, 3], [1, 3, 3]) == approx((1 / 3, 1))
     tracemalloc.start()  # a row of the table has 30 KB, all of them 10 MB
-    ev.ks_test(range(300), [i + 118.5 for i in range(300)])
+    published = (119 / 300, 1.834066410994743e-21)
+    assert ev.ks_test(range(300), [i + 118.5 for i in range(300)]) == approx(published, 1e-12, 0)
     assert tracemalloc.get_traced_memory()[1] < 1e6
     tracemalloc.stop()
 
@@ -2896,23 +2872,22 @@ for name in ("mask-anchor", "wide-anchor", "words-anchor"):
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
-    good = 15 * f"{ROW}\n" + ROW[:-1] + ', "perturbed_answer": "x"}'  # too few for dpo
-    for name, (text, _) in {"good": (good, ""), **BAD_ROWS}.items():
-        (root / name).write_bytes(text.encode(errors="surrogateescape"))
     for name, (kind, changes, *_) in {**BROKEN, **ANCHORS}.items():
         write_checkpoint(root / name, kind, **changes)
     for file in root.glob("pickle/*.safetensors*"):
         file.unlink()
     torch.save({}, root / "pickle/pytorch_model.bin")
-    for name, text in {
-            "other/run.json":
-                '{"options": {"method": "sft", "model": null}, "rows": {"forget": "other"}}',
-            "other/config.json": "{}",
-            "unfinished/base/run.json":
-                json.dumps({"options": vars(options("--method sft")), "rows": {}}),
-            "foreign/run.json": '{"id": 7}', "foreign/config.json": "[]"}.items():
+    other = {"options": {"method": "sft", "model": None}, "rows": {"forget": "other"}}
+    unfinished = {"options": vars(options("--method sft")), "rows": {}}
+    texts = {
+        "good": 15 * f"{ROW}\n" + ROW[:-1] + ', "perturbed_answer": "x"}',  # too few for dpo
+        "other/run.json": json.dumps(other), "other/config.json": "{}",
+        "unfinished/base/run.json": json.dumps(unfinished),
+        "foreign/run.json": '{"id": 7}', "foreign/config.json": "[]"}
+    texts.update((name, text) for name, (text, _) in BAD_ROWS.items())
+    for name, text in texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+        (root / name).write_bytes(text.encode(errors="surrogateescape"))
     for name, content in {"twice": "m['content'] ~ m['content']", "loop": "m.a.b"}.items():
         file = root / name / "tokenizer_config.json"
         file.write_text(file.read_text().replace("m['content']", content))
@@ -2947,15 +2922,17 @@ def test_commands_of_the_readme_parse(monkeypatch):
         PARSERS[name](shlex.split(re.sub(r"\$\w+", "1", typed)))  # $n of a loop
     assert {name for name, _ in found} == {"mdu", "eval"}
 
+needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+
 def make(folder, *words):
     """Run make with two rows to forget and to retain, and nothing to install."""
     (folder / "Makefile").write_text(re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE))
     (folder / "rows").write_text("{}\n{}\n")
-    return subprocess.run(
-        ["make", *words, "FORGET=rows", "RETAIN=rows"], cwd=folder, capture_output=True, text=True,
-        env={"PATH": os.environ["PATH"]})  # without the flags of a make around it
+    env = {"PATH": os.environ["PATH"]}  # without the flags of a make around it
+    command = ["make", "FORGET=rows", "RETAIN=rows", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
 
-@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@needs_make
 @each("target", ["demo", "table", "finetuned", "rehearsal", "rehearsal ORIGINAL=no", "figures"])
 def test_make_trains_what_it_scores(target, tmp_path):
     done = make(tmp_path, *target.split(), "PYTHON=echo")
@@ -2969,19 +2946,16 @@ def test_make_trains_what_it_scores(target, tmp_path):
             assert all(fnmatch.filter(trained, run.rstrip("/")) for run in args.runs)
     assert len(trained) > 2
 
-@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-@each("forget, retain", [("absent", "two"), ("one", "two"), ("two", "one")])
+@needs_make
+@each("forget, retain", [("absent", "rows"), ("one", "rows"), ("rows", "one")])
 def test_make_rehearsal_refuses_files_that_are_missing_or_too_small(forget, retain, tmp_path):
     (tmp_path / "one").write_text("{}\n\n")
-    (tmp_path / "two").write_text("{}\n{}\n")
-    command = ["make", "-f", PROJECT / "Makefile", "rehearsal", f"FORGET={forget}",
-               f"RETAIN={retain}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True,
-                          env={"PATH": os.environ["PATH"]})
+    done = make(tmp_path, "rehearsal", f"FORGET={forget}", f"RETAIN={retain}", "PYTHON=touch")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert sorted(os.listdir(tmp_path)) == ["one", "two"]
+    assert sorted(os.listdir(tmp_path)) == ["Makefile", "one", "rows"]
+    assert "rehearsal: rows install" in MAKEFILE  # refused before anything is installed
 
-@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@needs_make
 def test_make_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
     (tmp_path / "out/rehearsal").mkdir(parents=True)
     (tmp_path / "out/rehearsal/model").write_text("good")
