@@ -1030,6 +1030,15 @@ def test_main_leaves_a_folder_that_another_program_has_just_made(
             assert "exists" in program(toy(base, run), capsys)
     assert os.listdir(run) == ["run.json"] and "--resume" not in capsys.readouterr().out
 
+def test_main_takes_the_folder_that_it_made_before_it_was_killed(base, unlearned, tmp_path):
+    """At the worst moment: before its run.json was complete."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json.new").write_text('{"options"')
+    mdu.main(toy(base, run, "--epochs 2 --diagnose"))
+    assert_equal_runs(unlearned, run)
+    assert not (run / "run.json.new").exists()
+
 def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch, capsys):
     def train_base(command, env):
         assert command[:2] == [sys.executable, mdu.__file__] and env["WORLD_SIZE"] == "1"
@@ -1187,7 +1196,11 @@ def test_fit_response_length_takes_the_longest_answer_if_none_is_given(capsys):
     for typed, fitted, warned in [
             ("--preset toy --method sft --forget f", 9, False), ("--response-length 7", 7, False),
             ("--response-length 6", 6, True)]:
-        assert mdu.fit_response_length(options(typed), examples) == fitted
+        args = options(typed)
+        before = dict(vars(args))
+        assert vars(mdu.fit_response_length(args, examples)) == {
+            **before, "response_length": fitted}
+        assert vars(args) == before  # nothing is filled in
         assert ("up to 7 tokens" in capsys.readouterr().out) == warned
 
 def test_parse_makes_paths_absolute(tmp_path):
@@ -1563,8 +1576,8 @@ def test_resume_run_continues_bit_for_bit_after_a_full_disk(
     mdu.main(["--resume", str(run)])
     assert_equal_runs(whole, run)
     assert not any(run.glob("checkpoint-*/"))
-    with unchanged(run):
-        mdu.main(["--resume", str(run)])  # is finished
+    with unchanged(run), mock.patch.object(mdu, "load_model", None):
+        mdu.main(["--resume", str(run)])  # is finished, which it says before it loads a model
 
 def test_train_on_two_processes_equals_one_also_killed_and_resumed(base, tmp_path):
     """Process 1 waits until a missing base is trained.  What two have begun one can end."""
