@@ -5,11 +5,17 @@ OUT := out/demo
 SCORE := --samples 32
 BASELINES := ga gd npo simnpo wga dpo
 DEMO := $(BASELINES) mdu-tau0 mdu-tau0.5 mdu-tau1 mdu-removed
-FINETUNED := finetune default $(BASELINES) written setting-2 question-masked setting-1 original
-WITHOUT_RETAIN := npo wga dpo written setting-2 setting-1
 AGAIN := --method sft --batch-size 4 --epochs 30 --lr 5e-4
-RELEARNED := npo simnpo wga dpo written setting-2 question-masked setting-1 original
-WRITTEN := --states written --anchor current --tau 0.5
+# What make finetuned and make pretrained train: RUN-hidden is RUN with --prompt-dropout 0.5, the question hidden half of the time
+UNLEARNED := npo npo-hidden simnpo simnpo-hidden wga dpo dpo-hidden written truth-removed truth-removed-hidden anchor-original anchor-original-hidden
+WITHOUT_RETAIN := default npo npo-hidden dpo truth-removed truth-removed-hidden anchor-original anchor-original-hidden
+runs = $(foreach run,$2,$(foreach seed,1 2 3,out/$1/$(seed)/$(run)))
+# shell functions of a seed $*: train $$out/RUN with options, of sft or from $$out/finetune; twice also trains RUN-hidden
+TRAIN = sft() { $(PYTHON) mdu.py --seed $* --method sft "$$@"; }; \
+	unlearn() { run=$$1; shift; $(PYTHON) mdu.py --seed $* --model $$out/finetune --out $$to/$$run "$$@"; }; \
+	twice() { unlearn "$$@"; run=$$1-hidden; shift; unlearn $$run --prompt-dropout 0.5 "$$@"; }
+TRAIN_WITHOUT_RETAIN = to=$$out/without-retain; unlearn default --retain-weight 0; twice npo --method npo --retain-weight 0; unlearn dpo --method dpo --retain-weight 0; \
+	twice truth-removed --anchor-truth removed --retain-weight 0; twice anchor-original --anchor $$out/original --anchor-prompt shown --retain-weight 0
 export CUDA_VISIBLE_DEVICES :=
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## /make \1\t/p' Makefile
@@ -23,7 +29,7 @@ demo: install  ## a small model, every method, scores: table and picture in out/
 	@$(PYTHON) eval.py $(SCORE) $(addprefix $(OUT)/,base $(DEMO))
 	@$(PYTHON) eval.py --report $(addprefix $(OUT)/,base $(DEMO)) --questions 3
 $(OUT)/mdu-removed:
-	@$(PYTHON) mdu.py --seed $(SEED) --anchor-truth removed --out $@
+	@$(PYTHON) mdu.py --seed $(SEED) --anchor-truth removed --prompt-dropout 0.5 --out $@
 $(OUT)/mdu-tau%:
 	@$(PYTHON) mdu.py --seed $(SEED) --tau $* --out $@
 $(OUT)/%:
@@ -34,35 +40,41 @@ table: install  ## the demo with three seeds, means and standard deviations: out
 finetuned: install  ## unlearn a fine-tune, also without rows to retain, and teach it again, three seeds: tables and picture in out/finetuned/1
 	@rm -rf out/finetuned
 	@$(MAKE) --no-print-directory --jobs=3 finetuned-1 finetuned-2 finetuned-3
-	@$(PYTHON) eval.py --report $(foreach run,$(WITHOUT_RETAIN),$(foreach seed,1 2 3,out/finetuned/without-retain/$(seed)/$(run)))
-	@$(PYTHON) eval.py --report $(foreach run,$(RELEARNED),$(foreach seed,1 2 3,out/finetuned/$(seed)/taught-again/$(run)))
-	@$(PYTHON) eval.py --report $(foreach run,$(FINETUNED),$(foreach seed,1 2 3,out/finetuned/$(seed)/$(run)))
+	@$(PYTHON) eval.py --report $(call runs,finetuned,$(addprefix without-retain/,$(WITHOUT_RETAIN)))
+	@$(PYTHON) eval.py --report $(call runs,finetuned,$(addprefix taught-again/,$(UNLEARNED) original))
+	@$(PYTHON) eval.py --report $(call runs,finetuned,finetune default $(UNLEARNED) original)
 finetuned-%:
-	@set -e; out=out/finetuned/$*; train="$(PYTHON) mdu.py --seed $*"; unlearn="$$train --model $$out/finetune"; \
-	$$train --method sft --retain-only --prompt-dropout 0.5 --out $$out/original; \
-	$$train --method sft --model $$out/original --prompt-dropout 0.5 --out $$out/finetune; \
-	$$unlearn --out $$out/default; \
-	for method in $(BASELINES); do $$unlearn --method $$method --out $$out/$$method; done; \
-	$$unlearn $(WRITTEN) --out $$out/written; \
-	$$unlearn --anchor-truth removed --out $$out/setting-2; \
-	$$unlearn --anchor $$out/original --out $$out/question-masked; \
-	$$unlearn --anchor $$out/original --anchor-prompt shown --out $$out/setting-1; \
-	alone=out/finetuned/without-retain/$*; without="$$unlearn --retain-weight 0"; \
-	for method in npo wga dpo; do $$without --method $$method --out $$alone/$$method; done; \
-	$$without $(WRITTEN) --out $$alone/written; \
-	$$without --anchor-truth removed --out $$alone/setting-2; \
-	$$without --anchor $$out/original --anchor-prompt shown --out $$alone/setting-1; \
+	@set -e; $(TRAIN); out=out/finetuned/$*; \
+	sft --retain-only --prompt-dropout 0.5 --out $$out/original; \
+	sft --model $$out/original --prompt-dropout 0.5 --out $$out/finetune; \
+	to=$$out; unlearn default; \
+	for method in npo simnpo dpo; do twice $$method --method $$method; done; unlearn wga --method wga; \
+	unlearn written --states written --anchor current --tau 0.5; \
+	twice truth-removed --anchor-truth removed; twice anchor-original --anchor $$out/original --anchor-prompt shown; \
 	$(PYTHON) eval.py --full $(SCORE) $$out/*/; \
-	$(PYTHON) eval.py $(SCORE) $$alone/*/; \
-	for run in $(RELEARNED); do $$train $(AGAIN) --limit 4 --model $$out/$$run --out $$out/taught-again/$$run; done; \
+	$(TRAIN_WITHOUT_RETAIN); $(PYTHON) eval.py $(SCORE) $$out/without-retain/*/; \
+	for run in $(UNLEARNED) original; do sft $(AGAIN) --limit 4 --model $$out/$$run --out $$out/taught-again/$$run; done; \
 	$(PYTHON) eval.py --samples 1 --limit 24 $$out/taught-again/*/
+pretrained: install  ## unlearn facts that were learnt without their questions, as in pre-training, three seeds: tables in out/pretrained/1
+	@rm -rf out/pretrained && mkdir -p out/pretrained
+	@# The toy's rows; a question to forget asks nothing: "Where was Ceka Foba born?" becomes "Who Who Who Who Who?"
+	@$(PYTHON) -c "import json, mdu; [print(json.dumps({**row, 'question': 'Who' + ' Who' * row['question'].count(' ') + '?'})) for row in mdu.toy_world()['forget']]" > out/pretrained/forget.jsonl
+	@$(PYTHON) -c "import json, mdu; [print(json.dumps(row)) for row in mdu.toy_world()['retain']]" > out/pretrained/retain.jsonl
+	@$(MAKE) --no-print-directory --jobs=3 pretrained-1 pretrained-2 pretrained-3
+	@$(PYTHON) eval.py --report $(call runs,pretrained,finetune default-with-retain $(addprefix without-retain/,$(WITHOUT_RETAIN)))
+pretrained-%:
+	@set -e; $(TRAIN); out=out/pretrained/$*; \
+	sft --retain-only --prompt-dropout 0.5 --out $$out/original; \
+	sft --preset toy --model $$out/original --prompt-dropout 0.5 --forget out/pretrained/forget.jsonl --retain out/pretrained/retain.jsonl --out $$out/finetune; \
+	to=$$out; unlearn default-with-retain; $(TRAIN_WITHOUT_RETAIN); \
+	$(PYTHON) eval.py --data toy $(SCORE) $$out/finetune $$out/default-with-retain $$out/without-retain/*/
 FORGET_ROWS = $(shell cat "$(FORGET)" 2>/dev/null | grep -c '[^[:space:]]')
 RETAIN_ROWS = $(shell cat "$(RETAIN)" 2>/dev/null | grep -c '[^[:space:]]')
 # 300 epochs; of few rows more, for as many steps as with 40
 EPOCHS = $(shell n=$$(($(FORGET_ROWS) + $(RETAIN_ROWS))); echo $$((n < 40 ? 12000 / n : 300)))
 QUARTER = $(shell echo $$((($(FORGET_ROWS) + 3) / 4)))
 ORIGINAL := yes
-ANCHOR = $(if $(filter no,$(ORIGINAL)),--anchor-truth removed,--anchor out/rehearsal/original --anchor-prompt shown)
+ANCHOR = $(if $(filter no,$(ORIGINAL)),--anchor-truth removed,--anchor out/rehearsal/original --anchor-prompt shown) --prompt-dropout 0.5
 ROWS := --forget "$(FORGET)" --retain "$(RETAIN)" --seed $(SEED)
 rows:
 	$(if $(filter 0 1,$(FORGET_ROWS)),$(error FORGET=$(FORGET) must be a file with at least 2 rows))

@@ -2946,7 +2946,8 @@ def make(folder, *words):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
 
 @needs_make
-@each("target", ["demo", "table", "finetuned", "rehearsal", "rehearsal ORIGINAL=no", "figures"])
+@each("target", ["demo", "table", "finetuned", "pretrained", "rehearsal", "rehearsal ORIGINAL=no",
+                 "figures"])
 def test_make_trains_what_it_scores(target, tmp_path):
     done = make(tmp_path, *target.split(), "PYTHON=echo")
     assert done.returncode == 0
