@@ -1152,7 +1152,7 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     ("--preset rwku-llada --data {rwku} --subject 1 --out {base}/../x",
      dict(model=mdu.LLADA, epochs=3, lr=1e-5, batch_size=4, grad_accum=1, response_length=128)),
     ("--preset rwku-dream --data {rwku} --subject 1",
-     dict(retain_weight=0.0, model=mdu.DREAM, out="out/rwku-dream/ann-lee/mdu-tau1")),
+     dict(retain_weight=0.0, model=mdu.DREAM, out="out/rwku-dream/1/mdu-tau1")),
     ("--preset rwku-qwen --data {rwku} --subject 2", dict(lr=5e-5, model=mdu.QWEN)),
     ("--model x --method simnpo --lora 8 --epochs 7",
      dict(preset="own", beta=4.5, lr=1e-4, epochs=7.0)),
@@ -1296,7 +1296,7 @@ def test_read_people_reads_biographies_and_for_dpo_fabricated_ones(
     args = options(f"--model x/y --data {rwku} --method {method} --subject", subject)
     splits = mdu.load_data(args)
     name = PEOPLE[first // 4]
-    assert args.subject == name and name.lower().replace(" ", "-") in args.out.split("/")
+    assert args.out.startswith({"2": "out/own/2/", "Zoë Ho": "out/own/zoë-ho/"}[subject])
     rows = {"forget": [], "retain": []}
     for number, (person, i) in enumerate(itertools.product(PEOPLE[:3], range(4))):
         question = f"{person} is known. Please write a short biography of {person}."
@@ -2926,7 +2926,6 @@ PARSERS = {"mdu": mdu.parse, "eval": ev.parse}
 
 def test_commands_of_the_readme_parse(monkeypatch):
     monkeypatch.setattr(mdu, "read_run", lambda folder: {"options": {}})  # for --resume
-    monkeypatch.setattr(mdu, "find_person", lambda data, number: "Zoë Ho")
     readme = README.replace("\\\n", " ")
     code = re.findall(r"(?m)^ {4}.*$", readme) + re.findall(r"(?ms)^```\w*$(.*?)^```$", readme)
     command = r"(?:python|torchrun)\b[^;&|#\n]*?\b(mdu|eval)\.py\b([^;&|#\n]*)"
