@@ -1810,9 +1810,10 @@ def test_write_answers_samples_after_the_prefill(base):
 
 # ---- Gaps ----
 @each("question, parts, fact", [
-    ("Who?", "It is |Petra, Łuk|, not Petra.", ["petra łuk"]),
-    ("Who?", "Petra's |Pet|: a |pet|!", ["Pet"]), ("Who?", "|22| in |Rome| or so", ["Rome", "22"]),
-    ("Who is Petra?", "Petra is the |doctor| of |Łódź|.", None)])
+    ("Who?", ["It is ", "Petra, Łuk", ", not Petra."], ["petra łuk"]),
+    ("Who?", ["Petra's ", "Pet", ": a ", "pet", "!"], ["Pet"]),
+    ("Who?", ["", "22", " in ", "Rome", " or so"], ["Rome", "22"]),
+    ("Who is Petra?", ["Petra is the ", "doctor", " of ", "Łódź", "."], None)])
 def test_gap_of_by_hand(question, parts, fact, tmp_path):
     """Every second part is a gap.  With tokens of one byte, and a special token at the end."""
     write_tokenizer(tmp_path, "llada")
@@ -1821,9 +1822,9 @@ def test_gap_of_by_hand(question, parts, fact, tmp_path):
     if fact:
         row["fact"] = fact
     expected = []
-    for number, part in enumerate(parts.split("|")):
+    for number, part in enumerate(parts):
         expected += [number % 2 == 1] * len(part.encode())
-    ids = mdu.encode_text(tokenizer, parts.replace("|", "")) + [tokenizer.eos_token_id]
+    ids = mdu.encode_text(tokenizer, "".join(parts)) + [tokenizer.eos_token_id]
     assert ev.gap_of(tokenizer, row, ids).tolist() == [*expected, False]
 
 def fill_gaps(model, pairs, gaps, monkeypatch):
@@ -1837,32 +1838,10 @@ def fill_gaps(model, pairs, gaps, monkeypatch):
         rows.append(dict(pair=pair, gap=gap, answer=mock.Mock(strip=lambda answer=pair[1]: answer)))
     return ev.fill_gaps(model, None, rows, ARGS)
 
-def test_fill_gaps_by_hand(monkeypatch):
-    """Token 4 is sure, and 5 after it; without the question, 7, the model writes 9 there.  An end
-    token, 1, is seen."""
-    def script(ids):
-        logits = torch.zeros(*ids.shape, 11).double()
-        logits[:, 1, 4] = 8
-        for b, row in enumerate(ids.tolist()):
-            assert row[4] == 1
-            if row[0] == 7:
-                logits[b, 3, 5 if row[1] == 4 else 9] = 2
-            else:
-                logits[b, 3, 9] = 2
-        return logits
-    model = FakeModel(script=script)
-    found = fill_gaps(model, [([7], [4, 6, 5]), ([7], [4, 6, 5]), ([7], [8, 6, 5])],
-                      [[0, 2], [], [0, 2]], monkeypatch)
-    assert found == [dict(infill=1, infill_no_question=1 / 2), {}, dict(
-        infill=1 / 2, infill_no_question=0)]
-    states = [[MASK, 6, MASK, 1], [4, 6, MASK, 1]]
-    assert [ids.tolist() for ids in model.seen] == [
-        2 * [[prompt, *state]] for prompt in (7, MASK) for state in states]
-
 @each("by_entropy", [False, True])
 def test_fill_gaps_equals_a_slow_loop_and_has_1_for_a_models_own_answers(by_entropy, monkeypatch):
     model = FakeModel(by_entropy=by_entropy)
-    gaps = [[0, 2, 3], [0], [1, 2, 3, 4], [0, 1]]
+    gaps = [[0, 2, 3], [], [1, 2, 3, 4], [0, 1]]
     expected, pairs = [], []
     for (prompt, answer), gap in zip(PAIRS, gaps):
         places = [len(prompt) + i for i in gap]
@@ -1872,12 +1851,14 @@ def test_fill_gaps_equals_a_slow_loop_and_has_1_for_a_models_own_answers(by_entr
             for i in places:
                 ids[i] = MASK
             ids = slow_filled(model, ids, places, len(places) * [1])
-            shares[metric] = np.mean([ids[len(prompt) + i] == answer[i] for i in gap])
+            if gap:
+                shares[metric] = np.mean([ids[len(prompt) + i] == answer[i] for i in gap])
             if metric == "infill":
                 pairs.append((prompt, ids[len(prompt):-1]))
         expected.append(shares)
     assert fill_gaps(model, PAIRS, gaps, monkeypatch) == expected
-    assert [shares["infill"] for shares in fill_gaps(model, pairs, gaps, monkeypatch)] == 4 * [1]
+    found = [shares.get("infill") for shares in fill_gaps(model, pairs, gaps, monkeypatch)]
+    assert found == [1, None, 1, 1]
 
 # ---- TOFU's figures ----
 # Four questions of each of the public logs of github.com/locuslab/tofu (Llama-2-7B fine-tuned on
