@@ -144,6 +144,9 @@ MASK, PAD = 10, 0
 # Prompts and answers contain mask and padding ids as ordinary tokens: neither may be searched for.
 PAIRS = [([3, MASK], [4, PAD, 5, 9]), ([PAD, 7, 1], [2]), ([8], [MASK, 6, 1, 2, 5]),
          ([6, 6, 2, 9], [PAD, 3])]
+RNG = np.random.default_rng(3)
+MORE_PAIRS = PAIRS + [(RNG.integers(11, size=3).tolist(), RNG.integers(11, size=n).tolist())
+                      for n in range(1, 17)]
 WORDS = torch.arange(64) != 9  # token 9 is no word
 RARE = [7, 8, 11]
 
@@ -847,17 +850,14 @@ def test_draw_step_takes_every_row_once_in_a_pass_and_in_a_new_order():
 def test_still_written_equals_a_slow_loop(by_entropy, size):
     """Also where the model writes an answer's own tokens, in batches of any size."""
     model = FakeModel(by_entropy=by_entropy)
-    rng = np.random.default_rng(3)
-    pairs = PAIRS + [(rng.integers(11, size=3).tolist(), rng.integers(11, size=n).tolist())
-                     for n in range(1, 17)]
     found = 0
     for start in range(0, 20, size):
-        batch = mdu.Batch(*mdu.collate(pairs[start:start + size], PAD), None, None)
+        batch = mdu.Batch(*mdu.collate(MORE_PAIRS[start:start + size], PAD), None, None)
         model.seen.clear()
         with mock.patch.object(mdu.dist, "all_reduce", lambda passes, op: passes.fill_(18)):
             written = mdu.still_written(model, batch, WORDS)
         assert len(model.seen) == 18  # as many as another process needs
-        for (prompt, answer), row, r in zip(pairs[start:], written, batch.response):
+        for (prompt, answer), row, r in zip(MORE_PAIRS[start:], written, batch.response):
             decoded = slow_sampler(model, prompt, [1] * len(answer))
             expected = [token in decoded and token != 9 for token in answer]
             assert row[r].tolist() == expected and not row[~r].any()
@@ -1840,25 +1840,26 @@ def fill_gaps(model, pairs, gaps, monkeypatch):
 
 @each("by_entropy", [False, True])
 def test_fill_gaps_equals_a_slow_loop_and_has_1_for_a_models_own_answers(by_entropy, monkeypatch):
+    """Every second token is in the gap, of a few answers none."""
     model = FakeModel(by_entropy=by_entropy)
-    gaps = [[0, 2, 3], [], [1, 2, 3, 4], [0, 1]]
-    expected, pairs = [], []
-    for (prompt, answer), gap in zip(PAIRS, gaps):
+    gaps, expected, own = [], [], []
+    for (prompt, answer) in MORE_PAIRS:
+        gap = list(range(1, len(answer), 2))
         places = [len(prompt) + i for i in gap]
         shares = {}
-        for metric, asked in dict(infill=prompt, infill_no_question=len(prompt) * [MASK]).items():
+        for metric, asked in dict(infill_no_question=len(prompt) * [MASK], infill=prompt).items():
             ids = asked + answer + [1]
             for i in places:
                 ids[i] = MASK
             ids = slow_filled(model, ids, places, len(places) * [1])
             if gap:
-                shares[metric] = np.mean([ids[len(prompt) + i] == answer[i] for i in gap])
-            if metric == "infill":
-                pairs.append((prompt, ids[len(prompt):-1]))
+                shares[metric] = np.mean([ids[i] == answer[i - len(prompt)] for i in places])
+        gaps.append(gap)
         expected.append(shares)
-    assert fill_gaps(model, PAIRS, gaps, monkeypatch) == expected
-    found = [shares.get("infill") for shares in fill_gaps(model, pairs, gaps, monkeypatch)]
-    assert found == [1, None, 1, 1]
+        own.append((prompt, ids[len(prompt):-1]))
+    assert fill_gaps(model, MORE_PAIRS, gaps, monkeypatch) == expected
+    of_own = fill_gaps(model, own, gaps, monkeypatch)
+    assert [shares.get("infill", 1) for shares in of_own] == 20 * [1]
 
 # ---- TOFU's figures ----
 # Four questions of each of the public logs of github.com/locuslab/tofu (Llama-2-7B fine-tuned on
