@@ -1132,32 +1132,27 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
 @each("typed, expected", [
     ("", dict(method="mdu", tau=1.0, epochs=200, lr=3e-4, batch_size=8, grad_accum=1,
               checkpoint_every=500, response_length=12, retain_weight=1.0, retain_only=None,
-              out="out/toy/mdu-tau1", anchor_truth="kept")),
+              out="out/toy/mdu-tau1", anchor_truth="kept", seed=1)),
     ("--prompt-dropout 0.5", dict(prompt_dropout=0.5, out="out/toy/mdu-tau1")),
     ("--method sft", dict(epochs=340, lr=2e-3, batch_size=32, prompt_dropout=0.0, model=None,
-                          out="out/toy/base", seed=1)),
+                          out="out/toy/base")),
     ("--method npo", dict(beta=0.2, retain_weight=1.0, out="out/toy/npo")),
-    ("--method dpo", dict(beta=0.1, retain_weight=1.0)),
-    ("--method wga", dict(gamma=1.0, retain_weight=1.0)),
+    ("--method dpo", dict(beta=0.1)), ("--method wga", dict(gamma=1.0)),
     ("--preset tofu-llada", dict(epochs=9, lr=1e-5, batch_size=4, grad_accum=4, response_length=128,
                                  data="locuslab/TOFU", model="{here}/out/tofu-llada/base")),
-    ("--preset tofu-llada --method sft",
-     dict(epochs=1000, lr=2e-5, checkpoint_every=5000, grad_accum=4)),
+    ("--preset tofu-llada --method sft", dict(epochs=1000, lr=2e-5, checkpoint_every=5000)),
     ("--preset tofu-dream", dict(epochs=5, lr=1e-5, grad_accum=4)),
     ("--preset tofu-dream --method sft", dict(epochs=300, lr=2e-5, checkpoint_every=5000)),
     ("--preset tofu-qwen", dict(epochs=5, lr=5e-5)),
     ("--preset tofu-qwen --method sft", dict(epochs=200, lr=1e-4, model=mdu.QWEN)),
-    ("--preset rwku-llada --subject 1 --data {rwku} --method ga",
-     dict(epochs=3, retain_weight=None)),
-    ("--preset rwku-llada --data {rwku} --subject 1 --out {base}/../x",
-     dict(model=mdu.LLADA, epochs=3, lr=1e-5, batch_size=4, grad_accum=1, response_length=128)),
-    ("--preset rwku-dream --data {rwku} --subject 1",
+    ("--preset rwku-llada --subject 1 --method ga", dict(epochs=3, retain_weight=None)),
+    ("--preset rwku-llada --subject 1 --out {base}/../x",
+     dict(model=mdu.LLADA, lr=1e-5, batch_size=4, grad_accum=1, response_length=128)),
+    ("--preset rwku-dream --subject 1",
      dict(retain_weight=0.0, model=mdu.DREAM, out="out/rwku-dream/1/mdu-tau1")),
-    ("--preset rwku-qwen --data {rwku} --subject 2", dict(lr=5e-5, model=mdu.QWEN)),
-    ("--model x --method simnpo --lora 8 --epochs 7",
-     dict(preset="own", beta=4.5, lr=1e-4, epochs=7.0)),
-    ("--method sft --retain-only --model x",
-     dict(preset="own", lr=2e-5, out="out/own/retain")),
+    ("--preset rwku-qwen --subject 2", dict(lr=5e-5, model=mdu.QWEN)),
+    ("--model x --method simnpo --lora 8", dict(preset="own", beta=4.5, lr=1e-4)),
+    ("--method sft --retain-only --model x", dict(preset="own", lr=2e-5, out="out/own/retain")),
     ("--anchor-truth removed --rare 0.5", dict(rare=0.5, out="out/toy/mdu-tau1-removed")),
     ("--lora 8 --lr 0.3 --tau 0.5", dict(lr=0.3, out="out/toy/mdu-tau0.5")),
     ("--preset own --out {base}/../other", dict(response_length=12, model="{base}")),
@@ -1166,14 +1161,11 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     ("--model {base} --preset own", dict(preset="own", response_length=12, lr=1e-5)),
     ("--out {here}/x/run", dict(model="{here}/x/base")),
     ("--preset toy --forget f.jsonl --method sft", dict(response_length=None)),
-    ("--tau 0.5 --states written --anchor current",
-     dict(out="out/toy/mdu-tau0.5-written-current")),
-    ("--anchor {base} --method mdu",
-     dict(anchor="{base}", out="out/toy/mdu-tau1-base", anchor_prompt="masked")),
+    ("--states written --anchor current", dict(out="out/toy/mdu-tau1-written-current")),
+    ("--anchor {base}", dict(anchor="{base}", out="out/toy/mdu-tau1-base", anchor_prompt="masked")),
     ("--anchor {base} --anchor-prompt shown", dict(out="out/toy/mdu-tau1-base-shown"))])
-def test_parse_takes_defaults_from_method_then_preset_then_command_line(
-        typed, expected, base, rwku):
-    places = dict(base=base, here=Path.cwd(), rwku=rwku)
+def test_parse_takes_defaults_of_method_preset_and_start_model(typed, expected, base):
+    places = dict(base=base, here=Path.cwd())
     found = vars(options(typed.format(**places)))
     for name, value in expected.items():
         if isinstance(value, str):
