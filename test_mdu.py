@@ -526,8 +526,8 @@ def write_checkpoint(folder, kind, tied=False, n_files=1, **changes):
                 name = name.replace(part, other)
         files[i % n_files][name] = p.data.bfloat16()
     weight_map = {}
-    for i, tensors in enumerate(files, 1):
-        file = f"model-{i:05}-of-{n_files:05}.safetensors" if n_files > 1 else "model.safetensors"
+    for i, tensors in enumerate(files):
+        file = f"model-{i}.safetensors"
         safetensors.torch.save_file(tensors, folder / file, {"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))
     index = {"metadata": {}, "weight_map": weight_map}
@@ -618,29 +618,24 @@ def test_methods_of_the_table_are_those_of_mdu_and_of_the_demo():
 
 TRAINED = ("logits", "nll", "nll_win", "nll_lose")  # what a gradient reaches
 
-def loss_arguments(name, settings, B=5, T=7, V=6):
-    """Random float64 arguments of a loss, by name; in sequence 2 nothing is masked."""
+def loss_arguments(name, settings, dtype=torch.float64):
+    """Random arguments of a loss, by name; of 5 sequences nothing is masked in one."""
     torch.manual_seed(0)
-    masked = torch.rand(B, T) < 0.5
+    masked = torch.rand(5, 7) < 0.5
     masked[2] = False
     M = int(masked.sum())
-    found = {"masked": masked, "targets": torch.randint(V, (M,)), "t": 0.1 + torch.rand(B).double(),
-             "logits": 2 * torch.randn(M, V).double(), "length": torch.randint(1, 9, (B,)),
-             "anchor_logits": 2 * torch.randn(M, V).double()}
+    found = {"masked": masked, "targets": torch.randint(6, (M,)), "t": 0.1 + torch.rand(5),
+             "logits": 2 * torch.randn(M, 6), "length": torch.randint(1, 9, (5,)),
+             "anchor_logits": 2 * torch.randn(M, 6)}
     for nll in ("nll", "nll_ref", "nll_win", "nll_win_ref", "nll_lose", "nll_lose_ref"):
-        found[nll] = 9 * torch.rand(B).double()
+        found[nll] = 9 * torch.rand(5)
     found.update(settings)
-    parameters = inspect.signature(METHODS[name].loss).parameters
-    arguments = {argument: found[argument] for argument in parameters}
-    return to_dtype(arguments, torch.float64)
-
-def to_dtype(arguments, dtype):
-    """Copies, with tensors of floating point as leaves of this type."""
-    changed = dict(arguments)
-    for name, x in arguments.items():
+    arguments = {}
+    for argument in inspect.signature(METHODS[name].loss).parameters:
+        x = arguments[argument] = found[argument]
         if torch.is_tensor(x) and x.is_floating_point():
-            changed[name] = x.to(dtype, copy=True).requires_grad_()
-    return changed
+            arguments[argument] = x.to(dtype, copy=True).requires_grad_()
+    return arguments
 
 def evaluate(function, arguments):
     """The loss, and {argument: gradient of a weighted sum of the loss, or None}."""
@@ -652,9 +647,9 @@ def evaluate(function, arguments):
 
 @every("settings")
 def test_loss_and_gradient_equal_a_slow_loop(name, settings):
-    method = METHODS[name]
-    loss, grads = evaluate(method.loss, loss_arguments(name, settings))
-    expected, expected_grads = evaluate(method.slow_loss, loss_arguments(name, settings))
+    arguments = loss_arguments(name, settings)
+    loss, grads = evaluate(METHODS[name].loss, arguments)
+    expected, expected_grads = evaluate(METHODS[name].slow_loss, arguments)
     assert_close(loss, expected)
     for argument, grad in grads.items():
         if argument in TRAINED:
@@ -689,14 +684,16 @@ def test_loss_can_be_compiled_as_one_graph(name, settings):
 @every("settings")
 @each("dtype", [torch.bfloat16, torch.float16])
 def test_loss_of_16_bit_logits_is_computed_in_float32(name, settings, dtype):
-    arguments, loss = to_dtype(loss_arguments(name, settings), dtype), METHODS[name].loss
+    arguments = loss_arguments(name, settings, dtype)
     if "logits" in arguments:
-        assert_close(loss(**arguments), loss(**to_dtype(arguments, torch.float32)), 1e-6)
+        wider = {argument: x.float() if torch.is_tensor(x) and x.dtype == dtype else x
+                 for argument, x in arguments.items()}
+        assert_close(METHODS[name].loss(**arguments), METHODS[name].loss(**wider), 1e-6)
 
 @every("settings")
 @each("gap", [1e6, -1e6])
 def test_loss_stays_finite_at_extreme_arguments(name, settings, gap):
-    arguments = to_dtype(loss_arguments(name, settings), torch.float32)
+    arguments = loss_arguments(name, settings, torch.float32)
     trained = [argument for argument in TRAINED if argument in arguments]
     arguments[trained[0]].data[..., 0] += gap  # of one: in dpo's difference two would cancel
     loss, grads = evaluate(METHODS[name].loss, arguments)
