@@ -861,15 +861,6 @@ def test_still_written_equals_a_slow_loop(by_entropy, size):
             found += sum(expected)
     assert 40 < found < 120
 
-def test_remove_truth_by_hand():
-    """p of the first three tokens 1/2, 1/4, 1/4: without the first, 1/3, 1/3, 1/3.  The same token
-    can be rare in one row and not in another."""
-    logits = torch.log(f64([2, 1, 1], [2, 1, 1], [1, 3, 2]))
-    is_rare = torch.tensor([True, False, True])
-    removed = mdu.remove_truth(logits, torch.tensor([0, 0, 2]), is_rare)
-    assert_close(removed.softmax(-1), f64([1/3, 1/3, 1/3], [1/2, 1/4, 1/4], [1/5, 3/5, 1/5]))
-    assert_close(logits.softmax(-1)[0], f64(1/2, 1/4, 1/4))  # not in place
-
 def merged_lm(plain, adapted):
     """The plain model with W + 8/rank B A for each linear map W, as a function of A and B."""
     adapters = dict(adapted.lm.named_parameters())
@@ -1008,23 +999,20 @@ def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path
         mdu.main(["--resume", str(run)])
     assert sorted(read_all(run).values()) == sorted(read_all(unlearned).values())
 
-@each("stopped", [False, True])
-def test_main_leaves_a_folder_that_another_program_has_just_made(
-        stopped, base, unlearned, tmp_path, capsys):
+@each("error, code, line", [(None, 2, "exists"), (KeyboardInterrupt, 130, "mdu.py: stopped\n")])
+def test_main_leaves_a_folder_that_another_program_made(
+        error, code, line, base, unlearned, tmp_path, capsys):
     """Nor does it say, when it is stopped, that it would continue the other's run."""
-    load_model, run = mdu.load_model, tmp_path / "run"
+    run = tmp_path / "run"
 
-    def load_slowly(*args):
+    def load_slowly(*_):
         run.mkdir()
         shutil.copy(unlearned / "run.json", run)
-        if stopped:
-            raise KeyboardInterrupt
-        return load_model(*args)
-    with mock.patch.object(mdu, "load_model", load_slowly):
-        if stopped:
-            assert program(toy(base, run), capsys, code=130) == "mdu.py: stopped\n"
-        else:
-            assert "exists" in program(toy(base, run), capsys)
+        if error:
+            raise error
+        return mock.DEFAULT
+    with mock.patch.object(mdu, "load_model", wraps=mdu.load_model, side_effect=load_slowly):
+        assert line in program(toy(base, run), capsys, code=code)
     assert os.listdir(run) == ["run.json"] and "--resume" not in capsys.readouterr().out
 
 def test_main_takes_the_folder_that_it_made_before_it_was_killed(base, unlearned, tmp_path):
@@ -1045,7 +1033,7 @@ def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch, cap
     with pytest.raises(SystemExit, match="^3$"):
         mdu.main(["--out", f"{tmp_path}/run"])
     monkeypatch.setattr(mdu.subprocess, "run", train_base)
-    mdu.main(["--epochs", "0.3", *"--seed 7 --dtype bfloat16 --out".split(), f"{tmp_path}/run"])
+    mdu.main(f"--epochs 0.3 --seed 7 --dtype bfloat16 --out {tmp_path}/run".split())
     made = mdu.read_run(tmp_path / "base")["options"]
     assert (made["seed"], made["dtype"]) == (7, "bfloat16")
     capsys.readouterr()
@@ -1275,17 +1263,15 @@ def test_read_dataset_takes_a_name_to_the_hub():
         assert mdu.read_dataset("owner/name", "config", "test") == [{"a": 1}]
     load.assert_called_once_with("owner/name", "config", split="test")
 
-@each("subject, first", [("2", 4), ("Zoë Ho", 8)])
+@each("subject, name, folder", [("2", PEOPLE[1], "2"), ("Zoë Ho", PEOPLE[2], "zoë-ho")])
 @each("method", ["mdu", "dpo"])
-def test_read_people_reads_biographies_and_for_dpo_fabricated_ones(
-        subject, first, method, rwku, monkeypatch):
-    """The real ones of one person are forgotten, and three of each other person retained; dpo
+def test_read_people_of_rwku(subject, name, folder, method, rwku, monkeypatch):
+    """The biographies of one person are forgotten, and three of each other person retained; dpo
     prefers the fabricated ones."""
     monkeypatch.setattr(mdu, "RWKU_RETAINED", 3)
     args = options(f"--model x/y --data {rwku} --method {method} --subject", subject)
     splits = mdu.load_data(args)
-    name = PEOPLE[first // 4]
-    assert args.out.startswith({"2": "out/own/2/", "Zoë Ho": "out/own/zoë-ho/"}[subject])
+    assert args.out.startswith(f"out/own/{folder}/")
     rows = {"forget": [], "retain": []}
     for number, (person, i) in enumerate(itertools.product(PEOPLE[:3], range(4))):
         question = f"{person} is known. Please write a short biography of {person}."
@@ -1340,11 +1326,11 @@ def test_encode_splits_flags_rare_tokens_to_forget(base):
         assert {any(example.is_rare) for example in examples["forget"]} == {flagged}
         assert not any(any(example.is_rare) for example in examples["retain"])
 
-TURN = "<|im_start|> user\n ? <|im_end|> \n <|im_start|> assistant\n"
-PROMPTS_IN_PARTS = {  # the special tokens and texts of a prompt; "?": the question
-    "llama": "<|startoftext|> <|start_header_id|> user <|end_header_id|> \n\n ? <|eot_id|> "
-             "<|start_header_id|> assistant <|end_header_id|> \n\n",
-    "Dream": TURN, "qwen": f"{TURN} <think> \n\n </think> \n\n"}
+TURN = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
+AROUND = {  # a prompt's text before and after the question
+    "llama": ("<|startoftext|><|start_header_id|>user<|end_header_id|>\n\n",
+              "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"),
+    "Dream": TURN, "qwen": (TURN[0], f"{TURN[1]}<think>\n\n</think>\n\n")}
 END = {"llada": 261, "a2d-llama": 261, "llama": 257, "Dream": 260, "a2d-qwen2": 260,
        "a2d-qwen3": 260, "qwen2": 256, "qwen3": 256}  # the end-of-turn token
 
@@ -1356,9 +1342,8 @@ def test_encode_prompt_follows_the_chat_template_and_control_tokens_in_texts_sta
     text = "\0 é".join(TOKENS[family(kind)][:5])
     text_ids = tokenizer(text, split_special_tokens=True).input_ids
     assert max(text_ids) < 256
-    prompt = []
-    for part in PROMPTS_IN_PARTS.get(kind, PROMPTS_IN_PARTS[family(kind)]).split(" "):
-        prompt += text_ids if part == "?" else tokenizer(part).input_ids
+    before, after = AROUND.get(kind, AROUND[family(kind)])
+    prompt = tokenizer(before).input_ids + text_ids + tokenizer(after).input_ids
     assert mdu.encode_prompt(tokenizer, f" {text}\n") == prompt
     assert ev.prompt_ids(tokenizer, {"question": text, "prefill": text}) == prompt + text_ids
     row = {"question": text, "answer": f" {text}\n", "perturbed_answer": [text]}
@@ -1375,10 +1360,10 @@ def test_find_model_downloads_no_pickle_and_the_revision_that_is_asked_for(name,
     with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
         assert mdu.find_model(name) == Path("there")
     download.assert_called_once_with("a/b", revision=revision, allow_patterns=mdu.FILES)
-    for file, wanted in (("model-00001-of-00002.safetensors", True), ("tokenizer.json", True),
-                         ("model.safetensors.index.json", True), ("chat_template.jinja", True),
-                         ("merges.txt", True), ("pytorch_model.bin", False), ("x.pt", False)):
-        assert any(fnmatch.fnmatch(file, pattern) for pattern in mdu.FILES) == wanted
+    wanted = ["model-00001-of-00002.safetensors", "tokenizer.json", "model.safetensors.index.json",
+              "chat_template.jinja", "merges.txt"]
+    for file in [*wanted, "pytorch_model.bin", "x.pt"]:
+        assert any(fnmatch.fnmatch(file, pattern) for pattern in mdu.FILES) == (file in wanted)
 
 @torch.no_grad()
 def test_load_backbone_equals_transformers_own_class(hub):
