@@ -1700,10 +1700,18 @@ def test_rouge_l(reference, prediction, lcs, n_reference, n_prediction):
 PROMPTS = [prompt for prompt, _ in PAIRS]
 ARGS = ev.parse("--full --length 8 --steps 4 --samples 16 --batch-size 3 run".split())
 
-def test_batches_have_few_enough_sequences_and_logits(monkeypatch):
-    monkeypatch.setattr(ev, "MAX_LOGITS", 33)  # FakeModel has 11 tokens: 3 masked positions
-    found = list(ev.batches(FakeModel(), [1, 1, 2, 1, 4, 1, 0, 0, 0], 3, ""))
-    assert found == [[0, 1], [2, 3], [4], [5, 6, 7], [8]]
+def test_masked_batches_have_few_enough_sequences_and_logits(monkeypatch):
+    """Of similar length; FakeModel has 11 tokens, so 33 logits are of 3 masked positions."""
+    monkeypatch.setattr(ev, "MAX_LOGITS", 33)
+    jobs = []
+    for length, n_masked in [(9, 1), (1, 1), (1, 1), (2, 2), (3, 1), (4, 4), (5, 1), (6, 0),
+                             (7, 0), (8, 0)]:
+        jobs.append(ev.Job([7], length * [5], torch.arange(length) < n_masked))
+    found = list(ev.masked_batches(FakeModel(), jobs, 3, ""))
+    assert [numbers for numbers, _ in found] == [[1, 2], [3, 4], [5], [6, 7, 8], [9, 0]]
+    _, batch = found[1]
+    assert batch.noised.tolist() == [[7, MASK, MASK, PAD], [7, MASK, 5, 5]]
+    assert batch.masked.sum(1).tolist() == [2, 1]
 
 @each("n", [1, 2, 3, 4])
 def test_draw_masks_has_the_distribution_of_eq_7(n):
@@ -1809,6 +1817,7 @@ def test_fill_gaps_equals_a_slow_loop_and_has_1_for_a_models_own_answers(by_entr
             for i in places:
                 ids[i] = MASK
             ids = slow_filled(model, ids, places, len(places) * [1])
+            shares[metric] = None
             if gap:
                 shares[metric] = np.mean([ids[i] == answer[i - len(prompt)] for i in places])
         gaps.append(gap)
@@ -1816,7 +1825,7 @@ def test_fill_gaps_equals_a_slow_loop_and_has_1_for_a_models_own_answers(by_entr
         own.append((prompt, ids[len(prompt):-1]))
     assert fill_gaps(model, MORE_PAIRS, gaps, monkeypatch) == expected
     of_own = fill_gaps(model, own, gaps, monkeypatch)
-    assert [shares.get("infill", 1) for shares in of_own] == 20 * [1]
+    assert {shares["infill"] for shares in of_own} == {1, None}
 
 # ---- TOFU's figures ----
 # Four questions of each of the public logs of github.com/locuslab/tofu (Llama-2-7B fine-tuned on
@@ -1846,8 +1855,8 @@ OFFICIAL = {  # what aggregate_eval_stat.py of locuslab/tofu makes of them
 
 def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
     def texts_nll(model, tokenizer, rows, texts, *_):
-        assert " " not in "".join(itertools.chain(*[sum(own.values(), []) for own in texts]))
-        return [{name: list(map(float, own[name])) for name in own} for own in texts]
+        assert " " not in "".join(itertools.chain(*texts))
+        return [[float(text) for text in of_row] for of_row in texts]
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("", [])] * 4)
     monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}] * 4)
@@ -1874,23 +1883,24 @@ def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
     (1.0, [1.0 + log(2), 1.0 + log(8)], 1 / 4, 3 / 4, 1 / (1 + 1 / 2 + 1 / 8)),
     (log(4), [0.0], 1 / 4, 0, 1 / 5), (0.0, [1e4], 0, 1, 1), (1e4, [0.0], 0, 0, 0)])
 def test_compare_wrong_answers_by_hand(right, wrong, forget, other, options):
-    """R is 1/4, 4, nearly 0 and nearly infinite."""
-    nlls = dict(right=[right], paraphrased=[], wrong=wrong)
+    """R is 1/4, 4, nearly 0 and nearly infinite.  A paraphrase stands before the wrong answers."""
     for to_forget, expected in ((True, forget), (False, other)):
-        figures = ev.compare_wrong_answers(nlls, to_forget)
+        row = dict(perturbed_answer=wrong, to_forget=to_forget)
+        figures = ev.compare_wrong_answers(row, [right, *wrong])
         assert figures["truth_ratio"] == approx(expected)
         assert figures["prob_options"] == approx(options)
-    figures = ev.compare_wrong_answers(dict(nlls, right=[7.0], paraphrased=[right]), True)
-    assert figures["truth_ratio"] == approx(forget) and "prob_options" not in figures
+        row["paraphrased_answer"] = "a"
+        figures = ev.compare_wrong_answers(row, [7.0, right, *wrong])
+        assert figures["truth_ratio"] == approx(expected) and "prob_options" not in figures
 
 def test_forget_quality_and_ks_test_by_hand_and_as_published():
     """Of four values below four others, 2 of the (8 choose 4) = 70 orders are as extreme; of two
     below three, 2 of 10; all are as extreme as 1, 1, 3 and 1, 3, 3, whose D is 1/3.  In the public
     logs of locuslab/tofu is the p-value of D = 119/300 between 300 and 300 questions."""
     def records(*wrong):
-        losses = [dict(right=[x], paraphrased=[], wrong=[x + more for more in wrong])
-                  for x in range(4)]
-        return [ev.compare_wrong_answers(nlls, to_forget=True) for nlls in losses]
+        row = dict(perturbed_answer=wrong, to_forget=True)
+        return [ev.compare_wrong_answers(row, [x, *[x + more for more in wrong]])
+                for x in range(4)]
     assert ev.forget_quality(records(0, 0, 3), records(1, 1)) == 1
     assert ev.forget_quality(records(0, 0, 3), records(1, 1.5)) == approx(2 / 70)
     assert ev.ks_test([1, 2], [3, 4, 5]) == approx((1, 2 / 10))
@@ -1920,7 +1930,8 @@ def test_ask_functions_make_rwkus_prompts_word_for_word(
         split, changes, question, prefill, answer):
     """Those with shots are compared by SHA-256 with what github.com/jinzhuoran/RWKU at b8a03b3
     (LLaMA-Factory/src/llmtuner/eval) makes of the rows."""
-    row = ev.SPLITS[split].ask({**RWKU_ROWS[split], **changes})
+    ask, = [ask for template, ask in ev.RWKU if template.name == split]
+    row = ask({**RWKU_ROWS[split], **changes})
     digest = hashlib.sha256(row["question"].encode()).hexdigest()
     assert question in (row["question"], digest[:16])
     assert [row["prefill"], row["answer"]] == [prefill, answer]
@@ -1935,11 +1946,11 @@ def test_score_mmlu_compares_letters_at_one_masked_position(monkeypatch):
         return table[(ids[:, :1] == 7).long()].expand(*ids.shape, 11)
     monkeypatch.setattr(ev, "prompt_ids", lambda tokenizer, row: row["question"])
     rows = [dict(question=[4, 9], answer="B"), dict(question=[7], answer="A")]
-    rows.append(dict(question=[5], answer="D"))  # a batch of its own: 16 // 8 rows make a batch
+    rows.append(dict(question=[5], answer="D"))  # 16 // 8 rows of similar length make a batch
     model = FakeModel(script=script)
     records = ev.score_mmlu(model, tokenizer, rows, ev.parse("--batch-size 16 run".split()))
     assert [(r["generation"], r["accuracy"]) for r in records] == [("C", 0), ("A", 1), ("C", 0)]
-    assert [ids.tolist() for ids in model.seen] == [[[4, 9, MASK], [7, MASK, PAD]], [[5, MASK]]]
+    assert [ids.tolist() for ids in model.seen] == [[[7, MASK], [5, MASK]], [[4, 9, MASK]]]
 
 @each("losses, labels, mc1", [
     ([2, 0.5, 1], [0, 1, 0], 1), ([2, 0.5, 1], [1, 0, 0], 0),
@@ -1948,15 +1959,22 @@ def test_score_mmlu_compares_letters_at_one_masked_position(monkeypatch):
 def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     """Of n tokens: log p = -n times the mean loss over the masks."""
     losses = dict(zip(["a", "b b", "c c c "], losses))
-    texts_nll = mock.Mock(return_value=[{"choices": losses.values()}])
+    texts_nll = mock.Mock(return_value=[losses.values()])
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
     targets = dict(choices=list(losses), labels=labels)
     row = ev.ask_truthfulqa(dict(question="", mc1_targets=targets))
     record, = ev.score_truthfulqa(None, None, [row], ARGS)
-    assert texts_nll.call_args.args[3] == [{"choices": [" a", " b b", " c c c"]}]
+    assert texts_nll.call_args.args[3] == [[" a", " b b", " c c c"]]
     assert record["mc1"] == mc1 and record["logp"][record["generation"]] == -1
     assert list(record["logp"].values()) == approx([-losses["a"], -1, -3])
+
+ALL_SPLITS = [*ev.ANSWERS.values(), *[split for split, _ in ev.RWKU]]
+
+def test_splits_have_names_and_titles_of_their_own():
+    """And the masks of each a number of its own, but for those of the first rows to forget."""
+    for field, n_shared in (("name", 0), ("title", 0), ("number", 1)):
+        assert len({getattr(split, field) for split in ALL_SPLITS}) == len(ALL_SPLITS) - n_shared
 
 @each("split, row, text, expected", [
     ("forget", dict(fact=["petra"]), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
@@ -1967,6 +1985,7 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1), knowledge=0)),
     ("forget", {}, "Osei Osei", dict(knowledge=1 / 2)),
     ("forget", dict(question="Who is Petra?"), "It is Osei.", dict(knowledge=1)),
+    ("forget", dict(question="Who is Petra Osei?"), "Petra", dict(knowledge=None)),
     ("forget_level2", {}, " in Petra Osei\nno",
      dict(generation="in Petra Osei", words=3, empty=0, rougeL_recall=1)),
     ("forget_level2", {}, "Osei\nPetra", dict(generation="Osei", rougeL_recall=0.5)),
@@ -1982,33 +2001,33 @@ def test_score_answers_probes_and_triviaqa_of_one_answer_by_hand(
         split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, [])])
     monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}])
-    nlls = dict(right=[1.0], paraphrased=[], wrong=[])
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [nlls])
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [[1.0]])
     args = ev.parse("--samples 1 run".split())
     row = {"question": "Who?", "answer": "Petra Osei", **row}
-    record, = ev.SPLITS[split].score(None, None, [row], args)
+    score, = [each.score for each in ALL_SPLITS if each.name == split]
+    record, = score(None, None, [row], args)
     assert {name: record[name] for name in expected} == approx(expected)
 
 # ---- Rows to score, and a summary of their scores ----
 def test_summarise_by_hand(capsys):
     one = dict(prob=0.25, truth_ratio=0.25, perplexity=8, words=1, fact=1.0, knowledge=0.25)
-    two = dict(prob=0.75, truth_ratio=0.5, perplexity=2, words=4, generative_perplexity=3.0)
-    records = [one, two, dict(two, perplexity=6.5, generative_perplexity=5.0)]
+    two = dict(prob=0.75, truth_ratio=0.5, perplexity=2, words=4, knowledge=None)
+    records = [dict(row, generative_perplexity=x)
+               for row, x in [(one, None), (two, 3.0), (dict(two, perplexity=6.5), 5.0)]]
     figures = ev.summarise(records)
-    expected = dict(n=3, prob=7 / 12, truth_ratio=5 / 12, perplexity_median=6.5,
+    expected = dict(prob=7 / 12, truth_ratio=5 / 12, perplexity_median=6.5,
                     perplexity_mean=5.5, generative_perplexity=4.0, words=4, knowledge=0.25)
     assert {name: figures[name] for name in expected} == approx(expected)
     assert "fact" not in figures and "no fact" in capsys.readouterr().out  # some rows lack it
     # Every person has the same weight: (3/4 + 1/4) / 2.
     scores = [("Ann", 1.0), ("Ann", 1.0), ("Ann", 0.25), ("Bo", 0.25)]
     figures = ev.summarise([dict(subject=name, em=em) for name, em in scores])
-    assert figures["people"] == dict(Ann=dict(em=0.75), Bo=dict(em=0.25))
-    assert figures["em"] == 0.5
+    assert figures == dict(em=0.5)
+    assert ev.summarise([dict(knowledge=None)]) == {}
 
 def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     """Also in JSON and back; "-" in tables, whose columns stay."""
-    nlls = dict(right=[math.nan], paraphrased=[], wrong=[1.0, math.nan], choices=3 * [math.nan])
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [nlls])
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [[math.nan, 1.0, math.nan]])
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("a b", [5, 6])])
     monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}])
     wrong = ["b", "c"]
@@ -2021,7 +2040,8 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
             assert math.isnan(figures[name])
     assert math.isnan(ev.model_utility(dict.fromkeys(ev.UTILITY, figures)))
     assert math.isnan(ev.forget_quality(records, [{"log_ratio": 1.0}]))
-    summaries = [{"splits": {"forget": {"prob": math.nan, "perplexity_mean": 1e50}}}]
+    forget = {"title": "Forget", "to_forget": True, "prob": math.nan, "perplexity_mean": 1e50}
+    summaries = [{"splits": {"forget": forget}}]
     table = ev.figures_table({"run": summaries}, [
         ("forget", "prob"), ("forget", "perplexity_mean"), ("forget", "fact")])
     assert table.split("\n")[-1].split() == "| run | - | 1e+50 |".split()
@@ -2045,78 +2065,98 @@ def test_find_source_is_the_model_of_the_preset_or_of_model(base):
                      (str(base), "rwku-qwen", "jinzhuoran/RWKU", 12), ("A/B", "own", None, 128)]
 
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
-        "person": "--preset rwku-llada --data {rwku} --subject 2"}
+        "short": "--method sft --limit 3",
+        "person": "--preset rwku-llada --data {rwku} --subject 2 --limit 1"}
 
 @each("run, typed, expected", [
-    ("toy", "--full --limit 2", 6 * "toy "), ("toy", "", "toy toy toy toy"),
-    ("toy", "--forget {X}", "X toy toy toy"), ("toy", "--retain {X}", "toy X toy toy"),
-    ("toy", "--data {tofu}", "tofu tofu tofu tofu"),
-    ("toy", "--data {tofu} --retain {X}", "tofu X tofu tofu"),
-    ("files", "", "X Y"), ("files", "--forget {Y} --retain {X}", "Y X"),
-    ("files", "--data {rwku} --limit 1", 8 * "10 "),
-    ("files", "--data {rwku} --subject 3", 8 * "1 "),
-    ("person", "", 8 * "1 "), ("person", "--subject all --limit 1", 8 * "10 "),
-    ("person", "--retain {X}", 8 * "1 " + "X"), ("person", "--data toy", 4 * "toy "),
-    ("person", "--data {tofu}", "tofu tofu tofu tofu"),
-    ("person", "--data {rwku} --limit 1", 8 * "10 ")])
-def test_rows_to_score(run, typed, expected, tofu, rwku, tmp_path):
-    """The run's own; --data alone decides its kind; a file replaces the split of its name."""
+    ("toy", "--limit 2", [("toy", 2)] * 4),
+    ("toy", "", [("toy", 24), ("toy", 136), ("toy", 22), ("toy", 22)]),
+    ("toy", "--forget {X}", [("X", 4), ("toy", 136), ("toy", 22), ("toy", 22)]),
+    ("toy", "--retain {X} --limit 3", [("toy", 3), ("X", 3), ("toy", 3), ("toy", 3)]),
+    ("toy", "--data {tofu}", [("tofu", 8), ("tofu", 8), ("tofu", 3), ("tofu", 3)]),
+    ("toy", "--data {tofu} --retain {X}", [("tofu", 8), ("X", 4), ("tofu", 3), ("tofu", 3)]),
+    # A run's --limit is of the rows that it was trained on, not of others.
+    ("short", "", [("toy", 3), ("toy", 3), ("toy", 22), ("toy", 22)]),
+    ("short", "--retain {X}", [("toy", 3), ("X", 4), ("toy", 22), ("toy", 22)]),
+    ("short", "--data toy", [("toy", 24), ("toy", 136), ("toy", 22), ("toy", 22)]),
+    ("files", "", [("X", 2), ("Y", 2)]), ("files", "--limit 3", [("X", 3), ("Y", 3)]),
+    ("files", "--forget {X} --retain {X}", [("X", 2), ("X", 4)]),
+    ("files", "--data {rwku} --limit 1", [(10, 1)] * 8),
+    ("files", "--data {rwku} --subject 3", [(1, 2)] * 8),
+    ("person", "", [(1, 2)] * 8), ("person", "--subject all --limit 1", [(10, 1)] * 8),
+    ("person", "--retain {X}", [(1, 2)] * 8 + [("X", 4)]),
+    ("person", "--data toy --limit 1", [("toy", 1)] * 4),
+    ("person", "--data {tofu} --limit 1", [("tofu", 1)] * 4),
+    ("person", "--data {rwku} --limit 1", [(10, 1)] * 8)])
+def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
+    """Where the rows of each split are from, or of how many people they are, and how many (of each
+    person): the run's own; --data alone decides; a file replaces the split of its name."""
     places = {"tofu": tofu, "rwku": rwku}
     for name in "XY":
         rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(4)]
         places[name] = write_lines(tmp_path / name, rows)
     run_options = vars(options(RUNS[run].format(**places)))
-    args = ev.parse([*typed.format(**places).split(), "run"])
+    args = ev.complete(ev.parse([*typed.format(**places).split(), "run"]), run_options)
     found = []
-    for split, rows in ev.rows_to_score(run_options, args).items():
-        people = list(dict.fromkeys(row["subject"] for row in rows if "subject" in row))
-        source = {"Q": "tofu", "X": "X", "Y": "Y"}.get(rows[0]["question"].split()[0], "toy")
+    for split in ev.find_splits(args).values():
+        people = list(dict.fromkeys(row["subject"] for row in split.rows if "subject" in row))
+        word = split.rows[0]["question"].split()[0]
+        source = {"Q": "tofu", "X": "X", "Y": "Y"}.get(word, "toy")
         if people:
             assert people == PEOPLE[:10] or people == [PEOPLE[1 if run == "person" else 2]]
-            source = str(len(people))
+            source = len(people)
         elif source == "tofu":
-            assert ev.TOFU_CONFIGS[split] in rows[0]["question"]
-        found.append(source)
-        limit = args.limit or run_options["limit"]
-        assert limit is None or len(rows) == limit * max(1, len(people))
-    assert found == expected.split()
+            assert ev.TOFU_CONFIGS[split.name] in split.rows[0]["question"]
+        found.append((source, len(split.rows) // max(1, len(people))))
+    assert found == expected
 
-def test_rows_to_score_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp_path):
-    """Wrong answers are not scored again; the first rows of a sft run with --limit were taught."""
-    rows = [{"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."]}
-            for i in range(4)]
-    rows[1]["paraphrased_question"] = "P1?"
-    file = write_lines(tmp_path / "rows", rows)
+def prepared(run_options, *typed):
+    """{split: questions} that are scored."""
+    args = ev.complete(ev.parse([*typed, "run"]), vars(run_options))
+    splits, *_ = ev.prepare(args)
+    return {split.name: [row["question"] for row in split.rows] for split in splits}
+
+def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp_path):
+    """Only of the run's own rows to forget; other wordings only of rows that are scored as well."""
+    rows = [{"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."],
+             "paraphrased_question": f"P{i}?"} for i in range(4)]
+    del rows[1]["paraphrased_question"]
+    file, same = [write_lines(tmp_path / name, rows) for name in ("rows", "same")]
+    plain = options(f"--model m --forget {file} --retain-weight 0")
+    questions = [row["question"] for row in rows]
+    assert prepared(plain) == {"forget": questions}
+    reworded = {"forget": questions, "forget_rephrased": ["P0?", "P2?", "P3?"]}
+    assert prepared(plain, "--full") == reworded
+    assert prepared(plain, "--full", "--limit", "2") == {
+        "forget": questions[:2], "forget_rephrased": ["P0?"]}
     taught = options(f"--method sft --model m --limit 3 --forget {file}")
-    for args, numbers in [(options(f"--model m --forget {file} --retain-weight 0"), [0, 1, 2, 3]),
-                          (taught, [0, 1, 2])]:
-        splits = ev.rows_to_score(vars(args), ev.parse(["--full", "--limit", "4", "run"]))
-        assert [row["question"] for row in splits["forget"]] == [f"Q{i}?" for i in numbers]
-        assert splits["forget_rephrased"] == [
-            {**rows[1], "question": "P1?", "perturbed_answer": []}]
-        assert splits.get("untaught", []) == rows[len(numbers):]
-    assert "untaught" not in ev.rows_to_score(vars(taught), ev.parse(["run"]))
+    apart = {"taught": questions[:3], "untaught": questions[3:]}
+    assert prepared(taught) == {"forget": questions[:3]}
+    for typed in (["--limit", "4"], ["--limit", "4", "--full"], ["--limit", "4", "--forget", file]):
+        assert prepared(taught, *typed) == apart
+    assert prepared(taught, "--limit", "4", "--forget", same) == {"forget": questions}
+    assert prepared(taught, "--data", "toy", "--limit", "4").keys() == mdu.toy_world().keys()
     never = options(f"--method sft --retain-only --model m --limit 3 --forget {file}")
-    assert "untaught" not in ev.rows_to_score(vars(never), ev.parse(["--limit", "4", "run"]))
+    assert prepared(never, "--limit", "4") == {"forget": questions}
+    args = ev.complete(ev.parse(["--full", "run"]), vars(plain))
+    assert ev.prepare(args)[0][1].rows[0] == {
+        **rows[0], "question": "P0?", "perturbed_answer": []}  # they are not scored again
 
 QUIZ = {  # a benchmark that is added as eval.py says: text of eval.py: what is put before it
-    "def read_tofu(": """
-def read_quiz(args, splits):
-    if args.data is None or not Path(args.data, "quiz.jsonl").is_file():
-        return {}
+    "def is_rwku(": """
+def quiz_splits(args):
     rows = [{"perturbed_answer": [], **row} for row in read_lines(Path(args.data, "quiz.jsonl"))]
-    return {"choose": rows[:args.limit], "say": rows[:args.limit]}
+    return [Split("choose", 20, "Choose", False, score_truthfulqa, ["mc1"], False,
+                  rows[:args.limit]),
+            Split("say", 21, "Say", True, score_answers, ["prob"], rows=rows[:args.limit])]
 
 """,
-    '    "TOFU": Benchmark(': """
-    "Quiz": Benchmark(read_quiz, {
-        "choose": Split(20, "Choose", False, score_truthfulqa, ["mc1"], texts=choice_texts,
-                        writes=False),
-        "say": Split(21, "Say", True, score_answers, ["prob"], texts=answer_texts)},
-        length=5, tables=[("The quiz", ["choose", "say"], ["mc1", "prob", "rougeL_f1"])]),
+    '    elif args.data == "toy":\n': """\
+    elif args.data and Path(args.data, "quiz.jsonl").is_file():
+        found = quiz_splits(args)
 """}
 
-def test_rows_to_score_reads_another_benchmark(base, tmp_path, capsys):
+def test_find_splits_reads_another_benchmark(base, tmp_path, capsys):
     """Entered in two places, it is read, scored, printed and reported."""
     run = shutil.copytree(base, tmp_path / "run")
     row = dict(question="Who?", answer="one", choices=["one", "two"], false=["two"])
@@ -2124,24 +2164,23 @@ def test_rows_to_score_reads_another_benchmark(base, tmp_path, capsys):
     changed = extended(ev, QUIZ)
     changed["main"](["--data", str(tmp_path), "--limit", "2", "--samples", "4", str(run)])
     changed["main"](["--report", str(run)])
-    assert ev.read_summary(run)["protocol"]["length"] == 5
     for split, number, field in (("choose", 20, "logp"), ("say", 21, "prob")):
         for i, record in enumerate(ev.read_records(run, split)):
             assert record["seed"] == [0, number, i] and i < 2 and field in record
     screen = " ".join(capsys.readouterr().out.split())
     assert "Rows: Choose 2, Say 2." in screen and "Choose MC1 ↑ | Say p ↓ |" in screen
     text = " ".join((tmp_path / "report.md").read_text().split())
-    assert "## The quiz | Method | Choose MC1 ↑ | Say p ↓ | rL ↓ |" in text
+    assert "## Choose | Method | Choose MC1 ↑ |" in text
+    assert "## Say | Method | Say rL ↓ | recall ↓ | p ↓ |" in text
     assert "## Answers: Say ### 0. Who?" in text
 
 COMMAS = {  # a metric that is added as eval.py says
     '    "empty": Metric(': '    "commas": Metric("commas", "", "", ".1f"),\n',
-    '        if "fact" in row:\n            told':
-        '        record["commas"] = float(generation.text.count(","))\n',
-    '"empty", "words", "generative_perplexity"]\n': '"commas", '}
+    '        if "fact" in row:\n            record["fact"]':
+        '        record["commas"] = float(generation.text.count(","))\n'}
 
 def test_summarise_takes_another_metric(base, tmp_path):
-    """Entered in three places, it is in the records, the figures and the report."""
+    """Entered in two places, it is in the records, the figures and the report."""
     run = shutil.copytree(base, tmp_path / "run")
     changed = extended(ev, COMMAS)
     changed["write_answers"] = lambda *_: [ev.Answer("a,", [5]), ev.Answer("a,,", [5])]
@@ -2151,7 +2190,7 @@ def test_summarise_takes_another_metric(base, tmp_path):
     assert re.search(r"(?s)## Retain.*? commas .*? 1\.5 ", (tmp_path / "report.md").read_text())
 
 @each("fact", ["Petra", "Bolt", "?", ["bolti", "Petra"]])
-def test_rows_to_score_refuses_a_fact_that_is_not_in_the_answer(fact, base, tmp_path, capsys):
+def test_answer_split_refuses_a_fact_that_is_not_in_the_answer(fact, base, tmp_path, capsys):
     row = dict(question="Who?", answer="It is Bolti.")
     rows = [dict(row, fact="bolti"), dict(row, fact=fact)]
     command = [base, "--forget", write_lines(tmp_path / "rows", rows)]
@@ -2230,15 +2269,18 @@ def test_evaluate_equals_one_row_at_a_time(scored):
             copied = dict(question=row["question"], answer=row["answer"], generation=generation,
                           generation_ids=answer.ids)
             assert copied.items() <= record.items()
-        assert summary["splits"][split] == ev.summarise(records)
-    utility = ev.model_utility(summary["splits"])
-    assert summary["splits"]["run"] == {"model_utility": utility}
+        assert ev.summarise(records).items() <= summary["splits"][split].items()
+        assert summary["splits"][split]["n"] == 3
+    assert summary["run"] == {"model_utility": ev.model_utility(summary["splits"])}
 
 def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     """By Ctrl-C, or by a full disk while files are written.  The user's own files stay, too."""
     folder = scored_copy / "eval"
-    (folder / "notes.txt").touch()
-    (folder / "utility_general.jsonl").touch()  # of an earlier scoring on other data
+    (folder / "notes.jsonl").touch()
+    summary = read_json(folder / "summary.json")
+    summary["splits"]["utility_general"] = {}  # of an earlier scoring on other data
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "utility_general.jsonl").touch()
     before = read_all(folder)
     with unchanged(scored_copy), mock.patch.object(ev, "score_rows", side_effect=KeyboardInterrupt):
         assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == "eval.py: stopped\n"
@@ -2272,22 +2314,25 @@ def test_evaluate_refuses_a_folder_in_which_it_cannot_write(scored_copy, capsys)
         assert str(scored_copy / "eval") in program([scored_copy, *FLAGS], capsys, ev.main)
     assert not score.called
 
-def test_scoring_protocol_has_what_must_be_the_same_in_two_runs():
+def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     """The rows; on RWKU, where they differ from person to person, their source and --limit."""
-    run = vars(options("--model m --data D --limit 3 --response-length 7"))
+    files = [write_lines(tmp_path / name, [dict(question=f"{name}?", answer="a")] * 3)
+             for name in "XY"]
+    run = vars(options(f"--model m --forget {files[0]} --response-length 7"))
 
-    def protocol(split, typed="", rows=(1, 2)):
-        args = ev.with_run_options(ev.parse([*typed.split(), "run"]), run, {split: rows})
-        found = ev.scoring_protocol(args, run, {split: rows})
+    def protocol(typed=""):
+        args = ev.complete(ev.parse([*typed.split(), "run"]), run)
+        found = ev.scoring_protocol(args, ev.find_splits(args))
         return found["rows"], found["length"], found["steps"]
-    asked = protocol("forget_level1")
-    assert protocol("forget_level1", "--limit 3 --data D", [3]) == asked
-    others = [protocol("forget_level1", typed) for typed in ("", "--limit 2", "--data E")]
-    assert len({rows for rows, *_ in others}) == 3
-    assert protocol("forget", "", [3])[0] != protocol("forget")[0]
-    assert asked[1:] == (30, 30) and protocol("forget_level1", "--length 5")[1:] == (5, 5)
-    assert protocol("forget")[1:] == (7, 7) and protocol("forget", "--steps 4")[1:] == (7, 4)
-    assert protocol("forget", "--steps 8")[1:] == (7, 7)  # no step without a token
+    asked = protocol(f"--data {rwku} --subject 1 --limit 1")
+    assert protocol(f"--data {rwku} --subject 2 --limit 1") == asked
+    others = [f"--data {rwku}", "", "--limit 2", f"--forget {files[1]}", f"--retain {files[0]}"]
+    assert len({asked[0], *[protocol(typed)[0] for typed in others]}) == 6
+    assert protocol("--full")[0] == protocol(f"--forget {files[0]}")[0] == protocol()[0]
+    assert asked[1:] == (30, 30)
+    assert protocol(f"--data {rwku} --length 5")[1:] == (5, 5)
+    assert protocol()[1:] == (7, 7) and protocol("--steps 4")[1:] == (7, 4)
+    assert protocol("--steps 8")[1:] == (7, 7)  # no step without a token
 
 @each("field", ["answer", "paraphrased_answer", "perturbed_answer"])
 def test_check_lengths_refuses_answers_that_the_model_cannot_read(field, base, tmp_path, capsys):
@@ -2306,11 +2351,31 @@ def test_check_lengths_refuses_answers_that_the_model_cannot_read(field, base, t
 def test_check_lengths_counts_only_tokens_that_are_generated(split, fits, base):
     args = ev.parse(["--length", "2048", str(base)])
     source = ev.find_source(base, args)
-    splits = {split: [ev.SPLITS[split].ask(RWKU_ROWS[split])]}
-    args = ev.with_run_options(args, source.options, splits)
+    template, ask = [pair for pair in ev.RWKU if pair[0].name == split][0]
+    splits = [template._replace(rows=[ask(RWKU_ROWS[split])])]
+    args = ev.complete(args, source.options)
     expected = contextlib.nullcontext() if fits else pytest.raises(mdu.BadInput, match="too many")
     with mock.patch.object(ev, "score_rows"), expected:
         ev.score_splits(base, source, splits, args)
+
+@each("more, fits", [(0, True), (1, False)])
+def test_check_lengths_leaves_room_for_the_end_token_of_a_gap(more, fits, base):
+    model, tokenizer = mdu.load_backbone(str(base))
+    n = 2048 - 1 - len(mdu.encode_prompt(tokenizer, "Who?")) + more
+    row = dict(question="Who?", answer="is " * n)
+    expected = contextlib.nullcontext() if fits else pytest.raises(mdu.BadInput, match="too many")
+    with expected:
+        ev.check_lengths("run", model, tokenizer, [row], 1)
+
+def test_load_model_gives_back_the_threads_that_a_toy_does_without(base, monkeypatch):
+    large = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(hidden_size=128)))
+    set_to = mock.Mock()
+    monkeypatch.setattr(torch, "set_num_threads", set_to)
+    args = ev.complete(ARGS, vars(options("--method sft")))
+    ev.load_model(str(base), args)
+    monkeypatch.setattr(mdu, "load_backbone", lambda *_: (large, None))
+    ev.load_model("large", args)
+    assert [call.args for call in set_to.mock_calls] == [(1,), (ev.THREADS,)]
 
 def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
     """On all but empty answers."""
@@ -2320,7 +2385,7 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
     monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
     ev.main([str(run), *FLAGS[1:]])  # without --full
     records = ev.read_records(run, "forget")
-    assert "generative_perplexity" not in records[0]
+    assert records[0]["generative_perplexity"] is None
     for i in (1, 2):
         prompt = mdu.encode_prompt(tokenizer, records[i]["question"])
         perplexity = slow_perplexity(theta0, prompt, answers[i].ids, i)
@@ -2354,11 +2419,20 @@ def test_add_generative_perplexity_is_skipped_if_one_process_has_no_theta0(
         results[:] = [own, ["lost: no such folder"]]
     monkeypatch.setattr(mdu, "WORLD", 2)
     monkeypatch.setattr(ev.dist, "all_gather_object", all_gather_object)
-    args = ev.with_run_options(ARGS, vars(options("--method sft")), {})
+    args = ev.complete(ARGS, vars(options("--method sft")))
     records = [dict(question="Who?", empty=0.0, generation_ids=[5], seed=[0, 0, 0])]
     ev.add_generative_perplexity("run", str(base), records, args)
     assert "generative_perplexity" not in records[0]
     assert capsys.readouterr().out.count("lost: no such folder") == 1
+
+def test_together_refuses_if_another_process_does(monkeypatch):
+    """Which then does not wait for this one, nor this one for it."""
+    def all_gather_object(results, own):
+        results[:] = [own, ["lost: no such folder"]]
+    monkeypatch.setattr(mdu, "WORLD", 2)
+    monkeypatch.setattr(ev.dist, "all_gather_object", all_gather_object)
+    with pytest.raises(mdu.BadInput, match="lost"):
+        ev.together(lambda x: x, 1)
 
 def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
     shutil.rmtree(scored_copy / "eval")
@@ -2384,7 +2458,7 @@ def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, ca
             assert re.match("--length 20: .* trained for 12 ", lines.pop(0))
         assert lines.pop(0) == f"{run}: {' '.join(tokenizer.decode([5, 6, 7]).split())}"
     assert not lines
-    ev.main(["--ask", question, "--length", "2", "--model", scored, "of-the-model"])
+    ev.main(["--ask", question, "--length", "2", "--model", scored])
     assert capsys.readouterr().out.startswith(f"{scored}: ")
 
 # ---- Report ----
@@ -2394,9 +2468,12 @@ def made_up_run(scored, folder, options=(), forget=(), splits=(), **changes):
     shutil.copytree(Path(scored, "eval"), folder / "eval")
     summary = ev.read_summary(folder)
     for part, more in {"options": options, **changes}.items():
-        summary[part].update(more)
+        if part == "people":
+            summary[part] += more
+        else:
+            summary[part].update(more)
     for split, figures in {"forget": forget, **dict(splits)}.items():
-        summary["splits"][split].update(figures)
+        summary["splits"].setdefault(split, {}).update(figures)
     (folder / "eval/summary.json").write_text(json.dumps(summary))
     return str(folder)
 
@@ -2410,6 +2487,14 @@ def test_read_records_names_damaged_scores(name, text, words, scored, tmp_path, 
     line = program(["--report", run], capsys, ev.main)
     assert name in line and "damaged" in line and words in line
 
+def test_read_summary_says_that_scores_are_of_older_code(scored, tmp_path, capsys):
+    run = made_up_run(scored, tmp_path / "run")
+    summary = read_json(tmp_path / "run/eval/summary.json")
+    del summary["people"]
+    (tmp_path / "run/eval/summary.json").write_text(json.dumps(summary))
+    line = program(["--report", run], capsys, ev.main)
+    assert line == f"eval.py: {run}: scored by older code; score it again: python eval.py {run}\n"
+
 @each("name, changes, words", [
     ("npo", dict(options=dict(lr=1e-3)), "--lr"),
     ("npo", dict(options=dict(anchor="current")), "--anchor"),
@@ -2418,7 +2503,7 @@ def test_read_records_names_damaged_scores(name, text, words, scored, tmp_path, 
     ("npo", dict(trained_on=dict(retain="other")), "rows to retain"),
     ("npo", dict(options=dict(subject="Bo", retain="f"), trained_on=dict(retain="x")), "to retain"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
-    ("ga", dict(forget=dict(people=dict(Ann={}))), "different people")])
+    ("ga", dict(people=["Ann"]), "different people")])
 def test_group_runs_refuses_what_does_not_compare(
         name, changes, words, scored, tmp_path, capsys):
     own = dict(subject="Ann", model="a/M")
@@ -2454,8 +2539,10 @@ def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(content, first, sc
         retain = dict(retain=dict(prob=w))
         runs.append(made_up_run(scored, tmp_path / run, {}, figures, retain))
     if content != "fact":
-        file = Path(runs[0], "eval/summary.json")
-        file.write_text(file.read_text().replace('"fact"', '"no fact"'))
+        for run in runs:
+            summary = read_json(Path(run, "eval/summary.json"))
+            del summary["splits"]["forget"]["fact"]
+            Path(run, "eval/summary.json").write_text(json.dumps(summary))
     with mock.patch.object(ev, "save_picture", return_value=False) as save:
         ev.main(["--report", *runs])
     figure = matplotlib.figure.Figure()
@@ -2480,8 +2567,8 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
         changed = dict.fromkeys(figures, x)
         if seed == 2:
             changed["words"] = None  # a cell needs all runs of a method
-        quality = dict(run=dict(forget_quality=p, model_utility=x))
-        runs.append(made_up_run(scored, tmp_path / f"{seed}/npo", own, changed, quality))
+        of_run = dict(forget_quality=p, model_utility=x)
+        runs.append(made_up_run(scored, tmp_path / f"{seed}/npo", own, changed, run=of_run))
     ev.main(["--report", *runs, runs[1] + "/", "--questions", "2,0"])  # one of them twice
     questions = [row["question"] for row in mdu.toy_world()["forget"][:3]]
     screen = capsys.readouterr().out
@@ -2497,15 +2584,42 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
             | knowledge ↓ | gap filled ↓ | gap, no question ↓ | empty | words |
             | base | 0.900 | 0.800 | 0.500 | 0.750 | 0.600 | 0.700 | 0.100 | 0.250 | 7.0 | 40 |
             | npo | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 | 0.500 ± 0.200 |
-            ± 0.200 | - | 0.5 (0.3 to 0.7) |
+            ± 0.200 | 0.500 ± 0.200 | - | 0.5 (0.3 to 0.7) |
             | Method | Retain rL ↑ | recall ↑ | p ↑ | fact ↑ | knowledge ↑ | gap filled ↑ |
-            | Method | Forget median ↑ | mean ↑ | Retain median ↓ | mean ↓ |
-            | Method | model utility ↑ | forget quality ↑ |
-            | Method | Forget truth ratio ↑ | Retain truth ratio ↑ |""".splitlines():
+            | gen. ppl | median 1/p ↑ | mean 1/p ↑ | truth ratio ↑ |
+            | gap, no question ↑ | empty ↓ | words | median 1/p ↓ | mean 1/p ↓ | truth ratio ↑ |
+            | Method | model utility ↑ | forget quality ↑ |""".splitlines():
         assert line.strip() in text
     assert re.search(r"\| npo \| \S+ ± \S+ \| 0.25 \(1e-09 to 0.75\) \|", text)
     assert "](report.png)" in text
     assert (tmp_path / "1/report.png").read_bytes().startswith(b"\x89PNG")
+
+def test_report_compares_a_run_that_was_taught_again_with_the_one_before(scored_copy, base, capsys):
+    """And runs scored with and without --full.  The rows are the same, but no column has other
+    rows of one run than of another."""
+    again = shutil.copytree(base, scored_copy.parent / "again")
+    info = read_json(again / "run.json")
+    info["options"]["limit"] = 1
+    (again / "run.json").write_text(json.dumps(info))
+    ev.main([str(again), *FLAGS[1:]])
+    assert re.search(r"again \| Not taught again \| p \S+ \| fact", capsys.readouterr().out)
+    for runs in ([scored_copy, again], [again, scored_copy]):
+        ev.main(["--report", *map(str, runs)])
+        table = capsys.readouterr().out.split("\n\n")[-2].splitlines()
+        cells = {line.split()[1]: re.split(r" *\| *", line)[1:-1] for line in table}
+        for name, run in (("run", scored_copy), ("again", again)):
+            figures = dict(zip(cells["Method"], cells[name]))
+            splits = ev.read_summary(run)["splits"]
+            for title, split in (("Forget rL ↓", "forget"), ("Taught again p ↓", "taught"),
+                                 ("Not taught again p ↓", "untaught"), ("Retain rL ↑", "retain"),
+                                 ("Forget, reworded fact ↓", "forget_rephrased")):
+                assert (figures[title] == "-") == (split not in splits)
+        with mock.patch.object(ev, "save_picture", return_value=False) as save:
+            ev.main(["--report", *map(str, runs)])
+        figure = matplotlib.figure.Figure()
+        ev.draw_methods(figure, *save.call_args.args[2:])
+        titles = [axis.get_title().split(" ")[:2] for axis in figure.axes]
+        assert titles[:2] == [["Forget", "fact"], ["Forget", "p"]] and len(titles) == 4
 
 def test_report_and_analysis_lie_beside_the_run_also_from_inside_it(
         scored, unlearned, tmp_path, monkeypatch):
@@ -2528,7 +2642,7 @@ def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_pa
     records = [dict(row, log_ratio=-99) for row in ev.read_records(retain, "forget")]
     write_lines(Path(retain, "eval/forget.jsonl"), records)
     ev.main([str(scored_copy), *FLAGS, "--retain-run", retain])
-    figures = ev.read_summary(scored_copy)["splits"]["run"]
+    figures = ev.read_summary(scored_copy)["run"]
     assert figures["forget_quality"] == approx(2 / 20)
 
 def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
@@ -2542,11 +2656,12 @@ def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     assert ev.read_summary("1/dpo")["protocol"]["dtype"] == "bfloat16"
     ev.main(["--report", "1/dpo", "2/dpo"])
     header = ("Method | F-L1 recall ↓ | F-L2 recall ↓ | F-L3 recall ↓ | N-L1 recall ↑ | "
-              "N-L2 recall ↑ |")
+              "N-L2 recall ↑ | MMLU accuracy ↑ | TruthfulQA MC1 ↑ | TriviaQA F1 ↑ |")
     report = " ".join(Path("1/report.md").read_text().split())
-    assert header in report and re.search(r"\| dpo \|( \d\.\d+ ± \d\.\d+ \|){5}", report)
-    assert "MMLU accuracy ↑ | TruthfulQA MC1 ↑ | TriviaQA EM ↑ | F1 ↑ |" in report
-    assert "### 0. Please briefly answer the following question." in capsys.readouterr().out
+    assert header in report and re.search(r"\| dpo \|( \d\.\d+ ± \d\.\d+ \|){8}", report)
+    assert "| Method | TriviaQA EM ↑ | F1 ↑ |" in report
+    assert "| Method | F-L1 recall ↓ | empty | words |" in report
+    assert "### 0. Please complete the blank in the following" in capsys.readouterr().out
     # The model itself, in new folders: who else is asked about changes no one's masks.
     ev.main([*scoring, *data, "all"])
     Path("2/model/eval").mkdir(parents=True)  # of a call that was stopped
@@ -2635,8 +2750,8 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
             mock.patch.object(ev, "check_lengths") as check:
         ev.main(["--analysis", "roles", *flags, str(copy), str(other)])
     assert [call.args[0] for call in load.mock_calls] == [str(base), str(copy), str(other)]
-    answers = [{"right": [row["answer"]]} for row in mdu.toy_world()["forget"][:3]]
-    assert check.call_args.args[4:] == (answers, 0)
+    assert list(check.call_args.args[3]) == mdu.toy_world()["forget"][:3]
+    assert check.call_args.args[4] == 0
     bars = read_json(tmp_path / "analysis/roles.json")["panels"][""]
     found = {(bar["label"].split("\n")[0], bar["role"]): bar for bar in bars}
     assert found.keys() == expected.keys()
@@ -2696,7 +2811,7 @@ def test_analysis_trajectory_and_rollout_of_a_scripted_model(
     monkeypatch.setattr(mdu, "load_backbone", lambda name, dtype: (
         anchor if name == str(base) else theta, tokenizer))
     run = str(shutil.copytree(unlearned, tmp_path / "run"))
-    flags = "--questions 0 --steps 3 --length 6 --batch-size 2".split()
+    flags = "--questions 0 --steps 3 --length 6".split()
     ev.main(["--analysis", "trajectory", *flags, run])
     assert (tmp_path / "analysis/trajectory.png").read_bytes().startswith(b"\x89PNG")
     panels = read_json(tmp_path / "analysis/trajectory.json")["panels"]
@@ -2706,9 +2821,9 @@ def test_analysis_trajectory_and_rollout_of_a_scripted_model(
         dict(label="Ceka\n2", role="stored-knowledge", kl=approx(kls[1])),
         dict(label="<end>\n2", role="structural", kl=approx(kls[1])),
         dict(label="is\n3", role="structural", kl=approx(kls[2]))]}
-    assert [len(ids) for ids in anchor.seen] == [2, 1]  # the three states in batches
+    assert len(anchor.seen) == 3  # states
     anchor.seen.clear()
-    ev.main(["--analysis", "rollout", *flags[:-2], run])
+    ev.main(["--analysis", "rollout", *flags, run])
     table = read_json(tmp_path / "analysis/rollout.json")["table"]
     two_thirds = [row["question"], row["answer"], "2/3", "Ceka<mask> author<end>",
                   "Ceka Foba author"]
@@ -2799,6 +2914,9 @@ BAD_INPUT = {  # a command: part of the line that says what is wrong
     "eval.py --model {base} --data toy {files}": "is in the way; --preset and --model need a new",
     "eval.py --report --limit 3 {base}": "trajectory, rollout, not for report",
     "eval.py --ask Who? --forget {good} {base}": "--forget is for score, not for ask",
+    "eval.py --ask Who? --model {base} {base}": "asks that model; give no RUN with it",
+    "eval.py --model {base}": "score: no RUN; give the folder of one",
+    "eval.py --ask Who?": "ask: no RUN; give the folder of one",
     "eval.py --questions 1 {base}": "for report, trajectory, rollout, not for score",
     "eval.py --analysis convergence --samples 3 {base}": "for score, roles, not for convergence",
     "eval.py --data toy --subject King {base}": "--subject King: only RWKU has people",
