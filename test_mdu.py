@@ -978,7 +978,7 @@ def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path
         mdu.main(["--resume", str(run)])
     assert sorted(read_all(run).values()) == sorted(read_all(unlearned).values())
 
-@each("error, code, line", [(None, 2, "exists"), (KeyboardInterrupt, 130, "mdu.py: stopped\n")])
+@each("error, code, line", [(None, 2, "exists"), (KeyboardInterrupt, 130, "")])
 def test_main_leaves_a_folder_of_another(error, code, line, base, unlearned, tmp_path, capsys):
     """Nor does it say, when it is stopped, that it would continue the other's run."""
     run = tmp_path / "run"
@@ -1002,7 +1002,7 @@ def test_main_takes_the_folder_that_it_made_before_it_was_killed(base, unlearned
     assert_equal_runs(unlearned, run)
     assert not (run / "run.json.new").exists()
 
-def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch, capsys):
+def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch):
     def train_base(command, env):
         assert command[:2] == [sys.executable, mdu.__file__] and env["WORLD_SIZE"] == "1"
         mdu.main([*command[2:], "--epochs", "0.2"])
@@ -1014,11 +1014,8 @@ def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch, cap
     mdu.main(f"--epochs 0.3 --seed 7 --dtype bfloat16 --out {tmp_path}/run".split())
     made = mdu.read_run(tmp_path / "base")["options"]
     assert (made["seed"], made["dtype"]) == (7, "bfloat16")
-    capsys.readouterr()
     with unchanged(tmp_path / "base"):
         mdu.main(["--epochs", "0.3", "--method", "ga", "--out", f"{tmp_path}/ga"])
-    first_line = capsys.readouterr().out.split("\n")[0]
-    assert "(seed 1)" in first_line and "base (seed 7)" in first_line
 
 def test_run_program_ends_the_group_and_shows_the_traceback_of_a_bug(base, tmp_path, capsys):
     """A library's ValueError is no bad input."""
@@ -1144,19 +1141,15 @@ def test_parse_gives_a_resumed_run_defaults_where_an_option_is_newer(unlearned, 
     found = {**made["options"], "gone": 7, "out": str(run), "resume": str(run)}
     assert vars(options(f"--resume {run}")) == found
 
-def test_fit_response_length_takes_the_longest_answer_if_none_is_given(capsys):
-    """Else it says if an answer to forget is longer; those of make_examples have 3 to 7 tokens."""
+def test_fit_response_length_takes_the_longest_answer_if_none_is_given():
     examples = make_examples()
     examples["retain"][0] = examples["retain"][0]._replace(answer=[5] * 9)
-    for typed, fitted, warned in [
-            ("--preset toy --method sft --forget f", 9, False), ("--response-length 7", 7, False),
-            ("--response-length 6", 6, True)]:
+    for typed, fitted in [("--preset toy --method sft --forget f", 9), ("--response-length 7", 7)]:
         args = options(typed)
         before = dict(vars(args))
         assert vars(mdu.fit_response_length(args, examples)) == {
             **before, "response_length": fitted}
         assert vars(args) == before  # nothing is filled in
-        assert ("up to 7 tokens" in capsys.readouterr().out) == warned
 
 def test_parse_makes_paths_absolute(tmp_path):
     """So that a run can be resumed from anywhere.  Names on the hub stay as they are."""
@@ -1495,8 +1488,8 @@ def test_save_checkpoint_keeps_the_newest_alone_in_small_files(tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "checkpoint-00000010"}
     assert len(list(tmp_path.glob("*/*.safetensors"))) == 3
 
-def test_resume_run_continues_after_a_full_disk(base, unlearned, tmp_path, monkeypatch, capsys):
-    """It gets full at the second checkpoint.  One line says so, also for torchrun."""
+def test_resume_run_continues_after_a_full_disk(base, unlearned, tmp_path, capsys):
+    """It gets full at the second checkpoint.  One line says so."""
     rows, whole, run = tmp_path / "rows.jsonl", tmp_path / "whole", tmp_path / "run"
     own_base = shutil.copytree(base, tmp_path / "base")
     typed = LORA.format(anchor=unlearned) + " --retain-weight 0 --diagnose --forget "
@@ -1507,11 +1500,9 @@ def test_resume_run_continues_after_a_full_disk(base, unlearned, tmp_path, monke
     def save_to_full_disk(*args, **kwargs):
         with largest_file(10_000 if save.call_count else resource.RLIM_INFINITY):
             save(*args, **kwargs)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with mock.patch.object(mdu.dcp, "save", save_to_full_disk):
         err = program(toy(own_base, run, typed), capsys)
     assert "File too large" in err
-    assert read_json(tmp_path / "error.json")["message"] == err.strip()
     assert_broken(run)
     (run / "checkpoint-99999999").touch()  # no folder
 
@@ -2268,7 +2259,7 @@ def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     (folder / "utility_general.jsonl").touch()
     before = read_all(folder)
     with unchanged(scored_copy), mock.patch.object(ev, "score_rows", side_effect=KeyboardInterrupt):
-        assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == "eval.py: stopped\n"
+        assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
     with unchanged(scored_copy), largest_file(max(map(len, before.values())) - 99):
         assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
