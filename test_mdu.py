@@ -2132,38 +2132,31 @@ def quiz_splits(args):
         found = quiz_splits(args)
 """}
 
-def test_find_splits_reads_another_benchmark(base, tmp_path, capsys):
-    """Entered in two places, it is read, scored, printed and reported."""
-    run = shutil.copytree(base, tmp_path / "run")
-    row = dict(question="Who?", answer="one", choices=["one", "two"], false=["two"])
-    write_lines(tmp_path / "quiz.jsonl", 3 * [row])
-    changed = extended(ev, QUIZ)
-    changed["main"](["--data", str(tmp_path), "--limit", "2", "--samples", "4", str(run)])
-    changed["main"](["--report", str(run)])
-    for split, number, field in (("choose", 20, "logp"), ("say", 21, "prob")):
-        for i, record in enumerate(ev.read_records(run, split)):
-            assert record["seed"] == [0, number, i] and i < 2 and field in record
-    screen = " ".join(capsys.readouterr().out.split())
-    assert "Rows: Choose 2, Say 2." in screen and "Choose MC1 ↑ | Say p ↓ |" in screen
-    text = " ".join((tmp_path / "report.md").read_text().split())
-    assert "## Choose | Method | Choose MC1 ↑ |" in text
-    assert "## Say | Method | Say rL ↓ | recall ↓ | p ↓ |" in text
-    assert "## Answers: Say ### 0. Who?" in text
-
 COMMAS = {  # a metric that is added as eval.py says
     '    "empty": Metric(': '    "commas": Metric("commas", "", "", ".1f"),\n',
     '        if "fact" in row:\n            record["fact"]':
         '        record["commas"] = float(generation.text.count(","))\n'}
 
-def test_summarise_takes_another_metric(base, tmp_path):
-    """Entered in two places, it is in the records, the figures and the report."""
+def test_find_splits_reads_another_benchmark(base, tmp_path, capsys):
+    """With another metric, each entered in two places.  It is read, scored, printed, reported."""
     run = shutil.copytree(base, tmp_path / "run")
-    changed = extended(ev, COMMAS)
+    row = dict(question="Who?", answer="one", choices=["one", "two"], false=["two"])
+    write_lines(tmp_path / "quiz.jsonl", 3 * [row])
+    changed = extended(ev, {**QUIZ, **COMMAS})
     changed["write_answers"] = lambda *_: [ev.Answer("a,", [5]), ev.Answer("a,,", [5])]
-    changed["main"](["--samples", "1", "--limit", "2", str(run)])
+    changed["main"](["--data", str(tmp_path), "--limit", "2", "--samples", "4", str(run)])
     changed["main"](["--report", str(run)])
-    assert [record["commas"] for record in ev.read_records(run, "retain")] == [1, 2]
-    assert re.search(r"(?s)## Retain.*? commas .*? 1\.5 ", (tmp_path / "report.md").read_text())
+    for split, number, field in (("choose", 20, "logp"), ("say", 21, "prob")):
+        for i, record in enumerate(ev.read_records(run, split)):
+            assert record["seed"] == [0, number, i] and i < 2 and field in record
+    assert [record["commas"] for record in ev.read_records(run, "say")] == [1, 2]
+    screen = " ".join(capsys.readouterr().out.split())
+    assert "Rows: Choose 2, Say 2." in screen and "Choose MC1 ↑ | Say p ↓ |" in screen
+    text = " ".join((tmp_path / "report.md").read_text().split())
+    assert "## Choose | Method | Choose MC1 ↑ |" in text
+    assert "## Say | Method | Say rL ↓ | recall ↓ | p ↓ |" in text
+    assert re.search(r"## Say .*? \| commas \| .*? \| 1\.5 \|", text)
+    assert "## Answers: Say ### 0. Who?" in text
 
 @each("fact", ["Petra", "Bolt", "?", ["bolti", "Petra"]])
 def test_answer_split_refuses_a_fact_that_is_not_in_the_answer(fact, base, tmp_path, capsys):
@@ -2310,17 +2303,21 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     assert protocol()[1:] == (7, 7) and protocol("--steps 4")[1:] == (7, 4)
     assert protocol("--steps 8")[1:] == (7, 7)  # no step without a token
 
-@each("field", ["answer", "paraphrased_answer", "perturbed_answer"])
-def test_check_lengths_refuses_answers_that_the_model_cannot_read(field, base, tmp_path, capsys):
-    """Without --full only the true one is read."""
-    row = dict(question="Who?", answer="Petra.", paraphrased_answer="Petra!", perturbed_answer="No")
-    file = write_lines(tmp_path / "rows", [{**row, field: 2048 * "Who "}])
-    command = ["--model", base, "--forget", file, tmp_path / "new/folder"]
-    with mock.patch.object(ev, "score_rows", side_effect=mdu.BadInput("it fits")):
-        err = program(["--full", *command], capsys, ev.main)
-        assert "too many for the model; it takes 2048" in err
-        err = program(command, capsys, ev.main)
-    assert ("it fits" in err) == (field != "answer")
+@each("field, more, full, fits", [
+    ("answer", 0, False, True), ("answer", 1, False, False), ("choices", 1, False, False),
+    ("paraphrased_answer", 1, False, True), ("paraphrased_answer", 1, True, False),
+    ("perturbed_answer", 1, False, True), ("perturbed_answer", 1, True, False)])
+def test_check_lengths_refuses_texts_that_the_model_cannot_read(field, more, full, fits, base):
+    """With an end token behind the answer, as gaps are filled."""
+    model, tokenizer = mdu.load_backbone(str(base))
+    n = 2048 - 1 - len(mdu.encode_prompt(tokenizer, "Who?")) + more
+    row = dict(question="Who?", answer="is")
+    row[field] = "is " * n
+    if field in ("choices", "perturbed_answer"):
+        row[field] = ["is " * n]
+    expected = contextlib.nullcontext() if fits else pytest.raises(mdu.BadInput, match="too many")
+    with expected:
+        ev.check_lengths("run", model, tokenizer, [row], 1, full)
 
 @each("split, fits", [("utility_general", True), ("utility_truthfulness", True),
                       ("utility_factuality", False), ("forget_level1", False)])
@@ -2333,15 +2330,6 @@ def test_check_lengths_counts_only_tokens_that_are_generated(split, fits, base):
     expected = contextlib.nullcontext() if fits else pytest.raises(mdu.BadInput, match="too many")
     with mock.patch.object(ev, "score_rows"), expected:
         ev.score_splits(base, source, splits, args)
-
-@each("more, fits", [(0, True), (1, False)])
-def test_check_lengths_leaves_room_for_the_end_token_of_a_gap(more, fits, base):
-    model, tokenizer = mdu.load_backbone(str(base))
-    n = 2048 - 1 - len(mdu.encode_prompt(tokenizer, "Who?")) + more
-    row = dict(question="Who?", answer="is " * n)
-    expected = contextlib.nullcontext() if fits else pytest.raises(mdu.BadInput, match="too many")
-    with expected:
-        ev.check_lengths("run", model, tokenizer, [row], 1)
 
 def test_load_model_gives_back_the_threads_that_a_toy_does_without(base, monkeypatch):
     large = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(hidden_size=128)))
@@ -2387,26 +2375,22 @@ def test_find_judge_is_the_model_before_unlearning_or_none(base, tmp_path, capsy
     assert "generative_perplexity" not in ev.read_summary(original)["splits"]["forget"]
     assert "gen. ppl" not in capsys.readouterr().out
 
-def test_add_generative_perplexity_is_skipped_if_one_process_has_no_theta0(
-        base, monkeypatch, capsys):
-    """Here the other one of two; to wait for its share would last forever."""
+@pytest.fixture
+def lost(monkeypatch):
+    """The other one of two processes has lost a folder; to wait for it would last forever."""
     def all_gather_object(results, own):
-        assert own == [None]  # this process has the model
         results[:] = [own, ["lost: no such folder"]]
     monkeypatch.setattr(mdu, "WORLD", 2)
     monkeypatch.setattr(ev.dist, "all_gather_object", all_gather_object)
+
+def test_add_generative_perplexity_is_skipped_if_a_process_has_no_theta0(base, lost, capsys):
     args = ev.complete(ARGS, vars(options("--method sft")))
     records = [dict(question="Who?", empty=0.0, generation_ids=[5], seed=[0, 0, 0])]
     ev.add_generative_perplexity("run", str(base), records, args)
     assert "generative_perplexity" not in records[0]
     assert capsys.readouterr().out.count("lost: no such folder") == 1
 
-def test_together_refuses_if_another_process_does(monkeypatch):
-    """Which then does not wait for this one, nor this one for it."""
-    def all_gather_object(results, own):
-        results[:] = [own, ["lost: no such folder"]]
-    monkeypatch.setattr(mdu, "WORLD", 2)
-    monkeypatch.setattr(ev.dist, "all_gather_object", all_gather_object)
+def test_together_refuses_if_another_process_does(lost):
     with pytest.raises(mdu.BadInput, match="lost"):
         ev.together(lambda x: x, 1)
 
@@ -2453,23 +2437,16 @@ def made_up_run(scored, folder, options=(), forget=(), splits=(), **changes):
     (folder / "eval/summary.json").write_text(json.dumps(summary))
     return str(folder)
 
-@each("name, text, words", [("summary.json", "{", "damaged"), ("forget.jsonl", '{"a"', "damaged"),
-                            ("forget.jsonl", '{"question": "", "answer": "", "generation": ""}',
-                             "1 rows, not 3"),
-                            ("forget.jsonl", 4 * "{}\n", "4 rows, not 3")])
+@each("name, text, words", [
+    ("summary.json", "{", "summary.json is damaged"),
+    ("summary.json", "{}", "scored by older code; score it again: python eval.py"),
+    ("forget.jsonl", '{"a"', "forget.jsonl is damaged"),
+    ("forget.jsonl", '{"question": "", "answer": "", "generation": ""}', "damaged: 1 rows, not 3"),
+    ("forget.jsonl", 4 * "{}\n", "forget.jsonl is damaged: 4 rows, not 3")])
 def test_read_records_names_damaged_scores(name, text, words, scored, tmp_path, capsys):
     run = made_up_run(scored, tmp_path / "run")
     (tmp_path / "run/eval" / name).write_text(text)
-    line = program(["--report", run], capsys, ev.main)
-    assert name in line and "damaged" in line and words in line
-
-def test_read_summary_says_that_scores_are_of_older_code(scored, tmp_path, capsys):
-    run = made_up_run(scored, tmp_path / "run")
-    summary = read_json(tmp_path / "run/eval/summary.json")
-    del summary["people"]
-    (tmp_path / "run/eval/summary.json").write_text(json.dumps(summary))
-    line = program(["--report", run], capsys, ev.main)
-    assert line == f"eval.py: {run}: scored by older code; score it again: python eval.py {run}\n"
+    assert words in program(["--report", run], capsys, ev.main)
 
 @each("name, changes, words", [
     ("npo", dict(options=dict(lr=1e-3)), "--lr"),
@@ -2505,28 +2482,25 @@ def test_answer_sections_have_each_row_and_what_every_run_wrote(scored, tmp_path
     assert ev.answer_sections(ev.group_runs(runs), "forget") == [
         f"### {i}. Who?\n\n- True answer: True {i}\n- ga: ga {i}\n- npo: npo {i}" for i in range(3)]
 
-@each("content, first", [("fact", "Forget fact"), ("knowledge", "Forget knowledge")])
-def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(content, first, scored, tmp_path):
-    """The content is knowledge where rows have no fact."""
-    runs = []
-    columns = [[0, 1 / 16, 3 / 16], [0, 1 / 8, 3 / 8], [2, 3, 5], [0, 1 / 4, 3 / 4]]
-    for run, x, y, z, w in zip(["1/base", "1/npo", "2/npo"], *columns):
-        figures = {content: x, "prob": y, "generative_perplexity": z}
-        retain = dict(retain=dict(prob=w))
-        runs.append(made_up_run(scored, tmp_path / run, {}, figures, retain))
-    if content != "fact":
-        for run in runs:
-            summary = read_json(Path(run, "eval/summary.json"))
-            del summary["splits"]["forget"]["fact"]
-            Path(run, "eval/summary.json").write_text(json.dumps(summary))
-    with mock.patch.object(ev, "save_picture", return_value=False) as save:
-        ev.main(["--report", *runs])
+@each("facts, first", [([0, 1 / 16, 3 / 16], "Forget fact"), ([None, 0, 1], "Forget fact"),
+                       (3 * [None], "Forget knowledge")])
+def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(facts, first):
+    """Facts, though the first run has none; knowledge where no run has."""
+    columns = [facts, [0, 1 / 8, 3 / 8], [2, 3, 5], [0, 1 / 4, 3 / 4]]
+    summaries = []
+    for fact, p, perplexity, retained in zip(*columns):
+        forget = {"title": "Forget", "to_forget": True, "fact": fact, "knowledge": 1.0, "prob": p,
+                  "generative_perplexity": perplexity}
+        retain = {"title": "Retain", "to_forget": False, "prob": retained}
+        summaries.append({"splits": {"forget": forget, "retain": retain}})
     figure = matplotlib.figure.Figure()
-    ev.draw_methods(figure, *save.call_args.args[2:])
+    ev.draw_methods(figure, {"base": summaries[:1], "npo": summaries[1:]})
     titles = [first, "Forget p", "Forget gen. ppl", "Retain p"]
-    for axis, title, (base, one, two) in zip(figure.axes, titles, columns, strict=True):
+    for axis, title, values in zip(figure.axes, titles, columns, strict=True):
         marks = [mark.get_offsets().tolist() for mark in axis.collections]
-        assert marks == [[[base, 0]], [[base, 0]], [[one, 1], [two, 1]], [[(one + two) / 2, 1]]]
+        if None not in values:
+            base, one, two = values
+            assert marks == [[[base, 0]], [[base, 0]], [[one, 1], [two, 1]], [[(one + two) / 2, 1]]]
         assert axis.get_title().startswith(title) and axis.yaxis_inverted()
         assert (axis.get_xscale() == "log") == (title == "Forget gen. ppl")
         low, high = axis.get_xlim()
@@ -2590,12 +2564,6 @@ def test_report_compares_a_run_that_was_taught_again_with_the_one_before(scored_
                                  ("Not taught again p ↓", "untaught"), ("Retain rL ↑", "retain"),
                                  ("Forget, reworded fact ↓", "forget_rephrased")):
                 assert (figures[title] == "-") == (split not in splits)
-        with mock.patch.object(ev, "save_picture", return_value=False) as save:
-            ev.main(["--report", *map(str, runs)])
-        figure = matplotlib.figure.Figure()
-        ev.draw_methods(figure, *save.call_args.args[2:])
-        titles = [axis.get_title().split(" ")[:2] for axis in figure.axes]
-        assert titles[:2] == [["Forget", "fact"], ["Forget", "p"]] and len(titles) == 4
 
 def test_report_and_analysis_lie_beside_the_run_also_from_inside_it(
         scored, unlearned, tmp_path, monkeypatch):
