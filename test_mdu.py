@@ -2335,11 +2335,12 @@ def test_load_model_gives_back_the_threads_that_a_toy_does_without(base, monkeyp
     large = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(hidden_size=128)))
     set_to = mock.Mock()
     monkeypatch.setattr(torch, "set_num_threads", set_to)
+    monkeypatch.setattr(ev, "THREADS", 5)
     args = ev.complete(ARGS, vars(options("--method sft")))
     ev.load_model(str(base), args)
     monkeypatch.setattr(mdu, "load_backbone", lambda *_: (large, None))
     ev.load_model("large", args)
-    assert [call.args for call in set_to.mock_calls] == [(1,), (ev.THREADS,)]
+    assert [call.args for call in set_to.mock_calls] == [(1,), (5,)]
 
 def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
     """On all but empty answers."""
