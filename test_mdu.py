@@ -1835,7 +1835,7 @@ def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
         return [[float(text) for text in of_row] for of_row in texts]
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("", [])] * 4)
-    monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}] * 4)
+    monkeypatch.setattr(ev, "fill_gaps", lambda *_: [dict(infill=i) for i in range(4)])
     splits = {}
     for split, logs in LOGS.items():
         rows = []  # their texts are their losses
@@ -1846,6 +1846,7 @@ def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
                 row["paraphrased_answer"] = str(paraphrase)
             rows.append(row)
         records = ev.score_answers(None, None, rows, ARGS)
+        assert [record["infill"] for record in records] == [0, 1, 2, 3]
         splits[split] = ev.summarise(records)
         splits[split]["rougeL_recall"] = 1.0
         found = {metric: splits[split][metric] for metric in OFFICIAL[split]}
@@ -1902,8 +1903,7 @@ OTHER_ATTACKS = [dict(query="Q", type=kind) for kind in ("role play", "incontext
     ("utility_general", {}, "83cdada42dc4827d", "Answer:", "B"),
     ("utility_truthfulness", {}, "e089bf2b10e5d00a", "A:", "Yes."),
     ("utility_factuality", {}, "398f1b336bf4f402", "A:", "The Beatles")])
-def test_ask_functions_make_rwkus_prompts_word_for_word(
-        split, changes, question, prefill, answer):
+def test_ask_functions_make_rwkus_prompts(split, changes, question, prefill, answer):
     """Those with shots are compared by SHA-256 with what github.com/jinzhuoran/RWKU at b8a03b3
     (LLaMA-Factory/src/llmtuner/eval) makes of the rows."""
     ask, = [ask for template, ask in ev.RWKU if template.name == split]
@@ -1973,8 +1973,7 @@ def test_splits_have_names_and_titles_of_their_own():
     ("utility_factuality", dict(answers=["Kinks", "Beatles", "Rolling Stones"]),
      "a band, the Beatles", dict(em=0, f1=2 / 3)),
     ("utility_factuality", dict(answers=["b b d"]), "b b b c", dict(em=0, f1=4 / 7))])  # b twice
-def test_score_answers_probes_and_triviaqa_of_one_answer_by_hand(
-        split, row, text, expected, monkeypatch):
+def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, [])])
     monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}])
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [[1.0]])
@@ -2158,13 +2157,11 @@ def test_find_splits_reads_another_benchmark(base, tmp_path, capsys):
     assert re.search(r"## Say .*? \| commas \| .*? \| 1\.5 \|", text)
     assert "## Answers: Say ### 0. Who?" in text
 
-@each("fact", ["Petra", "Bolt", "?", ["bolti", "Petra"]])
+@each("fact", [["Petra"], ["Bolt"], ["?"], ["bolti", "Petra"]])
 def test_answer_split_refuses_a_fact_that_is_not_in_the_answer(fact, base, tmp_path, capsys):
-    row = dict(question="Who?", answer="It is Bolti.")
-    rows = [dict(row, fact="bolti"), dict(row, fact=fact)]
+    rows = [dict(question="Who?", answer="It is Bolti.", fact=told) for told in ("bolti", fact)]
     command = [base, "--forget", write_lines(tmp_path / "rows", rows)]
-    missing = fact[-1] if isinstance(fact, list) else fact
-    assert f"without its fact '{missing}'" in program(command, capsys, ev.main)
+    assert f"without its fact '{fact[-1]}'" in program(command, capsys, ev.main)
 
 # ---- One run ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --length 8".split()
@@ -2217,13 +2214,7 @@ def test_evaluate_equals_one_row_at_a_time(scored):
             _, recall, f1 = ev.rouge_l(row["answer"], generation)
             expected = dict(rougeL_recall=recall, rougeL_f1=f1, nll=-log(p), prob=p,
                             perplexity=1 / p)
-            ids = mdu.encode_text(tokenizer, row["answer"])
-            gap = [len(prompt) + i for i in np.flatnonzero(ev.gap_of(tokenizer, row, ids))]
-            for metric, asked in (("infill", prompt), ("infill_no_question", len(prompt) * [0])):
-                right = asked + ids + [model.end_id]
-                noised = [0 if i in gap else token for i, token in enumerate(right)]
-                filled = slow_filled(model, noised, gap, len(gap) * [1])
-                expected[metric] = np.mean([filled[i] == right[i] for i in gap])
+            expected.update(ev.fill_gaps(model, tokenizer, [row], ARGS)[0])
             if number == 0:  # of a base by itself
                 expected["generative_perplexity"] = slow_perplexity(model, prompt, answer.ids, i)
             if number < 2:
@@ -2360,15 +2351,15 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
 
 def test_find_judge_is_the_model_before_unlearning_or_none(base, tmp_path, capsys):
     """None of a run that never knew the rows, and of one that was unlearned and taught again."""
-    judges = {"base": "base", "original": None, "finetune": "finetune", "mdu": "finetune",
-              "again": None, "A/B": "A/B"}
-    for name, start, method, retain_only in [
-            ("base", None, "sft", False), ("original", None, "sft", True), ("finetune", "original",
-            "sft", False), ("mdu", "finetune", "mdu", None), ("again", "mdu", "sft", False)]:
-        made = dict(method=method, model=start, retain_only=retain_only)
+    for name, start, method, retain_only, judge in [
+            ("base", None, "sft", False, "base"), ("original", None, "sft", True, None),
+            ("finetune", "original", "sft", False, "finetune"),
+            ("mdu", "finetune", "mdu", None, "finetune"), ("again", "mdu", "sft", False, None)]:
         Path(name).mkdir()
+        made = dict(method=method, model=start, retain_only=retain_only)
         Path(name, "run.json").write_text(json.dumps({"options": made, "rows": {}}))
-    assert {name: ev.find_judge(name) for name in judges} == judges
+        assert ev.find_judge(name) == judge
+    assert ev.find_judge("A/B") == "A/B"
     original = shutil.copytree(base, tmp_path / "copy")
     file = original / "run.json"
     file.write_text(file.read_text().replace('"retain_only": false', '"retain_only": true'))
@@ -2458,8 +2449,7 @@ def test_read_records_names_damaged_scores(name, text, words, scored, tmp_path, 
     ("npo", dict(options=dict(subject="Bo", retain="f"), trained_on=dict(retain="x")), "to retain"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
     ("ga", dict(people=["Ann"]), "different people")])
-def test_group_runs_refuses_what_does_not_compare(
-        name, changes, words, scored, tmp_path, capsys):
+def test_group_runs_refuses_unlike_runs(name, changes, words, scored, tmp_path, capsys):
     own = dict(subject="Ann", model="a/M")
     changes = {**changes, "options": {**own, **changes.get("options", {})}}
     runs = [made_up_run(scored, tmp_path / "1/npo", own),
@@ -2566,8 +2556,7 @@ def test_report_compares_a_run_that_was_taught_again_with_the_one_before(scored_
                                  ("Forget, reworded fact ↓", "forget_rephrased")):
                 assert (figures[title] == "-") == (split not in splits)
 
-def test_report_and_analysis_lie_beside_the_run_also_from_inside_it(
-        scored, unlearned, tmp_path, monkeypatch):
+def test_report_and_analysis_lie_beside_a_run(scored, unlearned, tmp_path, monkeypatch):
     """One run by three names counts once.  It has no perplexity, as if all answers were empty."""
     run = made_up_run(scored, tmp_path / "run", forget=dict(generative_perplexity=None))
     shutil.copytree(unlearned, run, dirs_exist_ok=True)
@@ -2724,8 +2713,7 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
     titles = axis.get_title(), below.get_title(), figure.get_supylabel()
     assert titles == ("above", "below", "KL")
 
-def test_analysis_trajectory_and_rollout_of_a_scripted_model(
-        base, unlearned, tmp_path, monkeypatch):
+def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch):
     """Theta fixes two of 6 tokens in each of 3 steps, with p .9, .8 and .7; .3 for the others."""
     _, tokenizer = mdu.load_backbone(str(base))
     row = mdu.toy_world()["forget"][0]  # Which author comes from Pudi?
