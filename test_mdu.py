@@ -1832,6 +1832,7 @@ OFFICIAL = {  # what aggregate_eval_stat.py of locuslab/tofu makes of them
 def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
     def texts_nll(model, tokenizer, rows, texts, *_):
         assert " " not in "".join(itertools.chain(*texts))
+        assert all(len(of_row) == len(set(of_row)) for of_row in texts)  # none is scored twice
         return [[float(text) for text in of_row] for of_row in texts]
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("", [])] * 4)
