@@ -2303,7 +2303,7 @@ def test_check_lengths_refuses_texts_that_the_model_cannot_read(field, more, ful
     """With an end token behind the answer, as gaps are filled."""
     model, tokenizer = mdu.load_backbone(str(base))
     n = 2048 - 1 - len(mdu.encode_prompt(tokenizer, "Who?")) + more
-    row = dict(question="Who?", answer="is")
+    row = dict(question="Who?", answer="is", perturbed_answer=["is"])
     row[field] = "is " * n
     if field in ("choices", "perturbed_answer"):
         row[field] = ["is " * n]
