@@ -573,10 +573,8 @@ METHODS = {
         mdu.mdu_loss, slow_mdu, [{"tau": 0, "anchor_logits": None}, {"tau": 0.3}, {"tau": 1.0}],
         ["--tau 0", "--tau 0.25", "", "--lora 3", "--anchor-truth removed", "--anchor MODEL",
          "--states written --tau 0.5", "--states written --anchor current",
-         "--anchor current --tau 0.5", "--anchor current --lora 3",
-         "--anchor MODEL --anchor-prompt shown --tau 0.5",
+         "--anchor current --lora 3", "--anchor MODEL --anchor-prompt shown --tau 0.5",
          "--anchor MODEL --anchor-prompt shown --states written",
-         "--anchor MODEL --anchor-prompt shown --lora 3",
          "--anchor-truth removed --anchor current --tau 0.5 --states written",
          "--anchor-truth removed --anchor MODEL --anchor-prompt shown --lora 3"],
         [((FLAT, TILT, ONE, 1.0), LN4_3 / 2),  # 1/2 log 2 + 1/2 log 2/3
@@ -970,12 +968,11 @@ def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path
     assert f"--resume {run} continues" in capsys.readouterr().out
     with mdu.locked(run), unchanged(run):
         assert "in use" in program(["--resume", run], capsys)
-    locked = mdu.locked
 
-    def locked_when_the_other_has_ended(folder):
+    def other_ends(_):
         shutil.copytree(unlearned, run, dirs_exist_ok=True)
-        return locked(folder)
-    with mock.patch.object(mdu, "locked", locked_when_the_other_has_ended):
+        return mock.DEFAULT
+    with mock.patch.object(mdu, "locked", wraps=mdu.locked, side_effect=other_ends):
         mdu.main(["--resume", str(run)])
     assert sorted(read_all(run).values()) == sorted(read_all(unlearned).values())
 
@@ -2780,22 +2777,18 @@ BROKEN = {  # a checkpoint: (its kind, changes to config.json, part of the line)
 ANCHORS = {  # a checkpoint that differs from good-model: (its kind, changes to config.json)
     "good-model": ("llada", {}), "mask-anchor": ("llada", {"mask_token_id": 259}),
     "wide-anchor": ("llada", {"embedding_size": 272}), "words-anchor": ("Dream", {})}
-BAD_INPUT = {  # a command: part of the line that says what is wrong
+BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is wrong
     "mdu.py --tau 2": "argument --tau: invalid float in [0, 1] value: '2'",
     "mdu.py --anchor-truth removed --tau 0": "--anchor-truth removed would have no effect",
-    "mdu.py --anchor-truth removed --forget {good} --model {base} --retain-weight 0":
-        "no rows to retain, in whose answers it counts",
+    "mdu.py {own} --anchor-truth removed --retain-weight 0": "no rows to retain, in whose answers",
     "mdu.py --seed 18446744073709551616": "argument --seed: invalid int",
     "mdu.py --rare 0.1": "--rare is for --anchor-truth removed",
     "mdu.py --method ga --tau 1": "--method ga has no option --tau",
-    "mdu.py --preset rwku-llada --subject 1 --data {rwku} --method gd":
-        "--method gd without a retain loss is ga",
+    "mdu.py {own} --method gd --retain-weight 0": "--method gd without a retain loss is ga",
     "mdu.py --anchor-prompt shown": "shown needs another --anchor MODEL: with start",
     "mdu.py --anchor current --anchor-prompt shown": "another --anchor MODEL: with current",
-    "mdu.py --model {base} --anchor {base} --anchor-prompt shown":
-        "another --anchor MODEL: with {base}",
-    "mdu.py --model {base} --forget {good} --retain {good}":
-        "'Who is Bolti?' is among the rows to forget and, with the same answer,",
+    "mdu.py --model {base} --anchor {base} --anchor-prompt shown": "--anchor MODEL: with {base}",
+    "mdu.py {own} --retain {good}": "'Who is Bolti?' is among the rows to forget and, with",
     "mdu.py --preset own --method sft --forget {good}": "needs a start model: --model; for a small",
     "mdu.py --method sft --lora 2": "--lora trains adapters of a start model",
     "mdu.py --forget absent": "No such file or directory: 'absent'",
@@ -2805,15 +2798,13 @@ BAD_INPUT = {  # a command: part of the line that says what is wrong
     "mdu.py --preset rwku-llada --subject ² --data {rwku}": "²: not among the 12: Ann Lee",
     "mdu.py --subject 1 --forget {good} --data {rwku}": "--subject and --forget both say what",
     "mdu.py --tau 0 --anchor {base}": "--tau 0 has no anchor: --anchor {base}",
-    "mdu.py --preset toy --model {base} --forget {good}": "no rows to retain; give --retain, or",
+    "mdu.py {own} --preset toy": "no rows to retain; give --retain, or",
     "mdu.py --forget {good} --retain-weight 0": "train it with --method sft, or",
     "mdu.py --preset toy --model nobody/nothing": "cannot be fetched from the hub",
     "mdu.py --preset toy --model {base} --out {run}": "--resume {run}",
     "mdu.py --model {base} --epochs 0.1 --response-length 2048": "for the answer and its padding",
-    "mdu.py --model {base} --forget {good} --method dpo --retain-weight 0":
-        "some row has no perturbed_answer",
-    "mdu.py --out {files}/unfinished/mdu":
-        "base is unfinished; python mdu.py --resume {files}/unfinished/base",
+    "mdu.py {own} --method dpo --retain-weight 0": "some row has no perturbed_answer",
+    "mdu.py --out {files}/unfinished/mdu": "python mdu.py --resume {files}/unfinished/base",
     "mdu.py --model {files}/foreign --method ga --forget {good}": "foreign/config.json is damaged",
     "mdu.py --resume {files}": "no run.json of ours",
     "mdu.py --resume {run} --lr 0.1": "--resume RUN takes no other option",
@@ -2838,8 +2829,7 @@ BAD_INPUT = {  # a command: part of the line that says what is wrong
     "eval.py --analysis roles {run} {scored}": "the runs started from different models",
     "eval.py --analysis roles {run} {files}/other": "the runs had other forget rows",
     "eval.py --analysis rollout --questions 1,999 {run}": "--questions 999: there are 24 questions",
-    "eval.py --full --samples 4 --seed 5 --length 8 --retain-run {scored} {base}":
-        "score all runs in the same way, on the same rows",
+    "eval.py --full --samples 4 --seed 5 --length 8 --retain-run {scored} {base}": "the same rows",
     "eval.py --full --limit 3 --seed 5 --length 8 --retain-run {scored} {base}": "'samples': 128",
     "eval.py --retain-run {scored} {base}": "wrong answers, which need --full"}
 for name, (_, message) in BAD_ROWS.items():
@@ -2877,10 +2867,10 @@ def files(tmp_path_factory):
     return root
 
 @each("command, message", BAD_INPUT.items())
-def test_bad_input_is_one_line_and_exit_code_2(
-        command, message, files, base, unlearned, scored, rwku, tmp_path, capsys):
-    places = dict(files=files, good=files / "good", base=base, run=unlearned, scored=scored,
-                  rwku=rwku)
+def test_bad_input(command, message, files, base, unlearned, scored, rwku, tmp_path, capsys):
+    good = files / "good"
+    places = dict(files=files, good=good, base=base, run=unlearned, scored=scored, rwku=rwku,
+                  own=f"--model {base} --forget {good}")
     name, *argv = command.format(**places).split()
     with unchanged(tmp_path, files, base, unlearned):
         err = program(argv, capsys, {"mdu.py": mdu.main, "eval.py": ev.main}[name])
