@@ -2023,6 +2023,10 @@ def test_find_source_is_the_model_of_the_preset_or_of_model(base):
     assert found == [(mdu.DREAM, "tofu-dream", "locuslab/TOFU", 128),
                      (str(base), "rwku-qwen", "jinzhuoran/RWKU", 12), ("A/B", "own", None, 128)]
 
+def complete(typed, run="--method sft"):
+    """The options of one run, by what was typed for eval.py and for the run."""
+    return ev.complete(ev.parse([*typed.split(), "run"]), vars(options(run)))
+
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
         "short": "--method sft --limit 3",
         "person": "--preset rwku-llada --data {rwku} --subject 2 --limit 1"}
@@ -2040,39 +2044,38 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
     ("short", "--data toy", [("toy", 24), ("toy", 136), ("toy", 22), ("toy", 22)]),
     ("files", "", [("X", 2), ("Y", 2)]), ("files", "--limit 3", [("X", 3), ("Y", 3)]),
     ("files", "--forget {X} --retain {X}", [("X", 2), ("X", 4)]),
-    ("files", "--data {rwku} --limit 1", [(10, 1)] * 8),
-    ("files", "--data {rwku} --subject 3", [(1, 2)] * 8),
-    ("person", "", [(1, 2)] * 8), ("person", "--subject all --limit 1", [(10, 1)] * 8),
-    ("person", "--retain {X}", [(1, 2)] * 8 + [("X", 4)]),
+    ("files", "--data {rwku} --limit 1", [("ten", 1)] * 8),
+    ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
+    ("person", "", [(PEOPLE[1], 2)] * 8), ("person", "--subject all --limit 1", [("ten", 1)] * 8),
+    ("person", "--retain {X}", [(PEOPLE[1], 2)] * 8 + [("X", 4)]),
     ("person", "--data toy --limit 1", [("toy", 1)] * 4),
     ("person", "--data {tofu} --limit 1", [("tofu", 1)] * 4),
-    ("person", "--data {rwku} --limit 1", [(10, 1)] * 8)])
+    ("person", "--data {rwku} --limit 1", [("ten", 1)] * 8)])
 def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
-    """Where the rows of each split are from, or of how many people they are, and how many (of each
-    person): the run's own; --data alone decides; a file replaces the split of its name."""
+    """From where, or about whom, the rows of each split are, and how many (about each person): the
+    run's own; --data alone decides; a file replaces the split of its name."""
     places = {"tofu": tofu, "rwku": rwku}
     for name in "XY":
         rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(4)]
         places[name] = write_lines(tmp_path / name, rows)
-    run_options = vars(options(RUNS[run].format(**places)))
-    args = ev.complete(ev.parse([*typed.format(**places).split(), "run"]), run_options)
     found = []
+    args = complete(typed.format(**places), RUNS[run].format(**places))
     for split in ev.find_splits(args).values():
-        people = list(dict.fromkeys(row["subject"] for row in split.rows if "subject" in row))
-        word = split.rows[0]["question"].split()[0]
-        source = {"Q": "tofu", "X": "X", "Y": "Y"}.get(word, "toy")
-        if people:
-            assert people == PEOPLE[:10] or people == [PEOPLE[1 if run == "person" else 2]]
-            source = len(people)
+        people = list(dict.fromkeys(row.get("subject") for row in split.rows))
+        question = split.rows[0]["question"]
+        source = {"Q": "tofu", "X": "X", "Y": "Y"}.get(question.split()[0], "toy")
+        if people == PEOPLE[:10]:
+            source = "ten"
+        elif people != [None]:
+            source, = people
         elif source == "tofu":
-            assert ev.TOFU_CONFIGS[split.name] in split.rows[0]["question"]
-        found.append((source, len(split.rows) // max(1, len(people))))
+            assert ev.TOFU_CONFIGS[split.name] in question
+        found.append((source, len(split.rows) // len(people)))
     assert found == expected
 
-def prepared(run_options, *typed):
+def prepared(run, typed=""):
     """{split: questions} that are scored."""
-    args = ev.complete(ev.parse([*typed, "run"]), vars(run_options))
-    splits, *_ = ev.prepare(args)
+    splits, *_ = ev.prepare(complete(typed, run))
     return {split.name: [row["question"] for row in split.rows] for split in splits}
 
 def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp_path):
@@ -2081,25 +2084,22 @@ def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp
              "paraphrased_question": f"P{i}?"} for i in range(4)]
     del rows[1]["paraphrased_question"]
     file, same = [write_lines(tmp_path / name, rows) for name in ("rows", "same")]
-    plain = options(f"--model m --forget {file} --retain-weight 0")
+    plain = f"--model m --forget {file} --retain-weight 0"
     questions = [row["question"] for row in rows]
     assert prepared(plain) == {"forget": questions}
     reworded = {"forget": questions, "forget_rephrased": ["P0?", "P2?", "P3?"]}
     assert prepared(plain, "--full") == reworded
-    assert prepared(plain, "--full", "--limit", "2") == {
+    assert prepared(plain, "--full --limit 2") == {
         "forget": questions[:2], "forget_rephrased": ["P0?"]}
-    taught = options(f"--method sft --model m --limit 3 --forget {file}")
-    apart = {"taught": questions[:3], "untaught": questions[3:]}
+    again = ev.prepare(complete("--full", plain))[0][1].rows[0]
+    assert again == {**rows[0], "question": "P0?", "perturbed_answer": []}  # not scored again
+    taught = f"--method sft --model m --limit 3 --forget {file}"
     assert prepared(taught) == {"forget": questions[:3]}
-    for typed in (["--limit", "4"], ["--limit", "4", "--full"], ["--limit", "4", "--forget", file]):
-        assert prepared(taught, *typed) == apart
-    assert prepared(taught, "--limit", "4", "--forget", same) == {"forget": questions}
-    assert prepared(taught, "--data", "toy", "--limit", "4").keys() == mdu.toy_world().keys()
-    never = options(f"--method sft --retain-only --model m --limit 3 --forget {file}")
-    assert prepared(never, "--limit", "4") == {"forget": questions}
-    args = ev.complete(ev.parse(["--full", "run"]), vars(plain))
-    assert ev.prepare(args)[0][1].rows[0] == {
-        **rows[0], "question": "P0?", "perturbed_answer": []}  # they are not scored again
+    for typed in ("--limit 4", "--limit 4 --full", f"--limit 4 --forget {file}"):
+        assert prepared(taught, typed) == {"taught": questions[:3], "untaught": questions[3:]}
+    assert prepared(taught, f"--limit 4 --forget {same}") == {"forget": questions}
+    assert prepared(taught, "--data toy --limit 4").keys() == mdu.toy_world().keys()
+    assert prepared(f"{taught} --retain-only", "--limit 4") == {"forget": questions}
 
 QUIZ = {  # a benchmark that is added as eval.py says: text of eval.py: what is put before it
     "def is_rwku(": """
@@ -2262,10 +2262,8 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     """The rows; on RWKU, where they differ from person to person, their source and --limit."""
     files = [write_lines(tmp_path / name, [dict(question=f"{name}?", answer="a")] * 3)
              for name in "XY"]
-    run = vars(options(f"--model m --forget {files[0]} --response-length 7"))
-
     def protocol(typed=""):
-        args = ev.complete(ev.parse([*typed.split(), "run"]), run)
+        args = complete(typed, f"--model m --forget {files[0]} --response-length 7")
         found = ev.scoring_protocol(args, ev.find_splits(args))
         return found["rows"], found["length"], found["steps"]
     asked = protocol(f"--data {rwku} --subject 1 --limit 1")
