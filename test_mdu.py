@@ -1340,50 +1340,35 @@ def test_find_model_downloads_no_pickle_and_the_revision_that_is_asked_for(name,
     for file in [*wanted, "pytorch_model.bin", "x.pt"]:
         assert any(fnmatch.fnmatch(file, pattern) for pattern in patterns) == (file in wanted)
 
-@torch.no_grad()
 def test_load_backbone_equals_transformers_own_class(hub):
-    """Also in training, and with any token as padding on the right.  Dream's logits are of the
-    position before."""
-    lm = hub.model.train().lm  # without the attention_dropout of config.json
-    assert (lm.lm_head.weight is lm.model.embed_tokens.weight) == hub.tied
-    ids = torch.arange(9) * 37 % 264
-    real = torch.arange(9) < torch.tensor([[1], [2], [9]])
-    alone = []
-    for T in (1, 2, 9):
-        logits = hub.reference(ids[None, :T]).logits[0]
-        if hub.kind == "Dream":
-            logits = logits[[0, *range(T - 1)]]
-        alone.append(logits)
-    assert not torch.allclose(alone[0][0], alone[2][0])  # the first token sees later ones
-    assert_close(hub.model(torch.where(real, ids, 77), real, real), torch.cat(alone), 2e-5)
-    positions = torch.arange(9)[None] % 3 == 0
-    assert_close(hub.model(ids[None], ids[None] >= 0, positions), alone[-1][::3], 2e-5)
-    hub.model.eval()
-
-def test_load_backbone_trains_every_weight(hub):
-    """With the gradients of transformers' own class, a row at a time.  The padding token is one to
-    read and to predict."""
-    model, pad = hub.model, hub.model.pad_id
+    """A loss and its gradients, in training, where config.json wants dropout, a row at a time.  The
+    padding token is one to read and to predict; Dream's logits are of the position before."""
+    model, pad = hub.model.train(), hub.model.pad_id
+    assert (model.lm.lm_head.weight is model.lm.model.embed_tokens.weight) == hub.tied
     draws = [mdu.Draw([3, 5], [7, pad, 9, pad, pad], 5, [False] * 5, 0.5,
                       np.float32([0, 1, 1, 0, 1])),
              mdu.Draw([4], [6, pad], 2, [False] * 2, 0.8, np.float32([1, 0]))]
     trained = dict(model.lm.named_parameters())
-    loss = mdu.batch_nll(model, mdu.make_batch(model, draws)).sum()
-    grads = torch.autograd.grad(loss, trained.values())
-    expected = 0
+    losses = mdu.batch_nll(model, mdu.make_batch(model, draws))
+    grads = torch.autograd.grad(losses.sum(), trained.values())
+    expected = []
     for draw in draws:
         masked = slow_masked(draw, "sft")
         noised = [model.mask_id if i in masked else token for i, token in enumerate(draw.answer)]
         logits = hub.reference(torch.tensor([draw.prompt + noised])).logits[0]
-        for i in masked:
-            position = len(draw.prompt) + i - model.shift
-            expected = expected + slow_nll(logits[position], draw.answer[i]) / draw.t
-    slow_grads = torch.autograd.grad(expected, hub.reference.parameters())
+        start = len(draw.prompt) - model.shift
+        nll = [slow_nll(logits[start + i], draw.answer[i]) for i in masked]
+        expected.append(sum(nll) / draw.t)
+    assert_close(losses, torch.stack(expected), 1e-5)
+    slow_grads = torch.autograd.grad(sum(expected), hub.reference.parameters())
     for name, grad, slow_grad in zip(trained, grads, slow_grads, strict=True):
         largest = slow_grad.abs().max().item()
         torch.testing.assert_close(grad, slow_grad, rtol=0, atol=1e-4 * largest, msg=name)
     embedding = grads[list(trained).index("model.embed_tokens.weight")]
     assert embedding[[3, 5, pad, 9, model.mask_id]].any(1).all()
+    alone, followed = [hub.reference(torch.tensor([ids])).logits[0, 0] for ids in ([3], [3, 5])]
+    assert not torch.allclose(alone, followed)  # the first token sees the second
+    model.eval()
 
 def test_load_backbone_shows_a_bug_of_ours_as_one(files):
     with mock.patch.object(mdu, "native_config", side_effect=KeyError("a bug")):
