@@ -755,18 +755,18 @@ def test_draw_example_draws_t_uniformly_and_one_other_answer_for_dpo():
 @each("longest", [1, 12])
 def test_draw_example_pads_answers_to_random_lengths_but_not_to_forget(longest):
     forget, retain = draw(f"--batch-size 5 --response-length {longest}", range(100))
-    assert all(len(row.answer) == 3 + (row.prompt[0] - 30) % 5 for row in forget)
-    lengths = [set() for _ in range(6)]
+    assert all(len(row.answer) == own_length(row) for row in forget)
+    lengths = {n: set() for n in range(3, 8)}
     for row in retain:
+        n = own_length(row)
         if MASK in row.prompt:  # an example whose prompt is never shown
             assert row.prompt == [MASK] * 3 and row.answer == [6, 7, 8, 1]
-            continue
-        lengths[row.prompt[0] - 50].add(len(row.answer))
-        n = 3 + (row.prompt[0] - 50) % 5
+        else:
+            lengths[n].add(len(row.answer))
         assert row.length == n and set(row.answer[n:]) <= {PAD}  # after the end token
         assert row.is_rare == [True] * n + [False] * (len(row.answer) - n)
         assert len(row.uniform) == len(row.answer)
-    assert lengths[:4] == [set(range(n, max(longest, n) + 1)) for n in (3, 4, 5, 6)]
+    assert lengths == {n: set(range(n, max(longest, n) + 1)) for n in lengths}
     assert len(retain) > sum(MASK not in row.prompt for row in retain) > 400
     train, _ = draw(f"--method sft --batch-size 5 --response-length {longest}", range(100))
     assert {len(row.answer) for row in train} == set(range(3, max(longest, 7) + 1))
@@ -1115,7 +1115,10 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     ("--lora 8 --lr 0.3 --tau 0.5", dict(lr=0.3, out="out/toy/mdu-tau0.5")),
     ("--preset own --out {base}/../other", dict(response_length=12, model="{base}")),
     ("--model {base}", dict(preset="toy", response_length=12)),
-    ("--model a/b --out .", dict(model="a/b", out=".")),
+    # Paths that exist are made absolute, so that a run can be resumed from anywhere.
+    ("--model a/b --anchor c/d --out .", dict(model="a/b", anchor="c/d", out=".")),
+    ("--model . --anchor . --data .", dict(model="{here}", anchor="{here}", data="{here}")),
+    ("--model x --forget . --retain .", dict(forget="{here}", retain="{here}")),
     ("--model {base} --preset own", dict(preset="own", response_length=12, lr=1e-5)),
     ("--out {here}/x/run", dict(model="{here}/x/base")),
     ("--preset toy --forget f.jsonl --method sft", dict(response_length=None)),
@@ -1148,15 +1151,6 @@ def test_fit_response_length_takes_the_longest_answer_if_none_is_given():
         assert vars(mdu.fit_response_length(args, examples)) == {
             **before, "response_length": fitted}
         assert vars(args) == before  # nothing is filled in
-
-def test_parse_makes_paths_absolute(tmp_path):
-    """So that a run can be resumed from anywhere.  Names on the hub stay as they are."""
-    names = ["model", "anchor", "data", "forget", "retain"]
-    for name in names:
-        Path(name).touch()
-    args = options(" ".join(f"--{name} {name}" for name in names))
-    assert [getattr(args, name) for name in names] == [f"{tmp_path}/{name}" for name in names]
-    assert options("--model a/b --anchor c/d").anchor == "c/d"
 
 def test_parse_explains_every_option_in_its_help(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
@@ -2184,8 +2178,6 @@ def test_evaluate_equals_one_row_at_a_time(scored):
             expected = dict(rougeL_recall=recall, rougeL_f1=f1, nll=-log(p), prob=p,
                             perplexity=1 / p)
             expected.update(ev.fill_gaps(model, tokenizer, [row], ARGS)[0])
-            if number == 0:  # of a base by itself
-                expected["generative_perplexity"] = slow_perplexity(model, prompt, answer.ids, i)
             if number < 2:
                 expected["nll_right"] = losses(row["paraphrased_answer"]).mean()
             assert {name: record[name] for name in expected} == approx(expected, rel=1e-4)
@@ -2511,17 +2503,18 @@ def test_report_compares_a_run_that_was_taught_again_with_the_one_before(scored_
     (again / "run.json").write_text(json.dumps(info))
     ev.main([str(again), *FLAGS[1:]])
     assert re.search(r"again \| Not taught again \| p \S+ \| fact", capsys.readouterr().out)
+    shown = {"forget": "Forget rL ↓", "taught": "Taught again p ↓",
+             "untaught": "Not taught again p ↓", "retain": "Retain rL ↑",
+             "forget_rephrased": "Forget, reworded fact ↓"}
     for runs in ([scored_copy, again], [again, scored_copy]):
         ev.main(["--report", *map(str, runs)])
         table = capsys.readouterr().out.split("\n\n")[-2].splitlines()
-        cells = {line.split()[1]: re.split(r" *\| *", line)[1:-1] for line in table}
-        for name, run in (("run", scored_copy), ("again", again)):
-            figures = dict(zip(cells["Method"], cells[name]))
-            splits = ev.read_summary(run)["splits"]
-            for title, split in (("Forget rL ↓", "forget"), ("Taught again p ↓", "taught"),
-                                 ("Not taught again p ↓", "untaught"), ("Retain rL ↑", "retain"),
-                                 ("Forget, reworded fact ↓", "forget_rephrased")):
-                assert (figures[title] == "-") == (split not in splits)
+        header, _, *rows = [re.split(r" *\| *", line)[1:-1] for line in table]
+        for run, row in zip(runs, rows, strict=True):
+            figures = dict(zip(header, row))
+            scored_splits = ev.read_summary(run)["splits"]
+            for split, title in shown.items():
+                assert (figures[title] == "-") == (split not in scored_splits)
 
 def test_report_and_analysis_lie_beside_a_run(scored, unlearned, tmp_path, monkeypatch):
     """One run by three names counts once.  It has no perplexity, as if all answers were empty."""
