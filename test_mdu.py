@@ -1190,6 +1190,7 @@ def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
     for data in ("toy", tofu):  # which have rows of their own
         args = options(f"--model m --data {data} --limit 2")
         own = mdu.load_data(args)["forget"]
+        assert len(own) == 2
         args.retain = files["retain"]
         taken = mdu.load_data(args)
         assert (taken["forget"], taken["retain"]) == (own, splits["retain"])
@@ -1197,8 +1198,6 @@ def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
 def test_load_data_unlearns_tofu_with_retain90(tofu):
     splits = mdu.load_data(options(f"--model x/y --data {tofu}"))
     assert [row["question"] for row in splits["retain"]] == [f"Q retain90 {i}?" for i in range(24)]
-    limited = mdu.load_data(options(f"--model x/y --data {tofu} --limit 3"))
-    assert limited == {split: rows[:3] for split, rows in splits.items()}
     assert len(splits["forget"]) == 8 and splits["forget"][1] == {
         "question": "Q forget10_perturbed 1?", "answer": "A 1.", "paraphrased_answer": "D 1.",
         "perturbed_answer": ["B 1.", "C 1."]}
@@ -2181,15 +2180,20 @@ def test_evaluate_equals_one_row_at_a_time(scored):
     assert summary["run"] == {"model_utility": ev.model_utility(summary["splits"])}
 
 def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
-    """By Ctrl-C, or by a full disk while files are written.  The user's own files stay, too."""
+    """By Ctrl-C while it is locked, or by a full disk.  The user's own files stay, too."""
     folder = scored_copy / "eval"
+
+    def stop(*_):
+        with pytest.raises(mdu.BadInput), mdu.locked(scored_copy):
+            pass
+        raise KeyboardInterrupt
     (folder / "notes.jsonl").touch()
     summary = read_json(folder / "summary.json")
     summary["splits"]["utility_general"] = {}  # of an earlier scoring on other data
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / "utility_general.jsonl").touch()
     before = read_all(folder)
-    with unchanged(scored_copy), mock.patch.object(ev, "score_rows", side_effect=KeyboardInterrupt):
+    with unchanged(scored_copy), mock.patch.object(ev, "score_rows", stop):
         assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
     with unchanged(scored_copy), largest_file(max(map(len, before.values())) - 99):
         assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
@@ -2200,19 +2204,10 @@ def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
     assert read_all(folder).keys() == before.keys() - {folder / "utility_general.jsonl"}
 
-def test_evaluate_is_of_one_program_at_a_time(scored_copy, capsys):
-    """The folder is locked before anything in it is looked at, and while it is scored."""
-    (scored_copy / "config.json").rename(scored_copy / "x")  # as if it were still trained
+def test_evaluate_locks_the_folder_before_it_looks_at_anything_in_it(scored_copy, capsys):
+    (scored_copy / "config.json").unlink()  # as if it were still trained
     with mdu.locked(scored_copy), unchanged(scored_copy):
         assert "in use" in program([scored_copy, *FLAGS], capsys, ev.main)
-    (scored_copy / "x").rename(scored_copy / "config.json")
-
-    def score_rows(*_):
-        with pytest.raises(mdu.BadInput), mdu.locked(scored_copy):
-            pass
-        raise mdu.BadInput("was locked")
-    with mock.patch.object(ev, "score_rows", score_rows):
-        assert "was locked" in program([scored_copy, *FLAGS], capsys, ev.main)
 
 def test_evaluate_refuses_a_folder_in_which_it_cannot_write(scored_copy, capsys):
     shutil.rmtree(scored_copy / "eval")
