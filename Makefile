@@ -65,7 +65,7 @@ pretrained: install  ## unlearn facts that were learnt without their questions, 
 pretrained-%:
 	@set -e; $(TRAIN); out=out/pretrained/$*; \
 	sft --retain-only --prompt-dropout 0.5 --out $$out/original; \
-	sft --preset toy --model $$out/original --prompt-dropout 0.5 --forget out/pretrained/forget.jsonl --retain out/pretrained/retain.jsonl --out $$out/finetune; \
+	sft --preset toy --model $$out/original --prompt-dropout 0.5 --epochs 170 --forget out/pretrained/forget.jsonl --retain out/pretrained/retain.jsonl --out $$out/finetune; \
 	to=$$out; unlearn default-with-retain; $(TRAIN_WITHOUT_RETAIN); \
 	$(PYTHON) eval.py --data toy $(SCORE) $$out/finetune $$out/default-with-retain $$out/without-retain/*/
 FORGET_ROWS = $(shell cat "$(FORGET)" 2>/dev/null | grep -c '[^[:space:]]')
