@@ -1253,9 +1253,9 @@ def test_read_people_of_rwku(subject, name, folder, method, rwku, monkeypatch):
 # ---- Token ids ----
 def test_words_and_digits(hub):
     is_word, has_digit = mdu.words_and_digits(hub.model, hub.tokenizer)
-    digits, word_tokens = [[hub.tokenizer.decode([i]) for i in found.nonzero()[:, 0].tolist()]
-                           for found in (has_digit, is_word)]
-    assert digits == list("0123456789") and len(is_word) == len(has_digit) == 264
+    texts = np.array(hub.tokenizer.batch_decode([[i] for i in range(264)]))
+    word_tokens = texts[is_word]
+    assert texts[has_digit].tolist() == list("0123456789")
     assert {"a", "Z", "7"} < set(word_tokens)
     assert not {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:5]} & set(word_tokens)
     assert is_word[mdu.encode_text(hub.tokenizer, "é東")].all()  # bytes, each part of a letter
@@ -1393,22 +1393,20 @@ def test_load_model_and_load_references_in_bfloat16(hub, tofu, tmp_path, monkeyp
         assert_close(predictor.lm.model.rotary_emb.inv_freq, frequencies, 1e-6)
 
 # ---- LoRA and processes ----
-def test_add_adapters_starts_at_zero():
+def test_add_adapters_starts_at_zero_and_shard_leaves_frozen_weights_whole():
     plain, model = tiny_llama(0).bfloat16(), tiny_llama(0).bfloat16()
     mdu.add_adapters(model, 4, seed=1)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert len(trained) == 28 and {p.dtype for p in trained} == {torch.float32}
-    drawn = torch.cat([A.flatten() * A.shape[1] ** 0.5 for A in trained[::2]])
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 28 and {p.dtype for p in trained.values()} == {torch.float32}
+    drawn = [p.flatten() * p.shape[1] ** 0.5 for name, p in trained.items() if name[-1] == "A"]
+    drawn = torch.cat(drawn)
     assert abs(drawn.mean()) < 0.1 and abs(drawn.std() - 1) < 0.1  # A ~ N(0, 1/in)
     ids = torch.arange(2, 22).view(2, 10)
-    assert torch.equal(model(ids, ids > 0, ids > 0), plain(ids, ids > 0, ids > 0))
-
-def test_shard_splits_what_is_trained_and_leaves_frozen_weights_whole():
-    model = tiny_llama(0).float()
-    mdu.add_adapters(model, 2, seed=1)
+    everywhere = ids > 0
+    assert torch.equal(model(ids, everywhere, everywhere), plain(ids, everywhere, everywhere))
     mdu.shard(model, torch.float32, torch.bfloat16)
     sharded = {name for name, p in model.named_parameters() if isinstance(p, mdu.DTensor)}
-    assert sharded == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert sharded == trained.keys()
 
 # ---- The run's folder ----
 STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 2 --lr 1e-4"
@@ -1816,8 +1814,8 @@ def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
     assert ev.model_utility(splits) is None
 
 @each("right, wrong, forget, other, options", [
-    (1.0, [1.0 + log(2), 1.0 + log(8)], 1 / 4, 3 / 4, 1 / (1 + 1 / 2 + 1 / 8)),
-    (log(4), [0.0], 1 / 4, 0, 1 / 5), (0.0, [1e4], 0, 1, 1), (1e4, [0.0], 0, 0, 0)])
+    (LN2, [2 * LN2, 4 * LN2], 0.25, 0.75, 8 / 13), (2 * LN2, [0.0], 0.25, 0, 0.2),
+    (0.0, [1e4], 0, 1, 1), (1e4, [0.0], 0, 0, 0)])
 def test_compare_wrong_answers_by_hand(right, wrong, forget, other, options):
     """R is 1/4, 4, nearly 0 and nearly infinite.  A paraphrase stands before the wrong answers."""
     for to_forget, expected in ((True, forget), (False, other)):
@@ -1976,9 +1974,9 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     assert math.isnan(ev.forget_quality(records, [{"log_ratio": 1.0}]))
     forget = {"title": "Forget", "to_forget": True, "prob": math.nan, "perplexity_mean": 1e50}
     summaries = [{"splits": {"forget": forget}}]
-    table = ev.figures_table({"run": summaries}, [
-        ("forget", "prob"), ("forget", "perplexity_mean"), ("forget", "fact")])
-    assert table.split("\n")[-1].split() == "| run | - | 1e+50 |".split()
+    columns = [("forget", "prob"), ("forget", "perplexity_mean"), ("forget", "fact")]
+    table = ev.figures_table({"run": summaries}, columns)
+    assert re.search(r"\n\| run +\| - +\| 1e\+50 +\|$", table)
     monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
     monkeypatch.setattr(mdu, "encode_prompt", lambda *_: [4])
     for score, metric in ((ev.score_truthfulqa, "mc1"), (ev.score_mmlu, "accuracy")):
@@ -2415,11 +2413,11 @@ def test_answer_sections_have_each_row_and_what_every_run_wrote(scored, tmp_path
     assert ev.answer_sections(ev.group_runs(runs), "forget") == [
         f"### {i}. Who?\n\n- True answer: True {i}\n- ga: ga {i}\n- npo: npo {i}" for i in range(3)]
 
-@each("facts, first", [([0, 1 / 16, 3 / 16], "Forget fact"), ([None, 0, 1], "Forget fact"),
+@each("facts, first", [([0, 0.25, 0.75], "Forget fact"), ([None, 0, 1], "Forget fact"),
                        (3 * [None], "Forget knowledge")])
 def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(facts, first):
     """Facts, though the first run has none; knowledge where no run has."""
-    columns = [facts, [0, 1 / 8, 3 / 8], [2, 3, 5], [0, 1 / 4, 3 / 4]]
+    columns = [facts, [0, 0.125, 0.375], [2, 3, 5], [0, 0.5, 1]]
     summaries = []
     for fact, p, perplexity, retained in zip(*columns):
         forget = {"title": "Forget", "to_forget": True, "fact": fact, "knowledge": 1.0, "prob": p,
