@@ -72,7 +72,7 @@ FORGET_ROWS = $(shell cat "$(FORGET)" 2>/dev/null | grep -c '[^[:space:]]')
 RETAIN_ROWS = $(shell cat "$(RETAIN)" 2>/dev/null | grep -c '[^[:space:]]')
 # 300 epochs; of few rows more, for as many steps as with 40
 EPOCHS = $(shell n=$$(($(FORGET_ROWS) + $(RETAIN_ROWS))); echo $$((n < 40 ? 12000 / n : 300)))
-QUARTER = $(shell echo $$((($(FORGET_ROWS) + 3) / 4)))
+SIXTH = $(shell echo $$((($(FORGET_ROWS) + 5) / 6)))
 ORIGINAL := yes
 ANCHOR = $(if $(filter no,$(ORIGINAL)),--anchor-truth removed,--anchor out/rehearsal/original --anchor-prompt shown) --prompt-dropout 0.5
 ROWS := --forget "$(FORGET)" --retain "$(RETAIN)" --seed $(SEED)
@@ -86,8 +86,8 @@ rehearsal: rows install  ## FORGET=forget.jsonl RETAIN=retain.jsonl: your own ro
 	$(PYTHON) mdu.py --method sft --model out/rehearsal/original --prompt-dropout 0.3 --lr 3e-3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/finetune
 	$(PYTHON) mdu.py --model out/rehearsal/finetune $(ANCHOR) --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/mdu
 	$(PYTHON) eval.py --full $(SCORE) out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original
-	$(PYTHON) mdu.py $(AGAIN) --limit $(QUARTER) --model out/rehearsal/mdu $(ROWS) --out out/rehearsal/taught-again/mdu
-	$(PYTHON) mdu.py $(AGAIN) --limit $(QUARTER) --model out/rehearsal/original $(ROWS) --out out/rehearsal/taught-again/original
+	$(PYTHON) mdu.py $(AGAIN) --limit $(SIXTH) --model out/rehearsal/mdu $(ROWS) --out out/rehearsal/taught-again/mdu
+	$(PYTHON) mdu.py $(AGAIN) --limit $(SIXTH) --model out/rehearsal/original $(ROWS) --out out/rehearsal/taught-again/original
 	$(PYTHON) eval.py $(SCORE) --limit $(FORGET_ROWS) out/rehearsal/taught-again/mdu out/rehearsal/taught-again/original
 	$(PYTHON) eval.py --report out/rehearsal/taught-again/mdu out/rehearsal/taught-again/original
 	$(PYTHON) eval.py --report out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original

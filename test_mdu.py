@@ -2839,15 +2839,76 @@ README = (PROJECT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (PROJECT / "Makefile").read_text(encoding="utf-8")
 PARSERS = {"mdu": mdu.parse, "eval": ev.parse}
 
-def test_commands_of_the_readme_parse(monkeypatch):
-    monkeypatch.setattr(mdu, "read_run", lambda folder: {"options": {}})  # for --resume
-    readme = README.replace("\\\n", " ")
-    code = re.findall(r"(?m)^ {4}.*$", readme) + re.findall(r"(?ms)^```\w*$(.*?)^```$", readme)
-    command = r"(?:python|torchrun)\b[^;&|#\n]*?\b(mdu|eval)\.py\b([^;&|#\n]*)"
-    found = re.findall(command, "\n".join(code))
-    for name, typed in found:
-        PARSERS[name](shlex.split(re.sub(r"\$\w+", "1", typed)))  # $n of a loop
-    assert {name for name, _ in found} == {"mdu", "eval"}
+PAGES = [README, (PROJECT / ".github/RESULTS.md").read_text(encoding="utf-8")]
+
+def typed_commands(page, folder):
+    """The words of every command in a page's code blocks, with loops and variables written out:
+    bash runs the blocks, and the programs are functions that print their words."""
+    blocks = re.findall(r"(?ms)^```bash\n(.*?)^```$", page)
+    unfenced = re.sub(r"(?ms)^```.*?^```$", "", page)
+    for block in re.findall(r"(?m)(?:^ {4}.+\n)+", unfenced):
+        if re.search(r"(?m)^ {4}(python|torchrun|make)\b", block):
+            blocks.append(block)
+    script = "set -eu\n"
+    for name in ("python", "torchrun", "make", "rm", "."):
+        script += f"function {name} {{ printf '%s\\0' {name} \"$@\"; echo; }}\n"
+    command = [shutil.which("bash"), "-c", script + "\n".join(blocks)]
+    done = subprocess.run(
+        command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True, env={"PATH": ""})
+    return [line.split("\0")[:-1] for line in done.stdout.splitlines()]
+
+def parse_command(words):
+    """Give a typed command to its program's parser."""
+    program, *typed = words
+    if program == "make":
+        for word in typed:
+            assert "=" in word or re.search(rf"(?m)^{word}:", MAKEFILE), words
+    elif program in ("python", "torchrun"):
+        file = [word for word in typed if word.endswith(".py")][0]
+        PARSERS[file.removesuffix(".py")](typed[typed.index(file) + 1:])
+
+def test_typed_commands_writes_out_loops_and_variables(tmp_path):
+    page = """A sentence, `python mdu.py --bad`.
+
+    {"question": "no command"}
+
+```bash
+for n in 1 "2 3"; do
+    run="out/$n"   # --not typed
+    torchrun --nproc_per_node=4 mdu.py --tau $n \\
+        --out "$run" && rm "$run"/*.x
+done
+```
+
+    make demo    # a comment
+"""
+    assert typed_commands(page, tmp_path) == [
+        "torchrun --nproc_per_node=4 mdu.py --tau 1 --out out/1".split(), ["rm", "out/1/*.x"],
+        [*"torchrun --nproc_per_node=4 mdu.py --tau 2 3 --out".split(), "out/2 3"],
+        ["rm", "out/2 3/*.x"], ["make", "demo"]]
+
+def test_parse_takes_every_command_that_the_pages_have(tmp_path):
+    for page in PAGES:
+        commands = typed_commands(page, tmp_path)
+        assert len(commands) > 5
+        for words in commands:
+            parse_command(words)
+
+@each("words", ["make nothing", "python mdu.py --nothing", "torchrun mdu.py --tau 2",
+                "python eval.py --brief RUN", "python eval.py --report"])
+def test_parse_command_fails_at_what_cannot_be_typed(words):
+    with pytest.raises((AssertionError, mdu.BadInput)):
+        parse_command(words.split())
+
+def test_pages_name_no_option_that_does_not_exist(capsys):
+    """In sentences and tables, too."""
+    options = {"--nproc_per_node"}  # torchrun's
+    for module in (mdu, ev):
+        with pytest.raises(SystemExit):
+            module.main(["--help"])
+        options.update(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    for page in PAGES:
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", page)) <= options
 
 needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 
@@ -2891,22 +2952,31 @@ def test_make_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
         assert make(tmp_path, "rehearsal", "PYTHON=false").returncode == 2
         assert (tmp_path / "out/rehearsal.old/model").read_text() == "good"
 
-def test_mdu_loss_can_be_copied_from_the_readme_with_a_step_that_calls_it():
-    code, step = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
-    assert code == inspect.getsource(mdu.mdu_loss)
-    args = options("--batch-size 4 --response-length 1 --retain-weight 0.7")
+def test_step_of_the_readme_has_the_gradient_of_backward(monkeypatch):
+    """With rows whose answers have end padding, of random length."""
+    [step] = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
+    args = options("--batch-size 4 --response-length 12 --retain-weight 0.7 --seed 2")
     model, anchor = tiny_llama(0), tiny_llama(1)
     model.pad_id = 63  # which no text has here
     forget, retain = mdu.draw_step(args, make_examples(), "forget", 0, model)
-    batch, kept = mdu.make_batch(model, forget, at_least_one=True), mdu.make_batch(model, retain)
-    prompt_masked = mdu.mask_prompt(batch.noised, batch.response, batch.attention_mask, 0)
+    batch, kept = mdu.make_batch(model, forget), mdu.make_batch(model, retain)
+    assert batch.masked.any(1).all()  # else backward masks one token
+    assert (kept.length < kept.response.sum(1)).any()
+    numbers = []  # that the step draws: of t, and of each token
+    for rows, drawn in [(forget, batch), (retain, kept)]:
+        uniform = torch.ones(drawn.ids.shape)
+        uniform[drawn.response] = torch.tensor([u for row in rows for u in row.uniform])
+        numbers += [(drawn.t[:, None] - 0.001) / 0.999, uniform]
     scope = dict(
-        torch=torch, F=F, math=math, model=lambda ids: model.lm(ids, ids != 63).logits,
-        anchor=lambda ids: anchor.lm(ids, ids != 63).logits, noised=batch.noised,
-        masked=batch.masked, anchor_noised=prompt_masked, retain_noised=kept.noised,
-        retain_masked=kept.masked, retain_ids=kept.ids, t=kept.t, n=kept.response.sum(1),
-        retain_weight=0.7)
-    exec(code + step, scope)
+        torch=torch, F=F, mdu_loss=mdu.mdu_loss, mask_id=model.mask_id, retain_weight=0.7,
+        model=lambda ids, real: model.lm(ids, real.long()).logits,
+        anchor=lambda ids, real: anchor.lm(ids, real.long()).logits,
+        ids=batch.ids, answer=batch.response, real=batch.attention_mask, retain_ids=kept.ids,
+        retain_answer=kept.response, retain_real=kept.attention_mask,
+        n=torch.tensor([len(row.answer) - row.answer.count(63) for row in retain]))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "rand", lambda *size: numbers.pop(0))
+        exec(step, scope)
     found = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     losses = mdu.backward(args, model, mdu.References(None, anchor), forget, retain)
