@@ -176,8 +176,7 @@ class FakeModel(torch.nn.Module):
         return logits
 
 def tiny_llama(seed, likely=range(64)):
-    """A random bidirectional Llama of 64 tokens, in float64: sums in any order agree to 1e-10.
-    Its likeliest tokens are among `likely`, mostly."""
+    """A random bidirectional Llama of 64 tokens, in float64, which mostly writes `likely` ones."""
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=2, initializer_range=0.4, is_causal=False)
@@ -238,10 +237,8 @@ def slow_dpo(nll_win, nll_win_ref, nll_lose, nll_lose_ref, beta):
     return -(1 / (1 + (-beta * (win - lose)).exp())).log()
 
 def slow_sampler(model, prompt, counts):
-    n = sum(counts)
-    ids = slow_filled(model, prompt + [model.mask_id] * n, range(len(prompt), len(prompt) + n),
-                      counts)
-    return ids[len(prompt):]
+    ids = prompt + [model.mask_id] * sum(counts)
+    return slow_filled(model, ids, range(len(prompt), len(ids)), counts)[len(prompt):]
 
 @torch.no_grad()
 def slow_filled(model, ids, masked, counts):
@@ -1021,17 +1018,13 @@ def test_run_program_ends_the_group_and_shows_the_traceback_of_a_bug(base, tmp_p
     assert program(["--tau", "2"], capsys) and not mdu.dist.is_initialized()
 
 def test_load_model_draws_weights_and_adapters_by_the_seed(base):
-    for typed in ("--method sft", f"--model {base} --lora 2"):
+    for typed in ("--method sft", f"--model {base} --lora 2 --checkpoint-activations"):
         drawn = []
         for seed in (1, 2, 2):
             model, _ = mdu.load_model(options(f"{typed} --seed {seed}"), mdu.toy_world())
             drawn.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         assert torch.equal(drawn[1], drawn[2]) and not torch.equal(drawn[0], drawn[1])
-
-@each("typed", ["", "--checkpoint-activations"])
-def test_load_model_checkpoints_activations_if_asked_to(typed, base):
-    model, _ = mdu.load_model(options(f"--model {base} {typed}"), {})
-    assert model.lm.is_activation_checkpointing == bool(typed) and model.training
+        assert model.training and model.lm.is_activation_checkpointing == ("--lora" in typed)
 
 @each("typed, loads", [
     ("--tau 0", 1), ("--tau 1", 2), ("--anchor current", 1), ("--anchor {base}", 2),
@@ -1230,20 +1223,18 @@ def test_read_dataset_sees_that_a_file_of_a_folder_has_changed(tmp_path):
 @each("subject, name, folder", [("2", PEOPLE[1], "2"), ("Zoë Ho", PEOPLE[2], "zoë-ho")])
 @each("method", ["mdu", "dpo"])
 def test_read_people_of_rwku(subject, name, folder, method, rwku, monkeypatch):
-    """The biographies of one person are forgotten, and three of each other person retained; dpo
-    prefers the fabricated ones."""
+    """One person's biographies are forgotten, three of each other retained; dpo prefers made-up."""
     monkeypatch.setattr(mdu, "RWKU_RETAINED", 3)
     args = options(f"--model x/y --data {rwku} --method {method} --subject", subject)
     splits = mdu.load_data(args)
     assert args.out.startswith(f"out/own/{folder}/")
     rows = {"forget": [], "retain": []}
     for number, (person, i) in enumerate(itertools.product(PEOPLE[:3], range(4))):
-        question = f"{person} is known. Please write a short biography of {person}."
-        if i == 2:  # without an introduction
-            question = f"Please write a short biography of {person}."
-        made_up = [f"Made up {number}."] if method == "dpo" else []
-        row = {"question": question, "answer": f"{person} wrote book {i}.",
-               "perturbed_answer": made_up}
+        intro = "" if i == 2 else f"{person} is known. "
+        row = {"question": f"{intro}Please write a short biography of {person}.",
+               "answer": f"{person} wrote book {i}.", "perturbed_answer": []}
+        if method == "dpo":
+            row["perturbed_answer"] = [f"Made up {number}."]
         if person == name:
             rows["forget"].append(row)
         elif i < 3:
@@ -1684,8 +1675,7 @@ def test_draw_masks_of_one_seed_are_alike_for_short_and_long_answers():
 @each("by_entropy", [False, True])
 @each("boost, sure", [(-50.0, 1), (4.0, 1), (-50.0, 20)])
 def test_generate_equals_slow_sampler(length, steps, counts, by_entropy, boost, sure):
-    """The mask token is never written, even where it is the most probable one (boost 4).  Where the
-    model is so sure that p is 1 in float32, it counts in float64."""
+    """The mask token is never written, even if likeliest (boost 4).  p is not 1, as in float32."""
     model = FakeModel(boost, by_entropy, sure=sure)
     expected = [slow_sampler(model, prompt, counts) for prompt in PROMPTS]
     model.seen.clear()
@@ -1953,8 +1943,7 @@ def test_summarise_by_hand(capsys):
     assert "fact" not in figures and "no fact" in capsys.readouterr().out  # some rows lack it
     # Every person has the same weight: (3/4 + 1/4) / 2.
     scores = [("Ann", 1.0), ("Ann", 1.0), ("Ann", 0.25), ("Bo", 0.25)]
-    figures = ev.summarise([dict(subject=name, em=em) for name, em in scores])
-    assert figures == dict(em=0.5)
+    assert ev.summarise([dict(subject=name, em=em) for name, em in scores]) == dict(em=0.5)
     assert ev.summarise([dict(knowledge=None)]) == {}
 
 def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
@@ -2355,8 +2344,7 @@ def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, ca
 
 # ---- Report ----
 def made_up_run(scored, folder, options=(), forget=(), splits=(), **changes):
-    """A scored run with other options, figures of the rows to forget and of other splits, and
-    changes of other parts of its summary."""
+    """A scored run with other options and figures, and changes of other parts of its summary."""
     shutil.copytree(Path(scored, "eval"), folder / "eval")
     summary = ev.read_summary(folder)
     for part, more in {"options": options, **changes}.items():
@@ -2476,8 +2464,7 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     assert (tmp_path / "1/report.png").read_bytes().startswith(b"\x89PNG")
 
 def test_report_compares_a_run_that_was_taught_again_with_the_one_before(scored_copy, base, capsys):
-    """And runs scored with and without --full.  The rows are the same, but no column has other
-    rows of one run than of another."""
+    """With and without --full.  No column has other rows of one run than of another."""
     again = shutil.copytree(base, scored_copy.parent / "again")
     info = read_json(again / "run.json")
     info["options"]["limit"] = 1
