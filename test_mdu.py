@@ -1642,12 +1642,11 @@ def test_masked_batches_have_few_enough_sequences_and_logits(monkeypatch):
     """Of similar length; FakeModel has 11 tokens, so 33 logits are of 3 masked positions."""
     monkeypatch.setattr(ev, "MAX_LOGITS", 33)
     jobs = []
-    for length, n_masked in [(9, 1), (1, 1), (1, 1), (2, 2), (3, 1), (4, 4), (5, 1), (6, 0),
-                             (7, 0), (8, 0)]:
+    for length, n_masked in zip([9, 1, 1, 2, 3, 4, 5, 6, 7, 8], [1, 1, 1, 2, 1, 4, 1, 0, 0, 0]):
         jobs.append(ev.Job([7], length * [5], torch.arange(length) < n_masked))
     found = list(ev.masked_batches(FakeModel(), jobs, 3, ""))
     assert [numbers for numbers, _ in found] == [[1, 2], [3, 4], [5], [6, 7, 8], [9, 0]]
-    _, batch = found[1]
+    batch = found[1][1]
     assert batch.noised.tolist() == [[7, MASK, MASK, PAD], [7, MASK, 5, 5]]
     assert batch.masked.sum(1).tolist() == [2, 1]
 
@@ -2909,7 +2908,7 @@ def test_make_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
         assert make(tmp_path, "rehearsal", "PYTHON=false").returncode == 2
         assert (tmp_path / "out/rehearsal.old/model").read_text() == "good"
 
-def test_step_of_the_readme_has_the_gradient_of_backward(monkeypatch):
+def test_step_of_the_readme_has_the_gradient_of_backward():
     """With rows whose answers have end padding, of random length."""
     [step] = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
     args = options("--batch-size 4 --response-length 12 --retain-weight 0.7 --seed 2")
@@ -2931,8 +2930,7 @@ def test_step_of_the_readme_has_the_gradient_of_backward(monkeypatch):
         ids=batch.ids, answer=batch.response, real=batch.attention_mask, retain_ids=kept.ids,
         retain_answer=kept.response, retain_real=kept.attention_mask,
         n=torch.tensor([len(row.answer) - row.answer.count(63) for row in retain]))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "rand", lambda *size: numbers.pop(0))
+    with mock.patch.object(torch, "rand", side_effect=numbers):
         exec(step, scope)
     found = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
