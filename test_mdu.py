@@ -1984,9 +1984,9 @@ def test_find_source_is_the_model_of_the_preset_or_of_model(base):
     assert found == [(mdu.DREAM, "tofu-dream", "locuslab/TOFU", 128),
                      (str(base), "rwku-qwen", "jinzhuoran/RWKU", 12), ("A/B", "own", None, 128)]
 
-def complete(typed, run="--method sft"):
-    """The options of one run, by what was typed for eval.py and for the run."""
-    return ev.complete(ev.parse([*typed.split(), "run"]), vars(options(run)))
+def typed_and_run(typed, run="--method sft"):
+    """What was typed for eval.py and the options of the run."""
+    return ev.parse([*typed.split(), "run"]), vars(options(run))
 
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
         "short": "--method sft --limit 3",
@@ -2020,8 +2020,8 @@ def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
         rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(4)]
         places[name] = write_lines(tmp_path / name, rows)
     found = []
-    args = complete(typed.format(**places), RUNS[run].format(**places))
-    for split in ev.find_splits(args).values():
+    both = typed_and_run(typed.format(**places), RUNS[run].format(**places))
+    for split in ev.find_splits(ev.which_rows(*both), *both).values():
         people = list(dict.fromkeys(row.get("subject") for row in split.rows))
         question = split.rows[0]["question"]
         source = {"Q": "tofu", "X": "X", "Y": "Y"}.get(question.split()[0], "toy")
@@ -2036,7 +2036,7 @@ def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
 
 def prepared(run, typed=""):
     """{split: questions} that are scored."""
-    splits, *_ = ev.prepare(complete(typed, run))
+    splits, *_ = ev.prepare(*typed_and_run(typed, run))
     return {split.name: [row["question"] for row in split.rows] for split in splits}
 
 def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp_path):
@@ -2052,7 +2052,7 @@ def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp
     assert prepared(plain, "--full") == reworded
     assert prepared(plain, "--full --limit 2") == {
         "forget": questions[:2], "forget_rephrased": ["P0?"]}
-    again = ev.prepare(complete("--full", plain))[0][1].rows[0]
+    again = ev.prepare(*typed_and_run("--full", plain))[0][1].rows[0]
     assert again == {**rows[0], "question": "P0?", "perturbed_answer": []}  # not scored again
     taught = f"--method sft --model m --limit 3 --forget {file}"
     assert prepared(taught) == {"forget": questions[:3]}
@@ -2064,16 +2064,15 @@ def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp
 
 QUIZ = {  # a benchmark that is added as eval.py says: text of eval.py: what is put before it
     "def is_rwku(": """
-def quiz_splits(args):
-    rows = [{"perturbed_answer": [], **row} for row in read_lines(Path(args.data, "quiz.jsonl"))]
-    return [Split("choose", 20, "Choose", False, score_truthfulqa, ["mc1"], False,
-                  rows[:args.limit]),
-            Split("say", 21, "Say", True, score_answers, ["prob"], rows=rows[:args.limit])]
+def quiz_splits(data):
+    rows = [{"perturbed_answer": [], **row} for row in read_lines(Path(data, "quiz.jsonl"))]
+    return [Split("choose", 20, "Choose", False, score_truthfulqa, ["mc1"], False, rows),
+            Split("say", 21, "Say", True, score_answers, ["prob"], rows=rows)]
 
 """,
-    '    elif args.data == "toy":\n': """\
-    elif args.data and Path(args.data, "quiz.jsonl").is_file():
-        found = quiz_splits(args)
+    '    elif rows.data == "toy":\n': """\
+    elif rows.data and Path(rows.data, "quiz.jsonl").is_file():
+        found = quiz_splits(rows.data)
 """}
 
 COMMAS = {  # a metric that is added as eval.py says
@@ -2207,8 +2206,8 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     files = [write_lines(tmp_path / name, [dict(question=f"{name}?", answer="a")] * 3)
              for name in "XY"]
     def protocol(typed=""):
-        args = complete(typed, f"--model m --forget {files[0]} --response-length 7")
-        found = ev.scoring_protocol(args, ev.find_splits(args))
+        run = f"--model m --forget {files[0]} --response-length 7"
+        _, _, found, _ = ev.prepare(*typed_and_run(typed, run))
         return found["rows"], found["length"], found["steps"]
     asked = protocol(f"--data {rwku} --subject 1 --limit 1")
     assert protocol(f"--data {rwku} --subject 2 --limit 1") == asked
@@ -2243,20 +2242,19 @@ def test_check_lengths_counts_only_tokens_that_are_generated(split, fits, base):
     source = ev.find_source(base, args)
     template, ask = [pair for pair in ev.RWKU if pair[0].name == split][0]
     splits = [template._replace(rows=[ask(RWKU_ROWS[split])])]
-    args = ev.complete(args, source.options)
+    settings = ev.find_settings(args, source.options, None)
     expected = contextlib.nullcontext() if fits else pytest.raises(mdu.BadInput, match="too many")
     with mock.patch.object(ev, "score_rows"), expected:
-        ev.score_splits(base, source, splits, args)
+        ev.score_splits(base, source, splits, settings)
 
 def test_load_model_gives_back_the_threads_that_a_toy_does_without(base, monkeypatch):
     large = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(hidden_size=128)))
     set_to = mock.Mock()
     monkeypatch.setattr(torch, "set_num_threads", set_to)
     monkeypatch.setattr(ev, "THREADS", 5)
-    args = ev.complete(ARGS, vars(options("--method sft")))
-    ev.load_model(str(base), args)
+    ev.load_model(str(base), "float32")
     monkeypatch.setattr(mdu, "load_backbone", lambda *_: (large, None))
-    ev.load_model("large", args)
+    ev.load_model("large", "float32")
     assert [call.args for call in set_to.mock_calls] == [(1,), (5,)]
 
 def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
@@ -2304,9 +2302,9 @@ def lost(monkeypatch):
     monkeypatch.setattr(ev.dist, "all_gather_object", all_gather_object)
 
 def test_add_generative_perplexity_is_skipped_if_a_process_has_no_theta0(base, lost, capsys):
-    args = ev.complete(ARGS, vars(options("--method sft")))
+    settings = ev.find_settings(ARGS, vars(options("--method sft")), None)
     records = [dict(question="Who?", empty=0.0, generation_ids=[5], seed=[0, 0, 0])]
-    ev.add_generative_perplexity("run", str(base), records, args)
+    ev.add_generative_perplexity("run", str(base), records, settings)
     assert "generative_perplexity" not in records[0]
     assert capsys.readouterr().out.count("lost: no such folder") == 1
 
