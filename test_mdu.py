@@ -1852,7 +1852,7 @@ OTHER_ATTACKS = [dict(query="Q", type=kind) for kind in ("role play", "incontext
 def test_ask_functions_make_rwkus_prompts(split, changes, question, prefill, answer):
     """Those with shots are compared by SHA-256 with what github.com/jinzhuoran/RWKU at b8a03b3
     (LLaMA-Factory/src/llmtuner/eval) makes of the rows."""
-    ask, = [ask for template, ask in ev.RWKU if template.name == split]
+    ask = ev.RWKU_CONFIGS[split]
     row = ask({**RWKU_ROWS[split], **changes})
     digest = hashlib.sha256(row["question"].encode()).hexdigest()
     assert question in (row["question"], digest[:16])
@@ -1891,12 +1891,11 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     assert record["mc1"] == mc1 and record["logp"][record["generation"]] == -1
     assert list(record["logp"].values()) == approx([-losses["a"], -1, -3])
 
-ALL_SPLITS = [*ev.ANSWERS.values(), *[split for split, _ in ev.RWKU]]
-
 def test_splits_have_names_and_titles_of_their_own():
     """And the masks of each a number of its own, but for those of the first rows to forget."""
     for field, n_shared in (("name", 0), ("title", 0), ("number", 1)):
-        assert len({getattr(split, field) for split in ALL_SPLITS}) == len(ALL_SPLITS) - n_shared
+        values = {getattr(split, field) for split in ev.SPLITS.values()}
+        assert len(values) == len(ev.SPLITS) - n_shared
 
 @each("split, row, text, expected", [
     ("forget", dict(fact=["petra"]), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
@@ -1925,8 +1924,7 @@ def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [[1.0]])
     args = ev.parse("--samples 1 run".split())
     row = {"question": "Who?", "answer": "Petra Osei", **row}
-    score, = [each.score for each in ALL_SPLITS if each.name == split]
-    record, = score(None, None, [row], args)
+    record, = ev.SPLITS[split].score(None, None, [row], args)
     assert {name: record[name] for name in expected} == approx(expected)
 
 # ---- Rows to score, and a summary of their scores ----
@@ -2063,11 +2061,13 @@ def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp
     assert prepared(f"{taught} --retain-only", "--limit 4") == {"forget": questions}
 
 QUIZ = {  # a benchmark that is added as eval.py says: text of eval.py: what is put before it
-    "def is_rwku(": """
+    "        # RWKU's, by the names of its configs": """\
+        Split("choose", 20, "Choose", False, score_truthfulqa, ["mc1"], False),
+        Split("say", 21, "Say", True, score_answers, ["prob"]),
+""", "def is_rwku(": """
 def quiz_splits(data):
     rows = [{"perturbed_answer": [], **row} for row in read_lines(Path(data, "quiz.jsonl"))]
-    return [Split("choose", 20, "Choose", False, score_truthfulqa, ["mc1"], False, rows),
-            Split("say", 21, "Say", True, score_answers, ["prob"], rows=rows)]
+    return [SPLITS["choose"]._replace(rows=rows), SPLITS["say"]._replace(rows=rows)]
 
 """,
     '    elif rows.data == "toy":\n': """\
@@ -2240,8 +2240,8 @@ def test_check_lengths_refuses_texts_that_the_model_cannot_read(field, more, ful
 def test_check_lengths_counts_only_tokens_that_are_generated(split, fits, base):
     args = ev.parse(["--length", "2048", str(base)])
     source = ev.find_source(base, args)
-    template, ask = [pair for pair in ev.RWKU if pair[0].name == split][0]
-    splits = [template._replace(rows=[ask(RWKU_ROWS[split])])]
+    rows = [ev.RWKU_CONFIGS[split](RWKU_ROWS[split])]
+    splits = [ev.SPLITS[split]._replace(rows=rows)]
     settings = ev.find_settings(args, source.options, None)
     expected = contextlib.nullcontext() if fits else pytest.raises(mdu.BadInput, match="too many")
     with mock.patch.object(ev, "score_rows"), expected:
