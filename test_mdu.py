@@ -1971,9 +1971,9 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     assert math.isnan(ev.model_utility(dict.fromkeys(ev.UTILITY, figures)))
     assert math.isnan(ev.forget_quality(records, [{"log_ratio": 1.0}]))
     forget = {"title": "Forget", "to_forget": True, "prob": math.nan, "perplexity_mean": 1e50}
-    summaries = [{"splits": {"forget": forget}}]
+    methods = {"run": [{"splits": {"forget": forget}, "run": {}}]}
     columns = [("forget", "prob"), ("forget", "perplexity_mean"), ("forget", "fact")]
-    table = ev.figures_table({"run": summaries}, columns)
+    table = ev.figures_table(ev.values_of(methods), ev.splits_of(methods), columns)
     assert re.search(r"\n\| run +\| - +\| 1e\+50 +\|$", table)
     monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
     monkeypatch.setattr(mdu, "encode_prompt", lambda *_: [4])
@@ -1988,9 +1988,9 @@ def test_find_source_is_the_model_of_the_preset_or_of_model(base):
     found = []
     for typed in ("--preset tofu-dream", f"--preset rwku-qwen --model {base}", "--model A/B"):
         source = ev.find_source("new", ev.parse([*typed.split(), "new"]))
-        assert source.theta0_name == source.model_name and source.trained_on is None
+        assert source.theta0 == source.model and source.trained_on is None
         run = source.options
-        found.append((source.model_name, run["preset"], run["data"], run["response_length"]))
+        found.append((source.model, run["preset"], run["data"], run["response_length"]))
     assert found == [(mdu.DREAM, "tofu-dream", "locuslab/TOFU", 128),
                      (str(base), "rwku-qwen", "jinzhuoran/RWKU", 12), ("A/B", "own", None, 128)]
 
@@ -2177,14 +2177,15 @@ def test_evaluate_equals_one_row_at_a_time(scored):
     assert summary["run"] == {"model_utility": ev.model_utility(summary["splits"])}
 
 def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
-    """By Ctrl-C while it is locked, or by a full disk.  The user's own files stay, too."""
+    """By Ctrl-C while it is locked.  Half of the new ones, of a full disk, count as none.  The
+    user's own files stay."""
     folder = scored_copy / "eval"
 
     def stop(*_):
         with pytest.raises(mdu.BadInput), mdu.locked(scored_copy):
             pass
         raise KeyboardInterrupt
-    (folder / "notes.jsonl").touch()
+    (folder / "notes.jsonl").write_text("my own")
     summary = read_json(folder / "summary.json")
     summary["splits"]["utility_general"] = {}  # of an earlier scoring on other data
     (folder / "summary.json").write_text(json.dumps(summary))
@@ -2192,14 +2193,18 @@ def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     before = read_all(folder)
     with unchanged(scored_copy), mock.patch.object(ev, "score_rows", stop):
         assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
-    with unchanged(scored_copy), largest_file(max(map(len, before.values())) - 99):
+    with largest_file(max(map(len, before.values())) - 99):
         assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
+    assert "not scored yet" in program(["--report", scored_copy], capsys, ev.main)
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
     screen = capsys.readouterr().out
     assert re.search(r"Forget \| rL \S+ \| p \S+ \| fact \S+ \| knowledge", screen)
     assert re.search(r"Retain \| rL \S+ \| p \S+ \| fact \S+\n", screen)
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
-    assert read_all(folder).keys() == before.keys() - {folder / "utility_general.jsonl"}
+    after = read_all(folder)
+    assert after.keys() == before.keys()
+    for name in ("notes.jsonl", "utility_general.jsonl"):
+        assert after[folder / name] == before[folder / name]
 
 def test_evaluate_locks_the_folder_before_it_looks_at_anything_in_it(scored_copy, capsys):
     (scored_copy / "config.json").unlink()  # as if it were still trained
@@ -2420,9 +2425,10 @@ def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(facts, first):
         forget = {"title": "Forget", "to_forget": True, "fact": fact, "knowledge": 1.0, "prob": p,
                   "generative_perplexity": perplexity}
         retain = {"title": "Retain", "to_forget": False, "prob": retained}
-        summaries.append({"splits": {"forget": forget, "retain": retain}})
+        summaries.append({"splits": {"forget": forget, "retain": retain}, "run": {}})
     figure = matplotlib.figure.Figure()
-    ev.draw_methods(figure, {"base": summaries[:1], "npo": summaries[1:]})
+    methods = {"base": summaries[:1], "npo": summaries[1:]}
+    ev.draw_methods(figure, ev.values_of(methods), ev.splits_of(methods))
     titles = [first, "Forget p", "Forget gen. ppl", "Retain p"]
     for axis, title, values in zip(figure.axes, titles, columns, strict=True):
         marks = [mark.get_offsets().tolist() for mark in axis.collections]
@@ -2801,7 +2807,8 @@ def files(tmp_path_factory):
     for file in root.glob("pickle/*.safetensors*"):
         file.unlink()
     torch.save({}, root / "pickle/pytorch_model.bin")
-    other = {"options": {"method": "sft", "model": None}, "rows": {"forget": "other"}}
+    made = {"method": "sft", "model": None, "retain_only": False}
+    other = {"options": made, "rows": {"forget": "other"}}
     unfinished = {"options": vars(options("--method sft")), "rows": {}}
     texts = {
         "good": 15 * f"{ROW}\n" + ROW[:-1] + ', "perturbed_answer": "x"}',  # too few for dpo
