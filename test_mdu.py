@@ -1999,7 +1999,7 @@ def typed_and_run(typed, run="--method sft"):
     return ev.parse([*typed.split(), "run"]), vars(options(run))
 
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
-        "short": "--method sft --limit 3",
+        "short": "--method sft --limit 3", "toy's options": "--preset toy --model m --forget {X}",
         "person": "--preset rwku-llada --data {rwku} --subject 2 --limit 1"}
 
 @each("run, typed, expected", [
@@ -2017,6 +2017,7 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
     ("files", "--forget {X} --retain {X}", [("X", 2), ("X", 4)]),
     ("files", "--data {rwku} --limit 1", [("ten", 1)] * 8),
     ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
+    ("toy's options", "", [("X", 4)]),  # which mdu.py trains on, too
     ("person", "", [(PEOPLE[1], 2)] * 8), ("person", "--subject all --limit 1", [("ten", 1)] * 8),
     ("person", "--retain {X}", [(PEOPLE[1], 2)] * 8 + [("X", 4)]),
     ("person", "--data toy --limit 1", [("toy", 1)] * 4),
@@ -2251,6 +2252,17 @@ def test_check_lengths_refuses_texts_that_the_model_cannot_read(field, more, ful
     expected = contextlib.nullcontext() if fits else pytest.raises(mdu.BadInput, match="too many")
     with expected:
         ev.check_lengths("run", model, tokenizer, [row], 1, full)
+
+def test_check_lengths_warns_of_true_answers_that_are_cut(base, capsys):
+    model, tokenizer = mdu.load_backbone(str(base))
+    rows = [dict(question="Who?", answer=answer, perturbed_answer=["is is is is"])
+            for answer in ("is", "is is is", "is is is is")]
+    sizes = [len(mdu.encode_text(tokenizer, row["answer"])) for row in rows]
+    assert sizes[0] <= 2 < sizes[1]
+    ev.check_lengths("run", model, tokenizer, rows, 2, full=True)
+    assert "run: 2 of 3 true answers are longer than the 2" in capsys.readouterr().out
+    ev.check_lengths("run", model, tokenizer, rows, 0, full=True)  # nothing is generated
+    assert capsys.readouterr().out == ""
 
 @each("split, fits", [("utility_general", True), ("utility_truthfulness", True),
                       ("utility_factuality", False), ("forget_level1", False)])
