@@ -2074,12 +2074,12 @@ def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp
     assert prepared(f"{taught} --retain-only", "--limit 4") == {"forget": questions}
 
 QUIZ = {  # a benchmark that is added as eval.py says: text of eval.py: what is put before it
-    "        # RWKU's, by the names of its configs": """\
+    "        # RWKU's, by the names of its configs.": """\
         Split("choose", 20, "Choose", False, score_truthfulqa, ["mc1"], False),
         Split("say", 21, "Say", True, score_answers, ["prob"]),
 """, "def is_rwku(": """
 def quiz_splits(data):
-    rows = [{"perturbed_answer": [], **row} for row in read_lines(Path(data, "quiz.jsonl"))]
+    rows = read_lines(Path(data, "quiz.jsonl"))
     return [SPLITS["choose"]._replace(rows=rows), SPLITS["say"]._replace(rows=rows)]
 
 """,
