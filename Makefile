@@ -1,4 +1,4 @@
-.PHONY: help install demo table finetuned rows rehearsal figures test clean
+.PHONY: help install demo table finetuned pretrained rehearsal figures test clean
 PYTHON := .venv/bin/python
 SEED := 1
 OUT := out/demo
@@ -6,16 +6,16 @@ SCORE := --samples 32
 BASELINES := ga gd npo simnpo wga dpo
 DEMO := $(BASELINES) mdu-tau0 mdu-tau0.5 mdu-tau1 mdu-removed
 AGAIN := --method sft --batch-size 4 --epochs 30 --lr 5e-4
-# What make finetuned and make pretrained train: RUN-hidden is RUN with --prompt-dropout 0.5, the question hidden half of the time
+# What make finetuned and make pretrained train, with the options of a run by its name.  RUN-hidden: the question is hidden half of the time
 UNLEARNED := npo npo-hidden simnpo simnpo-hidden wga dpo dpo-hidden written truth-removed truth-removed-hidden anchor-original anchor-original-hidden
 WITHOUT_RETAIN := default npo npo-hidden dpo truth-removed truth-removed-hidden anchor-original anchor-original-hidden
+options-written := --states written --anchor current --tau 0.5
+options-truth-removed := --anchor-truth removed
+options-anchor-original = --anchor $$out/original --anchor-prompt shown
+options = $(addprefix --method ,$(filter $(BASELINES),$(1:-hidden=))) $(options-$(1:-hidden=)) $(if $(filter %-hidden,$1),--prompt-dropout 0.5)
+unlearn = $(foreach run,$1,$(PYTHON) mdu.py --seed $* --model $$out/finetune $(call options,$(run)) $3 --out $2/$(run);)
 runs = $(foreach run,$2,$(foreach seed,1 2 3,out/$1/$(seed)/$(run)))
-# shell functions of a seed $*: train $$out/RUN with options, of sft or from $$out/finetune; twice also trains RUN-hidden
-TRAIN = sft() { $(PYTHON) mdu.py --seed $* --method sft "$$@"; }; \
-	unlearn() { run=$$1; shift; $(PYTHON) mdu.py --seed $* --model $$out/finetune --out $$to/$$run "$$@"; }; \
-	twice() { unlearn "$$@"; run=$$1-hidden; shift; unlearn $$run --prompt-dropout 0.5 "$$@"; }
-TRAIN_WITHOUT_RETAIN = to=$$out/without-retain; unlearn default --retain-weight 0; twice npo --method npo --retain-weight 0; unlearn dpo --method dpo --retain-weight 0; \
-	twice truth-removed --anchor-truth removed --retain-weight 0; twice anchor-original --anchor $$out/original --anchor-prompt shown --retain-weight 0
+SFT = $(PYTHON) mdu.py --seed $* --method sft --prompt-dropout 0.5
 export CUDA_VISIBLE_DEVICES :=
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## /make \1\t/p' Makefile
@@ -44,16 +44,14 @@ finetuned: install  ## unlearn a fine-tune, also without rows to retain, and tea
 	@$(PYTHON) eval.py --report $(call runs,finetuned,$(addprefix taught-again/,$(UNLEARNED) original))
 	@$(PYTHON) eval.py --report $(call runs,finetuned,finetune default $(UNLEARNED) original)
 finetuned-%:
-	@set -e; $(TRAIN); out=out/finetuned/$*; \
-	sft --retain-only --prompt-dropout 0.5 --out $$out/original; \
-	sft --model $$out/original --prompt-dropout 0.5 --out $$out/finetune; \
-	to=$$out; unlearn default; \
-	for method in npo simnpo dpo; do twice $$method --method $$method; done; unlearn wga --method wga; \
-	unlearn written --states written --anchor current --tau 0.5; \
-	twice truth-removed --anchor-truth removed; twice anchor-original --anchor $$out/original --anchor-prompt shown; \
+	@set -e; out=out/finetuned/$*; \
+	$(SFT) --retain-only --out $$out/original; \
+	$(SFT) --model $$out/original --out $$out/finetune; \
+	$(call unlearn,default $(UNLEARNED),$$out) \
 	$(PYTHON) eval.py --full $(SCORE) $$out/*/; \
-	$(TRAIN_WITHOUT_RETAIN); $(PYTHON) eval.py $(SCORE) $$out/without-retain/*/; \
-	for run in $(UNLEARNED) original; do sft $(AGAIN) --limit 4 --model $$out/$$run --out $$out/taught-again/$$run; done; \
+	$(call unlearn,$(WITHOUT_RETAIN),$$out/without-retain,--retain-weight 0) \
+	$(PYTHON) eval.py $(SCORE) $$out/without-retain/*/; \
+	for run in $(UNLEARNED) original; do $(PYTHON) mdu.py --seed $* $(AGAIN) --limit 4 --model $$out/$$run --out $$out/taught-again/$$run; done; \
 	$(PYTHON) eval.py --samples 1 --limit 24 $$out/taught-again/*/
 pretrained: install  ## unlearn facts that were learnt without their questions, as in pre-training, three seeds: tables in out/pretrained/1
 	@rm -rf out/pretrained && mkdir -p out/pretrained
@@ -63,10 +61,10 @@ pretrained: install  ## unlearn facts that were learnt without their questions, 
 	@$(MAKE) --no-print-directory --jobs=3 pretrained-1 pretrained-2 pretrained-3
 	@$(PYTHON) eval.py --report $(call runs,pretrained,finetune default-with-retain $(addprefix without-retain/,$(WITHOUT_RETAIN)))
 pretrained-%:
-	@set -e; $(TRAIN); out=out/pretrained/$*; \
-	sft --retain-only --prompt-dropout 0.5 --out $$out/original; \
-	sft --preset toy --model $$out/original --prompt-dropout 0.5 --epochs 170 --forget out/pretrained/forget.jsonl --retain out/pretrained/retain.jsonl --out $$out/finetune; \
-	to=$$out; unlearn default-with-retain; $(TRAIN_WITHOUT_RETAIN); \
+	@set -e; out=out/pretrained/$*; \
+	$(SFT) --retain-only --out $$out/original; \
+	$(SFT) --preset toy --model $$out/original --epochs 170 --forget out/pretrained/forget.jsonl --retain out/pretrained/retain.jsonl --out $$out/finetune; \
+	$(call unlearn,default-with-retain,$$out) $(call unlearn,$(WITHOUT_RETAIN),$$out/without-retain,--retain-weight 0) \
 	$(PYTHON) eval.py --data toy $(SCORE) $$out/finetune $$out/default-with-retain $$out/without-retain/*/
 FORGET_ROWS = $(shell cat "$(FORGET)" 2>/dev/null | grep -c '[^[:space:]]')
 RETAIN_ROWS = $(shell cat "$(RETAIN)" 2>/dev/null | grep -c '[^[:space:]]')
@@ -76,18 +74,15 @@ SIXTH = $(shell echo $$((($(FORGET_ROWS) + 5) / 6)))
 ORIGINAL := yes
 ANCHOR = $(if $(filter no,$(ORIGINAL)),--anchor-truth removed,--anchor out/rehearsal/original --anchor-prompt shown) --prompt-dropout 0.5
 ROWS := --forget "$(FORGET)" --retain "$(RETAIN)" --seed $(SEED)
-rows:
-	$(if $(filter 0 1,$(FORGET_ROWS)),$(error FORGET=$(FORGET) must be a file with at least 2 rows))
-	$(if $(shell test $(RETAIN_ROWS) -lt $(FORGET_ROWS) && echo few),$(error RETAIN=$(RETAIN) must be a file with at least as many rows as FORGET, $(FORGET_ROWS)))
+rehearsal: install  ## FORGET=forget.jsonl RETAIN=retain.jsonl: your own rows with a small model, in out/rehearsal (ORIGINAL=no: as if you had no original)
+	$(if $(filter 0 1,$(FORGET_ROWS) $(RETAIN_ROWS)),$(error FORGET=$(FORGET) and RETAIN=$(RETAIN) must be files with at least 2 rows))
 	@echo "$(FORGET_ROWS) rows to forget, $(RETAIN_ROWS) to retain: about $$((1 + $(EPOCHS) * $$(cat "$(FORGET)" "$(RETAIN)" | wc -w) / 270000)) minutes"
-rehearsal: rows install  ## FORGET=forget.jsonl RETAIN=retain.jsonl: your own rows with a small model, in out/rehearsal (ORIGINAL=no: as if you had no original)
 	@if test -d out/rehearsal; then rm -rf out/rehearsal.old && mv out/rehearsal out/rehearsal.old; fi
 	$(PYTHON) mdu.py --preset toy --method sft --retain-only --prompt-dropout 0.3 --lr 3e-3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/original
 	$(PYTHON) mdu.py --method sft --model out/rehearsal/original --prompt-dropout 0.3 --lr 3e-3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/finetune
 	$(PYTHON) mdu.py --model out/rehearsal/finetune $(ANCHOR) --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/mdu
 	$(PYTHON) eval.py --full $(SCORE) out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original
-	$(PYTHON) mdu.py $(AGAIN) --limit $(SIXTH) --model out/rehearsal/mdu $(ROWS) --out out/rehearsal/taught-again/mdu
-	$(PYTHON) mdu.py $(AGAIN) --limit $(SIXTH) --model out/rehearsal/original $(ROWS) --out out/rehearsal/taught-again/original
+	for run in mdu original; do $(PYTHON) mdu.py $(AGAIN) --limit $(SIXTH) --model out/rehearsal/$$run $(ROWS) --out out/rehearsal/taught-again/$$run || exit 1; done
 	$(PYTHON) eval.py $(SCORE) --limit $(FORGET_ROWS) out/rehearsal/taught-again/mdu out/rehearsal/taught-again/original
 	$(PYTHON) eval.py --report out/rehearsal/taught-again/mdu out/rehearsal/taught-again/original
 	$(PYTHON) eval.py --report out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original
