@@ -956,7 +956,6 @@ def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path
         raise KeyboardInterrupt
     with mock.patch.object(mdu, "backward", stop):
         program(toy(base, run, "--epochs 2 --diagnose"), capsys, code=130)
-    assert f"--resume {run} continues" in capsys.readouterr().out
     with mdu.locked(run), unchanged(run):
         assert "in use" in program(["--resume", run], capsys)
 
@@ -967,20 +966,16 @@ def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path
         mdu.main(["--resume", str(run)])
     assert sorted(read_all(run).values()) == sorted(read_all(unlearned).values())
 
-@each("error, code, line", [(None, 2, "exists"), (KeyboardInterrupt, 130, "")])
-def test_main_leaves_a_folder_of_another(error, code, line, base, unlearned, tmp_path, capsys):
-    """Nor does it say, when it is stopped, that it would continue the other's run."""
+def test_main_leaves_a_folder_of_another(base, unlearned, tmp_path, capsys):
     run = tmp_path / "run"
 
     def load_slowly(*_):
         run.mkdir()
         shutil.copy(unlearned / "run.json", run)
-        if error:
-            raise error
         return mock.DEFAULT
     with mock.patch.object(mdu, "load_model", wraps=mdu.load_model, side_effect=load_slowly):
-        assert line in program(toy(base, run), capsys, code=code)
-    assert os.listdir(run) == ["run.json"] and "--resume" not in capsys.readouterr().out
+        assert "exists" in program(toy(base, run), capsys)
+    assert os.listdir(run) == ["run.json"]
 
 def test_main_takes_the_folder_that_it_made_before_it_was_killed(base, unlearned, tmp_path):
     """At the worst moment: before its run.json was complete."""
@@ -1111,7 +1106,7 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     ("--model x --forget . --retain .", dict(forget="{here}", retain="{here}")),
     ("--model {base} --preset own", dict(preset="own", response_length=12, lr=1e-5)),
     ("--out {here}/x/run", dict(model="{here}/x/base")),
-    ("--preset toy --forget f.jsonl --method sft", dict(response_length=None)),
+    ("--preset toy --forget f.jsonl --method sft", dict(response_length=0)),
     ("--states written --anchor current", dict(out="out/toy/mdu-tau1-written-current")),
     ("--anchor {base}", dict(anchor="{base}", out="out/toy/mdu-tau1-base", anchor_prompt="masked")),
     ("--anchor {base} --anchor-prompt shown", dict(out="out/toy/mdu-tau1-base-shown"))])
@@ -1123,16 +1118,20 @@ def test_parse_takes_defaults_of_method_preset_and_start_model(typed, expected, 
             value = value.format(**places)
         assert found[name] == value, name
 
-def test_parse_gives_a_resumed_run_defaults_where_an_option_is_newer(unlearned, tmp_path):
+def test_parse_resumes_with_the_options_of_the_run_and_of_this_code_alone(unlearned, tmp_path):
     run = shutil.copytree(unlearned, tmp_path / "run")
     made = mdu.read_run(run)
-    old = {**made["options"], "gone": 7}
-    assert old.pop("rare") == 0.02 and old.pop("response_length") == 12
-    (run / "run.json").write_text(json.dumps({**made, "options": old}))
-    found = {**made["options"], "gone": 7, "out": str(run), "resume": str(run)}
-    assert vars(options(f"--resume {run}")) == found
+    for typed in (["--resume", f"{run}"], [f"--resume={run}"]):
+        resumed = vars(mdu.parse(typed))
+        assert resumed == {**made["options"], "out": str(run), "resume": str(run)}
+    for change in ({"gone": 7}, {"rare": ...}):
+        other = {**made["options"], **change}
+        other = {name: value for name, value in other.items() if value is not ...}
+        (run / "run.json").write_text(json.dumps({**made, "options": other}))
+        with pytest.raises(mdu.BadInput, match="resume it with the code that made it"):
+            options(f"--resume {run}")
 
-def test_fit_response_length_takes_the_longest_answer_if_none_is_given():
+def test_fit_response_length_takes_the_longest_answer_for_0():
     examples = make_examples()
     examples["retain"][0] = examples["retain"][0]._replace(answer=[5] * 9)
     for typed, fitted in [("--preset toy --method sft --forget f", 9), ("--response-length 7", 7)]:
@@ -1187,6 +1186,8 @@ def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
         args.retain = files["retain"]
         taken = mdu.load_data(args)
         assert (taken["forget"], taken["retain"]) == (own, splits["retain"])
+    args = options(f"--model m --method sft --retain-only --limit 2 --retain {files['retain']}")
+    assert mdu.load_data(args) == {**splits, "forget": []}
 
 def test_load_data_unlearns_tofu_with_retain90(tofu):
     splits = mdu.load_data(options(f"--model x/y --data {tofu}"))
@@ -1194,12 +1195,6 @@ def test_load_data_unlearns_tofu_with_retain90(tofu):
     assert len(splits["forget"]) == 8 and splits["forget"][1] == {
         "question": "Q forget10_perturbed 1?", "answer": "A 1.", "paraphrased_answer": "D 1.",
         "perturbed_answer": ["B 1.", "C 1."]}
-
-def test_load_data_refuses_half_a_surrogate_pair_in_a_row_of_the_hub(capsys):
-    rows = [{"question": "q", "answer": "a\ud800"}]
-    with mock.patch.object(mdu, "read_dataset", return_value=rows):
-        err = program(["--data", "owner/name", "--model", "x"], capsys)
-    assert "answer: half of a surrogate pair" in err and r"'a\ud800'" in err
 
 def test_read_jsonl_takes_both_names_of_columns(tmp_path):
     (tmp_path / "rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
@@ -1375,8 +1370,8 @@ def test_load_model_and_load_references_in_bfloat16(hub, tofu, tmp_path, monkeyp
     mdu.main([*typed.split(), str(tmp_path / "run")])
     _, model, references, *_ = mdu.backward.call_args.args
     theta0 = references.theta0
-    assert {(p.dtype, p.requires_grad) for p in model.parameters()} == {(torch.float32, True)}
-    assert {(p.dtype, p.requires_grad) for p in theta0.parameters()} == {(torch.bfloat16, False)}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in theta0.parameters()} == {torch.bfloat16}
     assert {x.dtype for x in weights(tmp_path / "run").values()} == {torch.bfloat16}
     d = CONFIGS[hub.kind].get("head_dim", 8)
     frequencies = CONFIGS[hub.kind]["rope_theta"] ** (-torch.arange(0, d, 2) / d)
@@ -1438,8 +1433,6 @@ def test_find_run_finds_none_in_the_files_of_others(text, tmp_path):
     if text:
         (tmp_path / "run.json").write_text(text)
     assert mdu.find_run(tmp_path) is None
-    with pytest.raises(mdu.BadInput, match="no run.json of ours"):
-        mdu.read_run(tmp_path)
 
 def test_save_checkpoint_keeps_the_newest_alone_in_small_files(tmp_path):
     """dcp needs about as much memory as a process's largest file."""
@@ -1471,14 +1464,10 @@ def test_resume_run_continues_after_a_full_disk(base, unlearned, tmp_path, capsy
     def refused(words):
         with unchanged(run):
             assert words in program(["--resume", run], capsys)
-    shard = next(run.glob("checkpoint-00000002/*.safetensors"))
-    other_rows = rows.read_bytes()[:-4] + b'x"]}'
-    for file, damaged, words in [(rows, other_rows, "rows that it started from have changed"),
-                                 (shard, b"", "a checkpoint failed")]:
-        content = file.read_bytes()
-        file.write_bytes(damaged)
-        refused(words)
-        file.write_bytes(content)
+    content = rows.read_bytes()
+    rows.write_bytes(content[:-4] + b'x"]}')
+    refused("rows that it started from have changed")
+    rows.write_bytes(content)
     own_base.rename(tmp_path / "moved")
     refused(f"{own_base}: ")  # and no base is trained
     (tmp_path / "moved").rename(own_base)
@@ -2715,8 +2704,6 @@ BAD_ROWS = {  # a file of rows: (its text, part of the line)
               "line 3: answer: needs a text that is not empty, found ' '"),
     "number": (ROW[:-1] + ', "fact": 1.0}',
                "line 1: fact: needs a text that is not empty, found 1.0"),
-    "half": (ROW + '\n{"question": "q", "answer": "\\ud800"}',
-             "line 2: answer: half of a surrogate pair"),
     "latin-1": (ROW + "\n\udce9", "line 2: 'utf-8' codec can't decode"),
     "nested": (99999 * "[", "line 1: maximum recursion depth"),
     "strange": (8 * '{"question": "xx", "answer": "yy zz"}\n',
@@ -2731,17 +2718,13 @@ BROKEN = {  # a checkpoint: (its kind, changes to config.json, part of the line)
     "causal": ("llama", {"is_causal": None}, "a causal model, not bidirectional"),
     "mask": ("llama", {"mask_token_id": None}, "no mask_token_id in config.json or tokenizer"),
     "more": ("llada", {"n_layers": 1}, "unexpected for LlamaForCausalLM: model.layers.1."),
-    "no-layers": ("llada", {"n_layers": None}, "no n_layers in config.json"),
-    "no-ratio": ("llada", {"mlp_ratio": None}, "no mlp_ratio in config.json"),
     "words": ("llada", {"d_model": "wide"}, "cannot be loaded as LlamaForCausalLM"),
-    "beyond": ("llada", {"mask_token_id": 999}, "no mask_token_id in config.json"),
     "twice": ("llama", {}, "chat template must have the question exactly once"),
     "loop": ("llama", {}, "has no attribute 'a'"),
     "pickle": ("llada", {}, "no file named model.safetensors"),
     "end": ("a2d-llama", {}, "no end-of-turn token")}
 ANCHORS = {  # a checkpoint that differs from good-model: (its kind, changes to config.json)
-    "good-model": ("llada", {}), "mask-anchor": ("llada", {"mask_token_id": 259}),
-    "wide-anchor": ("llada", {"embedding_size": 272}), "words-anchor": ("Dream", {})}
+    "good-model": ("llada", {}), "words-anchor": ("Dream", {})}
 BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is wrong
     "mdu.py --tau 2": "argument --tau: invalid float in [0, 1] value: '2'",
     "mdu.py --anchor-truth removed --tau 0": "--anchor-truth removed would have no effect",
@@ -2755,7 +2738,6 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --model {base} --anchor {base} --anchor-prompt shown": "--anchor MODEL: with {base}",
     "mdu.py {own} --retain {good}": "'Who is Bolti?' is among the rows to forget and, with",
     "mdu.py --preset own --method sft --forget {good}": "needs a start model: --model; for a small",
-    "mdu.py --method sft --lora 2": "--lora trains adapters of a start model",
     "mdu.py --forget absent": "No such file or directory: 'absent'",
     "mdu.py --data {rwku} --model x": "--data {rwku}: BuilderConfig 'forget10_perturbed' not found",
     "mdu.py --subject King": "--subject needs --preset rwku-... or --data",
@@ -2767,11 +2749,11 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --forget {good} --retain-weight 0": "train it with --method sft, or",
     "mdu.py --preset toy --model nobody/nothing": "cannot be fetched from the hub",
     "mdu.py --preset toy --model {base} --out {run}": "--resume {run}",
-    "mdu.py --model {base} --epochs 0.1 --response-length 2048": "for the answer and its padding",
+    "mdu.py --model {base} --epochs 0.1 --response-length 2048": "2048 of answer, or of",
     "mdu.py {own} --method dpo --retain-weight 0": "some row has no perturbed_answer",
-    "mdu.py --out {files}/unfinished/mdu": "python mdu.py --resume {files}/unfinished/base",
     "mdu.py --model {files}/foreign --method ga --forget {good}": "foreign/config.json is damaged",
-    "mdu.py --resume {files}": "no run.json of ours",
+    "mdu.py --resume {files}": "No such file or directory: '{files}/run.json'",
+    "mdu.py --resume {files}/foreign": "foreign: its run.json is none of mdu.py",
     "mdu.py --resume {run} --lr 0.1": "--resume RUN takes no other option",
     "mdu.py --resume {run} --seed 1": "--resume RUN takes no other option",
     "eval.py --preset toy {files}/absent": "--preset toy: no published model; give --model",
@@ -2801,9 +2783,8 @@ for name, (_, message) in BAD_ROWS.items():
     BAD_INPUT[f"mdu.py --model {{base}} --forget {{files}}/{name} --retain-weight 0"] = message
 for name, (*_, message) in BROKEN.items():
     BAD_INPUT[f"mdu.py --method ga --forget {{good}} --model {{files}}/{name}"] = message
-for name in ("mask-anchor", "wide-anchor", "words-anchor"):
-    typed = "mdu.py --retain-weight 0 --forget {good} --model {files}/good-model --anchor {files}/"
-    BAD_INPUT[typed + name] = f"{name}: its vocabulary differs"
+BAD_INPUT["mdu.py --retain-weight 0 --forget {good} --model {files}/good-model --anchor "
+          "{files}/words-anchor"] = "words-anchor: its vocabulary differs"
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
