@@ -2397,7 +2397,7 @@ def test_group_runs_refuses_unlike_runs(name, changes, words, scored, tmp_path, 
 
 def test_markdown_table():
     table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
-    assert ev.markdown_table(["a", "long"], [["x | y\nz", ""]]) == table
+    assert ev.markdown_table([["a", "x | y\nz"], ["long", ""]]) == table
 
 def test_answer_sections_have_each_row_and_what_every_run_wrote(scored, tmp_path):
     """Also of rows with one question."""
@@ -2417,13 +2417,10 @@ def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(facts, first):
     columns = [facts, [0, 0.125, 0.375], [2, 3, 5], [0, 0.5, 1]]
     summaries = []
     for fact, p, perplexity, retained in zip(*columns):
-        forget = {"title": "Forget", "to_forget": True, "fact": fact, "knowledge": 1.0, "prob": p,
-                  "generative_perplexity": perplexity}
-        retain = {"title": "Retain", "to_forget": False, "prob": retained}
-        summaries.append({"splits": {"forget": forget, "retain": retain}, "run": {}})
+        forget = {"fact": fact, "knowledge": 1.0, "prob": p, "generative_perplexity": perplexity}
+        summaries.append({"splits": {"forget": forget, "retain": {"prob": retained}}, "run": {}})
     figure = matplotlib.figure.Figure()
-    methods = {"base": summaries[:1], "npo": summaries[1:]}
-    ev.draw_methods(figure, ev.values_of(methods), ev.splits_of(methods))
+    ev.draw_methods(figure, {"base": summaries[:1], "npo": summaries[1:]})
     titles = [first, "Forget p", "Forget gen. ppl", "Retain p"]
     for axis, title, values in zip(figure.axes, titles, columns, strict=True):
         marks = [mark.get_offsets().tolist() for mark in axis.collections]
