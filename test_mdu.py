@@ -2760,7 +2760,7 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py --model {base} --data toy {files}": "is in the way; --preset and --model need a new",
     "eval.py --report --limit 3 {base}": "trajectory, rollout, not for report",
     "eval.py --ask Who? --forget {good} {base}": "--forget is for score, not for ask",
-    "eval.py --ask Who? --model {base} {base}": "asks that model; give no RUN with it",
+    "eval.py --ask Who? --model {base} {base}": "asks that model; give no RUN",
     "eval.py --model {base}": "score: no RUN; give the folder of one",
     "eval.py --ask Who?": "ask: no RUN; give the folder of one",
     "eval.py --questions 1 {base}": "for report, trajectory, rollout, not for score",
@@ -2775,7 +2775,8 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py --analysis rollout --questions 1,999 {run}": "--questions 999: there are 24 questions",
     "eval.py --full --samples 4 --seed 5 --length 8 --retain-run {scored} {base}": "the same rows",
     "eval.py --full --limit 3 --seed 5 --length 8 --retain-run {scored} {base}": "'samples': 128",
-    "eval.py --retain-run {scored} {base}": "wrong answers, which need --full"}
+    "eval.py --samples 4 --limit 3 --seed 5 --length 8 --retain-run {scored} {base}":
+        "both runs scored with --full"}
 for name, (_, message) in BAD_ROWS.items():
     BAD_INPUT[f"mdu.py --model {{base}} --forget {{files}}/{name} --retain-weight 0"] = message
 for name, (*_, message) in BROKEN.items():
