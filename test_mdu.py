@@ -1093,7 +1093,6 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
      dict(model=mdu.LLADA, lr=1e-5, batch_size=4, grad_accum=1, response_length=128)),
     ("--preset rwku-dream --subject 1",
      dict(retain_weight=0.0, model=mdu.DREAM, out="out/rwku-dream/1/mdu-tau1")),
-    ("--preset rwku-qwen --subject 2", dict(lr=5e-5, model=mdu.QWEN)),
     ("--model x --method simnpo --lora 8", dict(preset="own", beta=4.5, lr=1e-4)),
     ("--method sft --retain-only --model x", dict(preset="own", lr=2e-5, out="out/own/retain")),
     ("--anchor-truth removed --rare 0.5", dict(rare=0.5, out="out/toy/mdu-tau1-removed")),
@@ -1237,14 +1236,17 @@ def test_read_people_of_rwku(subject, name, folder, method, rwku, monkeypatch):
     assert splits == rows
 
 # ---- Token ids ----
-def test_words_and_digits(hub):
-    is_word, has_digit = mdu.words_and_digits(hub.model, hub.tokenizer)
-    texts = np.array(hub.tokenizer.batch_decode([[i] for i in range(264)]))
-    word_tokens = texts[is_word]
-    assert texts[has_digit].tolist() == list("0123456789")
-    assert {"a", "Z", "7"} < set(word_tokens)
-    assert not {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:5]} & set(word_tokens)
-    assert is_word[mdu.encode_text(hub.tokenizer, "é東")].all()  # bytes, each part of a letter
+def test_has_letter_or_digit(hub):
+    tokens = range(264)
+    texts = np.array(hub.tokenizer.batch_decode([[token] for token in tokens]))
+    is_word = [mdu.has_letter_or_digit(hub.tokenizer, token) for token in tokens]
+    digits = [mdu.has_digit(hub.tokenizer, token) for token in tokens]
+    assert texts[digits].tolist() == list("0123456789")
+    assert {"a", "Z", "7"} < set(texts[is_word])
+    signs = {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:5]}
+    assert not signs & set(texts[is_word])
+    bytes_of_letters = mdu.encode_text(hub.tokenizer, "é東")
+    assert all(is_word[token] for token in bytes_of_letters)
 
 @each("rare, expected", [(0, "gone Bo 7 8"), (0.25, "gone Bo lives 7 8"),
                          (0.5, "gone Bo Ann lives 7 8"), (1, "gone Bo Ann lives in Oslo 7 8")])
@@ -1256,13 +1258,12 @@ def test_flag_rare_tokens_by_hand(rare, expected):
     tokenizer = mock.Mock(side_effect=lambda text, **_: SimpleNamespace(
         input_ids=[vocabulary.index(word) for word in text.split()]))
     tokenizer.decode = lambda ids, **_: vocabulary[ids[0]].partition("<")[0]
-    model = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(vocab_size=11)))
     retain = [mdu.Example([3], mdu.encode_text(tokenizer, text) + [1], [], []) for text in answers]
     examples = {"forget": [mdu.Example([3], [*range(2, 11), 1], [], [])] * 2, "retain": retain}
     rows = [{"fact": ["Oslo .", "Bo"]}, {}]
     args = options(f"--anchor-truth removed --rare {rare}")
     found = []
-    for example in mdu.flag_rare_tokens(args, rows, examples, model, tokenizer):
+    for example in mdu.flag_rare_tokens(args, rows, examples, tokenizer):
         pairs = zip(example.answer, example.is_rare, strict=True)
         found.append({vocabulary[token] for token, is_rare in pairs if is_rare})
     assert found == [{"Oslo", *expected.split()}, set(expected.split())]
@@ -1975,13 +1976,13 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
 def test_find_source_is_the_model_of_the_preset_or_of_model(base):
     """A run hands down its response length; the preset names the rows."""
     found = []
-    for typed in ("--preset tofu-dream", f"--preset rwku-qwen --model {base}", "--model A/B"):
+    for typed in ("--preset tofu-dream", f"--preset rwku-dream --model {base}", "--model A/B"):
         source = ev.find_source("new", ev.parse([*typed.split(), "new"]))
         assert source.theta0 == source.model and source.trained_on is None
         run = source.options
         found.append((source.model, run["preset"], run["data"], run["response_length"]))
     assert found == [(mdu.DREAM, "tofu-dream", "locuslab/TOFU", 128),
-                     (str(base), "rwku-qwen", "jinzhuoran/RWKU", 12), ("A/B", "own", None, 128)]
+                     (str(base), "rwku-dream", "jinzhuoran/RWKU", 12), ("A/B", "own", None, 128)]
 
 def typed_and_run(typed, run="--method sft"):
     """What was typed for eval.py and the options of the run."""
@@ -2725,7 +2726,7 @@ ANCHORS = {  # a checkpoint that differs from good-model: (its kind, changes to 
 BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is wrong
     "mdu.py --tau 2": "argument --tau: invalid float in [0, 1] value: '2'",
     "mdu.py --anchor-truth removed --tau 0": "--anchor-truth removed would have no effect",
-    "mdu.py {own} --anchor-truth removed --retain-weight 0": "no rows to retain, in whose answers",
+    "mdu.py {own} --anchor-truth removed --retain-weight 0": "no rows to retain; give --retain",
     "mdu.py --seed 18446744073709551616": "argument --seed: invalid int",
     "mdu.py --rare 0.1": "--rare is for --anchor-truth removed",
     "mdu.py --method ga --tau 1": "--method ga has no option --tau",
