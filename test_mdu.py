@@ -1347,6 +1347,19 @@ def test_load_backbone_equals_transformers_own_class(hub):
     assert not torch.allclose(alone, followed)  # the first token sees the second
     model.eval()
 
+def test_load_backbone_gives_back_the_threads_that_a_toy_does_without(base, monkeypatch):
+    toy = mdu.load_backbone(str(base))[0].lm
+    large = mdu.load_backbone(str(base))[0].lm
+    large.config.hidden_size = 128
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    set_to = mock.Mock()
+    monkeypatch.setattr(torch, "set_num_threads", set_to)
+    monkeypatch.setattr(mdu, "THREADS", 5)
+    for lm in (toy, large):
+        monkeypatch.setattr(mdu, "load_weights", lambda *_: (lm, tokenizer))
+        mdu.load_backbone(str(base))
+    assert [call.args[0] for call in set_to.mock_calls] == [5, 1, 5]
+
 def test_load_backbone_shows_a_bug_of_ours_as_one(files):
     with mock.patch.object(mdu, "native_config", side_effect=KeyError("a bug")):
         with pytest.raises(KeyError):
@@ -1892,9 +1905,9 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     assert record["mc1"] == mc1 and record["logp"][record["generation"]] == -1
     assert list(record["logp"].values()) == approx([-losses["a"], -1, -3])
 
-def test_splits_have_names_and_titles_of_their_own():
+def test_splits_have_titles_of_their_own():
     """And the masks of each a number of its own, but for those of the first rows to forget."""
-    for field, n_shared in (("name", 0), ("title", 0), ("number", 1)):
+    for field, n_shared in (("title", 0), ("number", 1)):
         values = {getattr(split, field) for split in ev.SPLITS.values()}
         assert len(values) == len(ev.SPLITS) - n_shared
 
@@ -1978,18 +1991,21 @@ def test_find_source_is_the_model_of_the_preset_or_of_model(base):
     found = []
     for typed in ("--preset tofu-dream", f"--preset rwku-dream --model {base}", "--model A/B"):
         source = ev.find_source("new", ev.parse([*typed.split(), "new"]))
-        assert source.theta0 == source.model and source.trained_on is None
+        assert source.trained_on is None
         run = source.options
         found.append((source.model, run["preset"], run["data"], run["response_length"]))
     assert found == [(mdu.DREAM, "tofu-dream", "locuslab/TOFU", 128),
                      (str(base), "rwku-dream", "jinzhuoran/RWKU", 12), ("A/B", "own", None, 128)]
 
 def typed_and_run(typed, run="--method sft"):
-    """What was typed for eval.py and the options of the run."""
-    return ev.parse([*typed.split(), "run"]), vars(options(run))
+    """What was typed for eval.py and the run, as mdu.py would make it."""
+    args = options(run)
+    hashes = {name: mdu.hash_rows(rows) for name, rows in mdu.load_data(args).items()}
+    return ev.parse([*typed.split(), "run"]), ev.Source(vars(args), hashes, "run")
 
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
-        "short": "--method sft --limit 3", "toy's options": "--preset toy --model m --forget {X}",
+        "short": "--method sft --limit 3", "short tofu": "--model m --data {tofu} --limit 2",
+        "toy's options": "--preset toy --model m --forget {X}",
         "person": "--preset rwku-llada --data {rwku} --subject 2 --limit 1"}
 
 @each("run, typed, expected", [
@@ -2000,9 +2016,10 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
     ("toy", "--data {tofu}", [("tofu", 8), ("tofu", 8), ("tofu", 3), ("tofu", 3)]),
     ("toy", "--data {tofu} --retain {X}", [("tofu", 8), ("X", 4), ("tofu", 3), ("tofu", 3)]),
     # A run's --limit is of the rows that it was trained on, not of others.
-    ("short", "", [("toy", 3), ("toy", 3), ("toy", 22), ("toy", 22)]),
-    ("short", "--retain {X}", [("toy", 3), ("X", 4), ("toy", 22), ("toy", 22)]),
-    ("short", "--data toy", [("toy", 24), ("toy", 136), ("toy", 22), ("toy", 22)]),
+    ("short", "", [("toy", 3)] * 4), ("short", "--data toy", [("toy", 3)] * 4),
+    ("short", "--retain {X}", [("toy", 3), ("X", 4), ("toy", 3), ("toy", 3)]),
+    ("short", "--data {tofu}", [("tofu", 8), ("tofu", 8), ("tofu", 3), ("tofu", 3)]),
+    ("short tofu", "", [("tofu", 2), ("tofu", 8), ("tofu", 3), ("tofu", 3)]),
     ("files", "", [("X", 2), ("Y", 2)]), ("files", "--limit 3", [("X", 3), ("Y", 3)]),
     ("files", "--forget {X} --retain {X}", [("X", 2), ("X", 4)]),
     ("files", "--data {rwku} --limit 1", [("ten", 1)] * 8),
@@ -2022,30 +2039,32 @@ def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
         places[name] = write_lines(tmp_path / name, rows)
     found = []
     both = typed_and_run(typed.format(**places), RUNS[run].format(**places))
-    for split in ev.find_splits(ev.which_rows(*both), *both).values():
-        people = list(dict.fromkeys(row.get("subject") for row in split.rows))
-        question = split.rows[0]["question"]
+    for name, rows in ev.find_splits(*both).items():
+        people = list(dict.fromkeys(row.get("subject") for row in rows))
+        question = rows[0]["question"]
         source = {"Q": "tofu", "X": "X", "Y": "Y"}.get(question.split()[0], "toy")
         if people == PEOPLE[:10]:
             source = "ten"
         elif people != [None]:
             source, = people
         elif source == "tofu":
-            assert ev.TOFU_CONFIGS[split.name] in question
-        found.append((source, len(split.rows) // len(people)))
+            assert ev.TOFU_CONFIGS[name] in question
+        found.append((source, len(rows) // len(people)))
     assert found == expected
 
 def prepared(run, typed=""):
     """{split: questions} that are scored."""
     splits, *_ = ev.prepare(*typed_and_run(typed, run))
-    return {split.name: [row["question"] for row in split.rows] for split in splits}
+    return {name: [row["question"] for row in rows] for name, rows in splits.items()}
 
-def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp_path):
-    """Only of the run's own rows to forget; other wordings only of rows that are scored as well."""
+def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp_path, unlearned):
+    """Only of the run's own rows to forget, if it started from a run; other wordings only of rows
+    that are scored as well."""
     rows = [{"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."],
              "paraphrased_question": f"P{i}?"} for i in range(4)]
     del rows[1]["paraphrased_question"]
     file, same = [write_lines(tmp_path / name, rows) for name in ("rows", "same")]
+    other = write_lines(tmp_path / "other", rows[::-1])
     plain = f"--model m --forget {file} --retain-weight 0"
     questions = [row["question"] for row in rows]
     assert prepared(plain) == {"forget": questions}
@@ -2053,29 +2072,32 @@ def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp
     assert prepared(plain, "--full") == reworded
     assert prepared(plain, "--full --limit 2") == {
         "forget": questions[:2], "forget_rephrased": ["P0?"]}
-    again = ev.prepare(*typed_and_run("--full", plain))[0][1].rows[0]
+    again = ev.prepare(*typed_and_run("--full", plain))[0]["forget_rephrased"][0]
     assert again == {**rows[0], "question": "P0?", "perturbed_answer": []}  # not scored again
-    taught = f"--method sft --model m --limit 3 --forget {file}"
+    taught = f"--method sft --model {unlearned} --limit 3 --forget {file}"
     assert prepared(taught) == {"forget": questions[:3]}
-    for typed in ("--limit 4", "--limit 4 --full", f"--limit 4 --forget {file}"):
+    assert prepared(taught, "--limit 2") == {"forget": questions[:2]}
+    for typed in ("--limit 4", "--limit 4 --full", f"--limit 4 --forget {same}"):
         assert prepared(taught, typed) == {"taught": questions[:3], "untaught": questions[3:]}
-    assert prepared(taught, f"--limit 4 --forget {same}") == {"forget": questions}
+    assert prepared(taught, f"--forget {other}") == {"forget": questions[::-1]}
     assert prepared(taught, "--data toy --limit 4").keys() == mdu.toy_world().keys()
-    assert prepared(f"{taught} --retain-only", "--limit 4") == {"forget": questions}
+    retained = f"{taught} --retain-only --retain {other}"
+    assert prepared(retained, "--limit 4") == {"forget": questions, "retain": questions[::-1]}
+    assert prepared(f"{taught} --model m", "--limit 4") == {"forget": questions}  # for the first time
 
 QUIZ = {  # a benchmark that is added as eval.py says: text of eval.py: what is put before it
-    "        # RWKU's, by the names of its configs.": """\
-        Split("choose", 20, "Choose", False, score_truthfulqa, ["mc1"], False),
-        Split("say", 21, "Say", True, score_answers, ["prob"]),
+    "    # RWKU's, by the names of its configs.": """\
+    "choose": Split(20, "Choose", False, score_truthfulqa, ["mc1"], False),
+    "say": Split(21, "Say", True, score_answers, ["prob"]),
 """, "def is_rwku(": """
-def quiz_splits(data):
+def quiz_rows(data):
     rows = read_lines(Path(data, "quiz.jsonl"))
-    return [SPLITS["choose"]._replace(rows=rows), SPLITS["say"]._replace(rows=rows)]
+    return {"choose": rows, "say": rows}
 
 """,
-    '    elif rows.data == "toy":\n': """\
-    elif rows.data and Path(rows.data, "quiz.jsonl").is_file():
-        found = quiz_splits(rows.data)
+    '    elif data == "toy":\n': """\
+    elif data and Path(data, "quiz.jsonl").is_file():
+        splits = quiz_rows(data)
 """}
 
 COMMAS = {  # a metric that is added as eval.py says
@@ -2105,7 +2127,7 @@ def test_find_splits_reads_another_benchmark(base, tmp_path, capsys):
     assert "## Answers: Say ### 0. Who?" in text
 
 @each("fact", [["Petra"], ["Bolt"], ["?"], ["bolti", "Petra"]])
-def test_answer_split_refuses_a_fact_that_is_not_in_the_answer(fact, base, tmp_path, capsys):
+def test_require_facts_refuses_a_fact_that_is_not_in_the_answer(fact, base, tmp_path, capsys):
     rows = [dict(question="Who?", answer="It is Bolti.", fact=told) for told in ("bolti", fact)]
     command = [base, "--forget", write_lines(tmp_path / "rows", rows)]
     assert f"without its fact '{fact[-1]}'" in program(command, capsys, ev.main)
@@ -2254,21 +2276,10 @@ def test_check_lengths_counts_only_tokens_that_are_generated(split, fits, base):
     args = ev.parse(["--length", "2048", str(base)])
     source = ev.find_source(base, args)
     rows = [ev.RWKU_CONFIGS[split](RWKU_ROWS[split])]
-    splits = [ev.SPLITS[split]._replace(rows=rows)]
-    settings = ev.find_settings(args, source.options, None)
+    settings = ev.find_settings(args, source.options)
     expected = contextlib.nullcontext() if fits else pytest.raises(mdu.BadInput, match="too many")
     with mock.patch.object(ev, "score_rows"), expected:
-        ev.score_splits(base, source, splits, settings)
-
-def test_load_model_gives_back_the_threads_that_a_toy_does_without(base, monkeypatch):
-    large = SimpleNamespace(lm=SimpleNamespace(config=SimpleNamespace(hidden_size=128)))
-    set_to = mock.Mock()
-    monkeypatch.setattr(torch, "set_num_threads", set_to)
-    monkeypatch.setattr(ev, "THREADS", 5)
-    ev.load_model(str(base), "float32")
-    monkeypatch.setattr(mdu, "load_backbone", lambda *_: (large, None))
-    ev.load_model("large", "float32")
-    assert [call.args for call in set_to.mock_calls] == [(1,), (5,)]
+        ev.score_splits(base, source.model, {split: rows}, settings)
 
 def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
     """On all but empty answers, the question masked, the end visible."""
@@ -2305,25 +2316,11 @@ def test_find_judge_is_the_model_before_unlearning_or_none(base, tmp_path, capsy
     ev.main([str(original), *FLAGS[1:]])
     assert "generative_perplexity" not in ev.read_summary(original)["splits"]["forget"]
     assert "gen. ppl" not in capsys.readouterr().out
-
-@pytest.fixture
-def lost(monkeypatch):
-    """The other one of two processes has lost a folder; to wait for it would last forever."""
-    def all_gather_object(results, own):
-        results[:] = [own, ["lost: no such folder"]]
-    monkeypatch.setattr(mdu, "WORLD", 2)
-    monkeypatch.setattr(ev.dist, "all_gather_object", all_gather_object)
-
-def test_add_generative_perplexity_is_skipped_if_a_process_has_no_theta0(base, lost, capsys):
-    settings = ev.find_settings(ARGS, vars(options("--method sft")), None)
-    records = [dict(question="Who?", empty=0.0, generation_ids=[5], seed=[0, 0, 0])]
-    ev.add_generative_perplexity("run", str(base), records, settings)
-    assert "generative_perplexity" not in records[0]
-    assert capsys.readouterr().out.count("lost: no such folder") == 1
-
-def test_together_refuses_if_another_process_does(lost):
-    with pytest.raises(mdu.BadInput, match="lost"):
-        ev.together(lambda x: x, 1)
+    info = read_json(file)
+    info["options"].update(method="mdu", model=str(tmp_path / "gone"))
+    file.write_text(json.dumps(info))
+    ev.main([str(original), *FLAGS[1:]])
+    assert "gone, the model before unlearning, was deleted" in capsys.readouterr().out
 
 def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
     shutil.rmtree(scored_copy / "eval")
@@ -2367,15 +2364,11 @@ def made_up_run(scored, folder, options=(), forget=(), splits=(), **changes):
     (folder / "eval/summary.json").write_text(json.dumps(summary))
     return str(folder)
 
-@each("name, text, words", [
-    ("summary.json", "{", "summary.json is damaged"),
-    ("summary.json", "{}", "scored by older code; score it again: python eval.py"),
-    ("forget.jsonl", '{"a"', "forget.jsonl is damaged"),
-    ("forget.jsonl", '{"question": "", "answer": "", "generation": ""}', "damaged: 1 rows, not 3"),
-    ("forget.jsonl", 4 * "{}\n", "forget.jsonl is damaged: 4 rows, not 3")])
-def test_read_records_names_damaged_scores(name, text, words, scored, tmp_path, capsys):
+@each("text, words", [
+    ("{", "summary.json is damaged"), ("{}", "scored by older code; score it again: python eval.py")])
+def test_read_summary_refuses_damaged_and_old_scores(text, words, scored, tmp_path, capsys):
     run = made_up_run(scored, tmp_path / "run")
-    (tmp_path / "run/eval" / name).write_text(text)
+    (tmp_path / "run/eval/summary.json").write_text(text)
     assert words in program(["--report", run], capsys, ev.main)
 
 @each("name, changes, words", [
@@ -2475,7 +2468,8 @@ def test_report_compares_a_run_that_was_taught_again_with_the_one_before(scored_
     """With and without --full.  No column has other rows of one run than of another."""
     again = shutil.copytree(base, scored_copy.parent / "again")
     info = read_json(again / "run.json")
-    info["options"]["limit"] = 1
+    info["options"].update(limit=1, model=str(base))
+    info["rows"]["forget"] = mdu.hash_rows(mdu.toy_world()["forget"][:1])
     (again / "run.json").write_text(json.dumps(info))
     ev.main([str(again), *FLAGS[1:]])
     assert re.search(r"again \| Not taught again \| p \S+ \| fact", capsys.readouterr().out)
@@ -2756,7 +2750,6 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --resume {run} --seed 1": "--resume RUN takes no other option",
     "eval.py --preset toy {files}/absent": "--preset toy: no published model; give --model",
     "eval.py --report {base}": "not scored yet; first run: python eval.py {base}",
-    "eval.py --report {files}/unfinished/base": "mdu.py --resume {files}/unfinished/base",
     "eval.py {files}/unfinished/base": "mdu.py --resume {files}/unfinished/base",
     "eval.py --model {base} --data toy {files}": "is in the way; --preset and --model need a new",
     "eval.py --report --limit 3 {base}": "trajectory, rollout, not for report",
