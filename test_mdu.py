@@ -1780,7 +1780,7 @@ OFFICIAL = {  # what aggregate_eval_stat.py of locuslab/tofu makes of them
 def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
     def texts_nll(model, tokenizer, rows, texts, *_):
         assert " " not in "".join(itertools.chain(*texts))
-        return [{text: float(text) for text in of_row} for of_row in texts]
+        return [[float(text) for text in of_row] for of_row in texts]
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("", [])] * 4)
     monkeypatch.setattr(ev, "fill_gaps", lambda *_: [dict(infill=i) for i in range(4)])
@@ -1817,17 +1817,6 @@ def test_compare_wrong_answers_by_hand(right, wrong, forget, other, options):
         row["paraphrased_answer"] = "a"
         figures = ev.compare_wrong_answers(row, right, wrong)
         assert figures["truth_ratio"] == approx(expected) and "prob_options" not in figures
-
-def test_texts_nll_scores_no_text_of_a_row_twice(monkeypatch):
-    def masked_nll(model, pairs, masks, batch_size):
-        assert pairs == [([4], ["a"]), ([4], ["b", "c"]), ([5], ["a"])]
-        return [torch.tensor([1.0, 2.0]), torch.tensor([3.0]), torch.tensor([4.0])]
-    monkeypatch.setattr(ev, "masked_nll", masked_nll)
-    monkeypatch.setattr(ev, "prompt_ids", lambda tokenizer, row: row["question"])
-    monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
-    rows = [dict(question=[4], seed=0), dict(question=[5], seed=0)]
-    found = ev.texts_nll(None, None, rows, [["a", "a", "b c", "a"], ["a"]], ARGS)
-    assert found == [{"a": 1.5, "b c": 3.0}, {"a": 4.0}]
 
 def test_forget_quality_and_ks_test_by_hand_and_as_published():
     """Of four values below four others, 2 of the (8 choose 4) = 70 orders are as extreme; of two
@@ -1894,8 +1883,7 @@ def test_score_mmlu_compares_letters_at_one_masked_position(monkeypatch):
 def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     """Of n tokens: log p = -n times the mean loss over the masks."""
     losses = dict(zip(["a", "b b", "c c c "], losses))
-    of_texts = {f" {choice.strip()}": loss for choice, loss in losses.items()}
-    texts_nll = mock.Mock(return_value=[of_texts])
+    texts_nll = mock.Mock(return_value=[list(losses.values())])
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
     targets = dict(choices=list(losses), labels=labels)
@@ -1935,7 +1923,7 @@ def test_splits_have_titles_of_their_own():
 def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, [])])
     monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}])
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [{"Petra Osei": 1.0}])
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [[1.0]])
     args = ev.parse("--samples 1 run".split())
     row = {"question": "Who?", "answer": "Petra Osei", **row}
     record, = ev.SPLITS[split].score(None, None, [row], args)
@@ -1959,8 +1947,7 @@ def test_summarise_by_hand(capsys):
 
 def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     """Also in JSON and back; "-" in tables, whose columns stay."""
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [
-        {text: math.nan for text in ("a", "b", "c", " a", " b", " c")}])
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [3 * [math.nan]])
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("a b", [5, 6])])
     monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}])
     wrong = ["b", "c"]
