@@ -2362,9 +2362,8 @@ def test_read_summary_refuses_damaged_and_old_scores(text, words, scored, tmp_pa
     ("npo", dict(options=dict(lr=1e-3)), "--lr"),
     ("npo", dict(options=dict(anchor="current")), "--anchor"),
     ("npo", dict(options=dict(model="b/M")), "--model"),
-    ("npo", dict(trained_on=dict(forget="other")), "rows to forget"),
-    ("npo", dict(trained_on=dict(retain="other")), "rows to retain"),
-    ("npo", dict(options=dict(subject="Bo", retain="f"), trained_on=dict(retain="x")), "to retain"),
+    ("npo", dict(trained_on=dict(forget="other")), "the rows that they were trained on"),
+    ("npo", dict(trained_on=dict(retain="other")), "the rows that they were trained on"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
     ("ga", dict(people=["Ann"]), "different people")])
 def test_group_runs_refuses_unlike_runs(name, changes, words, scored, tmp_path, capsys):
@@ -2562,7 +2561,8 @@ def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path
     ev.main(["--analysis", "convergence", *map(str, runs)])
     panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
     figure = matplotlib.figure.Figure()
-    ev.draw_lines(figure, {"xlabel": "epoch", "ylabel": "KL", "panels": panels})
+    ev.draw_panels(figure, {"analysis": "convergence", "xlabel": "epoch", "ylabel": "KL",
+                            "panels": panels})
     assert [axis.get_title() for axis in figure.axes] == ["base", "anchor", "uniform"]
     for axis in figure.axes:
         a, b, c = [line["kl"][axis.get_title()] for line in logged]
@@ -2570,8 +2570,7 @@ def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path
         assert panels[axis.get_title()] == points
         lines = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
         assert lines == points and axis.get_xlabel() == "epoch" and axis.get_ylim()[0] == 0
-    first = figure.axes[0]
-    assert first.get_legend() is not None and first.get_ylabel() == "KL"
+    assert figure.axes[0].get_legend() is not None and figure.get_supylabel() == "KL"
 
 @torch.no_grad()
 def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
@@ -2609,7 +2608,8 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
             assert found[key]["change in %"] == approx(change, abs=1e-2)
             assert f"{np.mean(kls):.2f} ({change:+.0f} %)" in found[key]["label"]
     figure = matplotlib.figure.Figure()
-    ev.draw_bars(figure, {"ylabel": "KL", "panels": {"above": bars, "below": bars[:2]}})
+    panels = {"above": bars, "below": bars[:2]}
+    ev.draw_panels(figure, {"analysis": "roles", "ylabel": "KL", "panels": panels})
     axis, below = figure.axes
     colours = set()
     for role, drawn in zip([I, S, K], axis.containers, strict=True):
