@@ -1960,10 +1960,9 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
         assert np.isnan(found).all()
     assert math.isnan(ev.model_utility(dict.fromkeys(ev.UTILITY, figures)))
     assert math.isnan(ev.forget_quality(records, [{"log_ratio": 1.0}]))
-    forget = {"title": "Forget", "to_forget": True, "prob": math.nan, "perplexity_mean": 1e50}
+    forget = {"prob": math.nan, "perplexity_mean": 1e50}
     methods = {"run": [{"splits": {"forget": forget}, "run": {}}]}
-    columns = [("forget", "prob"), ("forget", "perplexity_mean"), ("forget", "fact")]
-    table = ev.figures_table(ev.values_of(methods), ev.splits_of(methods), columns)
+    table = ev.figures_table(methods, {"forget": ["prob", "perplexity_mean", "fact"]})
     assert re.search(r"\n\| run +\| - +\| 1e\+50 +\|$", table)
     monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
     monkeypatch.setattr(mdu, "encode_prompt", lambda *_: [4])
