@@ -2087,7 +2087,7 @@ def quiz_rows(data):
 """}
 
 COMMAS = {  # a metric that is added as eval.py says
-    '    "empty": Metric(': '    "commas": Metric("commas", "", "", ".1f"),\n',
+    '    "empty": Metric(': '    "commas": Metric("commas", "", "", digits=".1f"),\n',
     '        if "fact" in row:\n            record["fact"]':
         '        record["commas"] = float(generation.text.count(","))\n'}
 
