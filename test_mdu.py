@@ -437,8 +437,7 @@ QWEN2 = dict(NATIVE, mask_token_id=258, pad_token_id=256)
 QWEN3 = dict(NATIVE, head_dim=16, attention_bias=False)  # ids: the tokenizer's
 CONFIGS = {  # model_type: config.json
     "llada": LLADA, "Dream": dict(QWEN2, **WINDOW), "a2d-qwen2": QWEN2,
-    "qwen2": dict(QWEN2, is_causal=False), "a2d-qwen3": dict(QWEN3, **WINDOW),
-    "qwen3": dict(QWEN3, is_causal=False),
+    "a2d-qwen3": dict(QWEN3, **WINDOW),
     "a2d-llama": dict(NATIVE, rope_theta=5e5, mask_token_id=258),
     "llama": dict(NATIVE, rope_theta=5e5, is_causal=False, mask_token_id=258)}
 LLADA_NAMES = {  # part of a native tensor's name: LLaDA's
@@ -930,7 +929,7 @@ def no_gradient(args, model, *_):
 
 @each("effect, code, message", [
     (KeyboardInterrupt, 130, ""),
-    (torch.OutOfMemoryError, 2, "out of GPU memory; lower --batch-size, or train with --lora"),
+    (torch.OutOfMemoryError, 2, "out of GPU memory: lower --batch-size, add --lora"),
     ([[math.nan, 0.0]], 2, "step 1: loss nan"), ([[0.0, math.inf]], 2, "retain loss inf"),
     (no_gradient, 2, "norm nan")])
 def test_train_ends_in_one_line(effect, code, message, base, tmp_path, monkeypatch, capsys):
@@ -1283,7 +1282,7 @@ AROUND = {  # a prompt's text before and after the question
               "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"),
     "Dream": TURN, "qwen": (TURN[0], f"{TURN[1]}<think>\n\n</think>\n\n")}
 END = {"llada": 261, "a2d-llama": 261, "llama": 257, "Dream": 260, "a2d-qwen2": 260,
-       "a2d-qwen3": 260, "qwen2": 256, "qwen3": 256}  # the end-of-turn token
+       "a2d-qwen3": 260}  # the end-of-turn token
 
 def test_encode_prompt_follows_the_chat_template_and_control_tokens_in_texts_stay_text(hub):
     kind, model, tokenizer = hub.kind, hub.model, hub.tokenizer
@@ -2727,9 +2726,9 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --tau 0 --anchor {base}": "--tau 0 has no anchor: --anchor {base}",
     "mdu.py {own} --preset toy": "no rows to retain; give --retain, or",
     "mdu.py --forget {good} --retain-weight 0": "train it with --method sft, or",
-    "mdu.py --preset toy --model nobody/nothing": "cannot be fetched from the hub",
+    "mdu.py --preset toy --model nobody/nothing": "not fetched from the hub",
     "mdu.py --preset toy --model {base} --out {run}": "--resume {run}",
-    "mdu.py --model {base} --epochs 0.1 --response-length 2048": "2048 of answer, or of",
+    "mdu.py --model {base} --epochs 0.1 --response-length 2048": "2048 of answer or --response-length",
     "mdu.py {own} --method dpo --retain-weight 0": "'Who is Bolti?' has no perturbed_answer",
     "mdu.py --model {files}/foreign --method ga --forget {good}": "foreign/config.json is damaged",
     "mdu.py --resume {files}": "No such file or directory: '{files}/run.json'",
