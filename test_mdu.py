@@ -2228,11 +2228,10 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     assert protocol()[1:] == (7, 7) and protocol("--steps 4")[1:] == (7, 4)
     assert protocol("--steps 8")[1:] == (7, 7)  # no step without a token
 
-@each("field, more, full, fits", [
-    ("answer", 0, False, True), ("answer", 1, False, False), ("choices", 1, False, False),
-    ("paraphrased_answer", 1, False, True), ("paraphrased_answer", 1, True, False),
-    ("perturbed_answer", 1, False, True), ("perturbed_answer", 1, True, False)])
-def test_check_lengths_refuses_texts_that_the_model_cannot_read(field, more, full, fits, base):
+@each("field, more, fits", [
+    ("answer", 0, True), ("answer", 1, False), ("choices", 1, False),
+    ("paraphrased_answer", 1, False), ("perturbed_answer", 1, False)])
+def test_check_lengths_refuses_texts_that_the_model_cannot_read(field, more, fits, base):
     """With an end token behind the answer, as gaps are filled."""
     model, tokenizer = mdu.load_backbone(str(base))
     n = 2048 - 1 - len(mdu.encode_prompt(tokenizer, "Who?")) + more
@@ -2242,7 +2241,7 @@ def test_check_lengths_refuses_texts_that_the_model_cannot_read(field, more, ful
         row[field] = ["is " * n]
     expected = contextlib.nullcontext() if fits else pytest.raises(mdu.BadInput, match="too many")
     with expected:
-        ev.check_lengths("run", model, tokenizer, [row], 1, full)
+        ev.check_lengths("run", model, tokenizer, [row], 1)
 
 def test_check_lengths_warns_of_true_answers_that_are_cut(base, capsys):
     model, tokenizer = mdu.load_backbone(str(base))
@@ -2250,9 +2249,9 @@ def test_check_lengths_warns_of_true_answers_that_are_cut(base, capsys):
             for answer in ("is", "is is is", "is is is is")]
     sizes = [len(mdu.encode_text(tokenizer, row["answer"])) for row in rows]
     assert sizes[0] <= 2 < sizes[1]
-    ev.check_lengths("run", model, tokenizer, rows, 2, full=True)
+    ev.check_lengths("run", model, tokenizer, rows, 2)
     assert "run: 2 of 3 true answers are longer than the 2" in capsys.readouterr().out
-    ev.check_lengths("run", model, tokenizer, rows, 0, full=True)  # nothing is generated
+    ev.check_lengths("run", model, tokenizer, rows, 0)  # nothing is generated
     assert capsys.readouterr().out == ""
 
 @each("split, fits", [("utility_general", True), ("utility_truthfulness", True),
