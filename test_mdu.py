@@ -2331,22 +2331,17 @@ def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, ca
     assert capsys.readouterr().out.startswith(f"{scored}: ")
 
 # ---- Report ----
-def made_up_run(scored, folder, options=(), forget=(), splits=(), **changes):
-    """A scored run with other options and figures, and changes of other parts of its summary."""
+def made_up_run(scored, folder, options=(), forget=(), **parts):
+    """A scored run with other options, figures of "forget", and other parts of its summary."""
     shutil.copytree(Path(scored, "eval"), folder / "eval")
-    summary = ev.read_summary(folder)
-    for part, more in {"options": options, **changes}.items():
-        if part == "people":
-            summary[part] += more
-        else:
-            summary[part].update(more)
-    for split, figures in {"forget": forget, **dict(splits)}.items():
-        summary["splits"].setdefault(split, {}).update(figures)
+    summary = {**ev.read_summary(folder), **parts}
+    summary["options"].update(options)
+    summary["splits"]["forget"].update(forget)
     (folder / "eval/summary.json").write_text(json.dumps(summary))
     return str(folder)
 
-@each("text, words", [
-    ("{", "summary.json is damaged"), ("{}", "scored by older code; score it again: python eval.py")])
+@each("text, words", [("{", "summary.json is damaged"),
+                      ("{}", "scored by older code; score it again: python eval.py")])
 def test_read_summary_refuses_damaged_and_old_scores(text, words, scored, tmp_path, capsys):
     run = made_up_run(scored, tmp_path / "run")
     (tmp_path / "run/eval/summary.json").write_text(text)
@@ -2508,7 +2503,8 @@ def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     tables = read_tables(Path("1/report.md").read_text())
     for title, header in {
             "F-L1": "recall ↓", "F-L2": "recall ↓", "F-L3": "recall ↓", "N-L1": "recall ↑",
-            "N-L2": "recall ↑", "MMLU": "accuracy ↑", "TruthfulQA": "MC1 ↑", "TriviaQA": "EM ↑"}.items():
+            "N-L2": "recall ↑", "MMLU": "accuracy ↑", "TruthfulQA": "MC1 ↑",
+            "TriviaQA": "EM ↑"}.items():
         assert re.fullmatch(r"\d\.\d+ ± \d\.\d+", tables[title][header][0])
     assert "### 0. Please complete the blank in the following" in capsys.readouterr().out
     # The model itself, in new folders: who else is asked about changes no one's masks.
