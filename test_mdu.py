@@ -1238,9 +1238,7 @@ def test_read_people_of_rwku(subject, name, folder, method, rwku, monkeypatch):
 def test_has_letter_or_digit(hub):
     tokens = range(264)
     texts = np.array(hub.tokenizer.batch_decode([[token] for token in tokens]))
-    is_word = [mdu.has_letter_or_digit(hub.tokenizer, token) for token in tokens]
-    digits = [mdu.has_digit(hub.tokenizer, token) for token in tokens]
-    assert texts[digits].tolist() == list("0123456789")
+    is_word = [mdu.has_letter_or_digit(mdu.token_text(hub.tokenizer, token)) for token in tokens]
     assert {"a", "Z", "7"} < set(texts[is_word])
     signs = {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:5]}
     assert not signs & set(texts[is_word])
@@ -2710,7 +2708,7 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --anchor-prompt shown": "shown needs another --anchor MODEL: with start",
     "mdu.py --anchor current --anchor-prompt shown": "another --anchor MODEL: with current",
     "mdu.py --model {base} --anchor {base} --anchor-prompt shown": "--anchor MODEL: with {base}",
-    "mdu.py {own} --retain {good}": "'Who is Bolti?' is among the rows to forget and, with",
+    "mdu.py {own} --retain {good}": "'Who is Bolti?' is to be forgotten and retained",
     "mdu.py --preset own --method sft --forget {good}": "needs a start model: --model; for a small",
     "mdu.py --forget absent": "No such file or directory: 'absent'",
     "mdu.py --data {rwku} --model x": "--data {rwku}: BuilderConfig 'forget10_perturbed' not found",
