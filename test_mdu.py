@@ -2258,7 +2258,7 @@ def test_check_lengths_counts_only_tokens_that_are_generated(split, fits, base):
     args = ev.parse(["--length", "2048", str(base)])
     source = ev.find_source(base, args)
     rows = [ev.RWKU_CONFIGS[split](RWKU_ROWS[split])]
-    settings = ev.find_settings(args, source.options)
+    settings = ev.find_settings(args, source.options, False)
     expected = contextlib.nullcontext() if fits else pytest.raises(mdu.BadInput, match="too many")
     with mock.patch.object(ev, "score_rows"), expected:
         ev.score_splits(base, source.model, {split: rows}, settings)
