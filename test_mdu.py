@@ -2710,6 +2710,7 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --model {base} --anchor {base} --anchor-prompt shown": "--anchor MODEL: with {base}",
     "mdu.py {own} --retain {good}": "'Who is Bolti?' is to be forgotten and retained",
     "mdu.py --preset own --method sft --forget {good}": "needs a start model: --model; for a small",
+    "mdu.py --method sft --lora 2": "--lora trains adapters of a start model",
     "mdu.py --forget absent": "No such file or directory: 'absent'",
     "mdu.py --data {rwku} --model x": "--data {rwku}: BuilderConfig 'forget10_perturbed' not found",
     "mdu.py --subject King": "--subject needs --preset rwku-... or --data",
