@@ -2214,7 +2214,7 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
              for name in "XY"]
     def protocol(typed=""):
         run = f"--model m --forget {files[0]} --response-length 7"
-        _, _, found, _ = ev.prepare(*typed_and_run(typed, run))
+        _, _, found = ev.prepare(*typed_and_run(typed, run))
         return found["rows"], found["length"], found["steps"]
     asked = protocol(f"--data {rwku} --subject 1 --limit 1")
     assert protocol(f"--data {rwku} --subject 2 --limit 1") == asked
