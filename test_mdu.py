@@ -2069,8 +2069,8 @@ def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp
 
 ADDED_BENCHMARK = {  # by eval.py's comment: {text of eval.py: what is put before it}
     "    # RWKU's, by the names of its configs.": """\
-    "choose": Split(20, "Choose", False, score_truthfulqa, ["mc1"], False),
-    "say": Split(21, "Say", True, score_answers, ["prob"]),
+    "choose": Split(20, "Choose", False, ["mc1"], score_truthfulqa, False),
+    "say": Split(21, "Say", True, ["prob"]),
 """, "def is_rwku(": """
 def quiz_rows(data):
     rows = read_lines(Path(data, "quiz.jsonl"))
