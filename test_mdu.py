@@ -2349,6 +2349,7 @@ def test_read_summary_refuses_damaged_and_old_scores(text, words, scored, tmp_pa
     ("npo", dict(options=dict(lr=1e-3)), "--lr"),
     ("npo", dict(options=dict(anchor="current")), "--anchor"),
     ("npo", dict(options=dict(model="b/M")), "--model"),
+    ("npo", dict(options=dict(model="/b/M")), "--model"),
     ("npo", dict(trained_on=dict(forget="other")), "the rows that they were trained on"),
     ("npo", dict(trained_on=dict(retain="other")), "the rows that they were trained on"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
@@ -2426,7 +2427,7 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     questions = [row["question"] for row in mdu.toy_world()["forget"][:3]]
     screen = capsys.readouterr().out
     shown = re.findall("|".join(map(re.escape, questions)), screen)
-    assert shown == [questions[2], questions[0]]
+    assert shown == [questions[2], questions[0]] and list(ev.choose(None, 3, 2)) == [0, 1]
     text = (tmp_path / "1/report.md").read_text()
     assert f"## Answers: Forget\n\n### 0. {questions[0]}\n\n- True answer: " in text
     tables = read_tables(text)
@@ -2437,6 +2438,7 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     found = {header: column for header, column in tables["Forget"].items() if header in expected}
     assert list(found.items()) == list(expected.items())
     assert {"empty", "median 1/p ↑", "truth ratio ↑"} <= tables["Forget"].keys()
+    assert "MC1" not in text  # which no run has
     assert {"rL ↑", "empty ↓", "median 1/p ↓", "truth ratio ↑"} <= tables["Retain"].keys()
     of_run = tables["TOFU's own figures of the whole run"]
     assert of_run["forget quality ↑"] == ("-", "0.25 (1e-09 to 0.75)")
@@ -2498,7 +2500,9 @@ def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     ev.main([*scoring, "1/dpo", "2/dpo"])
     assert ev.read_summary("1/dpo")["protocol"]["dtype"] == "bfloat16"
     ev.main(["--report", "1/dpo", "2/dpo"])
-    tables = read_tables(Path("1/report.md").read_text())
+    text = Path("1/report.md").read_text()
+    assert "\n### 1. Please complete the blank" in text  # of the other person
+    tables = read_tables(text)
     for title, header in {
             "F-L1": "recall ↓", "F-L2": "recall ↓", "F-L3": "recall ↓", "N-L1": "recall ↑",
             "N-L2": "recall ↑", "MMLU": "accuracy ↑", "TruthfulQA": "MC1 ↑",
@@ -2542,7 +2546,7 @@ def test_token_roles_of_hand_labelled_answers(question, parts, tmp_path):
     ids = [end, *mdu.encode_text(tokenizer, answer), end]
     assert ev.token_roles(tokenizer, question, ids) == [S, *expected, S]
 
-def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path):
+def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path, capsys):
     """Of each epoch.  MDU moves the prediction away from theta0's and to the anchor's."""
     logged = [line for line in metrics(unlearned) if "kl" in line]
     assert [(line["step"], line["epoch"]) for line in logged] == [(0, 0), (3, 1), (6, 2)]
@@ -2564,6 +2568,9 @@ def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path
         lines = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
         assert lines == points and axis.get_xlabel() == "epoch" and axis.get_ylim()[0] == 0
     assert figure.axes[0].get_legend() is not None and figure.get_supylabel() == "KL"
+    same_name = shutil.copytree(unlearned, tmp_path / "other/a")
+    argv = ["--analysis", "convergence", *runs, same_name]
+    assert "one folder name" in program(argv, capsys, ev.main)
 
 @torch.no_grad()
 def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
