@@ -2069,7 +2069,7 @@ def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp
 
 ADDED_BENCHMARK = {  # by eval.py's comment: {text of eval.py: what is put before it}
     "    # RWKU's, by the names of its configs.": """\
-    "choose": Split(20, "Choose", False, ["mc1"], score_truthfulqa, False),
+    "choose": Split(20, "Choose", False, ["mc1"], score_truthfulqa),
     "say": Split(21, "Say", True, ["prob"]),
 """, "def is_rwku(": """
 def quiz_rows(data):
@@ -2249,19 +2249,10 @@ def test_check_lengths_warns_of_true_answers_that_are_cut(base, capsys):
     assert sizes[0] <= 2 < sizes[1]
     ev.check_lengths("run", model, tokenizer, rows, 2)
     assert "run: 2 of 3 true answers are longer than the 2" in capsys.readouterr().out
+    choices = [dict(row, choices=[]) for row in rows]  # of which the likeliest is taken
+    ev.check_lengths("run", model, tokenizer, choices, 2)
     ev.check_lengths("run", model, tokenizer, rows, 0)  # nothing is generated
     assert capsys.readouterr().out == ""
-
-@each("split, fits", [("utility_general", True), ("utility_truthfulness", True),
-                      ("utility_factuality", False), ("forget_level1", False)])
-def test_check_lengths_counts_only_tokens_that_are_generated(split, fits, base):
-    args = ev.parse(["--length", "2048", str(base)])
-    source = ev.find_source(base, args)
-    rows = [ev.RWKU_CONFIGS[split](RWKU_ROWS[split])]
-    settings = ev.find_settings(args, source.options, False)
-    expected = contextlib.nullcontext() if fits else pytest.raises(mdu.BadInput, match="too many")
-    with mock.patch.object(ev, "score_rows"), expected:
-        ev.score_splits(base, source.model, {split: rows}, settings)
 
 def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
     """On all but empty answers, the question masked, the end visible."""
