@@ -930,6 +930,7 @@ def no_gradient(args, model, *_):
 @each("effect, code, message", [
     (KeyboardInterrupt, 130, ""),
     (torch.OutOfMemoryError, 2, "out of GPU memory: lower --batch-size, add --lora"),
+    (mdu.SafetensorError("I/O error: no space"), 2, "I/O error: no space"),
     ([[math.nan, 0.0]], 2, "step 1: loss nan"), ([[0.0, math.inf]], 2, "retain loss inf"),
     (no_gradient, 2, "norm nan")])
 def test_train_ends_in_one_line(effect, code, message, base, tmp_path, monkeypatch, capsys):
