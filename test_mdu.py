@@ -1673,12 +1673,13 @@ def test_draw_masks_of_one_seed_are_alike_for_short_and_long_answers():
     (7, 3, [3, 2, 2]), (8, 5, [2, 2, 2, 1, 1]), (5, 1, [5]), (3, 5, [1, 1, 1])])
 @each("by_entropy", [False, True])
 @each("boost, sure", [(-50.0, 1), (4.0, 1), (-50.0, 20)])
-def test_generate_equals_slow_sampler(length, steps, counts, by_entropy, boost, sure):
+def test_fill_masks_equals_slow_sampler(length, steps, counts, by_entropy, boost, sure):
     """The mask token is never written, even if likeliest (boost 4).  p is not 1, as in float32."""
     model = FakeModel(boost, by_entropy, sure=sure)
     expected = [slow_sampler(model, prompt, counts) for prompt in PROMPTS]
     model.seen.clear()
-    assert ev.generate(model, PROMPTS, length, steps, batch_size=3) == expected
+    jobs = [ev.Job(prompt, length * [MASK], torch.ones(length).bool()) for prompt in PROMPTS]
+    assert ev.fill_masks(model, jobs, steps, 3, "") == expected
     assert len(model.seen) == len(counts) * math.ceil(len(PROMPTS) / 3)  # no step without a token
 
 @each("ids, n", [([4, 5, 6], 3), ([4, 1, 5, PAD], 1), ([4, 5, PAD, 1], 2), ([], 0)])
@@ -1689,10 +1690,12 @@ def test_read_answer_ends_before_the_first_end_or_padding_token(ids, n):
 
 def test_write_answers_samples_after_the_prefill(base):
     _, tokenizer = mdu.load_backbone(str(base))
-    with mock.patch.object(ev, "generate", return_value=[]) as generate:
-        ev.write_answers(None, tokenizer, [dict(question="Who?", prefill="The book")], ARGS)
+    with mock.patch.object(ev, "fill_masks", return_value=[]) as fill_masks:
+        ev.write_answers(FakeModel, tokenizer, [dict(question="Who?", prefill="The book")], ARGS)
     prompt = mdu.encode_prompt(tokenizer, "Who?") + mdu.encode_text(tokenizer, "The book")
-    generate.assert_called_with(None, [prompt], ARGS.length, ARGS.steps, ARGS.batch_size)
+    _, [job], steps, batch_size, _ = fill_masks.call_args.args
+    assert (job.prompt, job.answer, job.mask.all()) == (prompt, ARGS.length * [MASK], True)
+    assert (steps, batch_size) == (ARGS.steps, ARGS.batch_size)
 
 # ---- Gaps ----
 @each("question, parts, fact", [
@@ -2155,7 +2158,8 @@ def test_evaluate_equals_one_row_at_a_time(scored):
                 return slow_eq7(model, prompt, ids, ev.draw_masks(len(ids), 4, [5, number, i]))
             nll = losses(row["answer"])
             p = math.exp(-nll.mean())
-            answer = ev.read_answer(model, tokenizer, ev.generate(model, [prompt], 8, 8)[0])
+            settings = SimpleNamespace(length=8, steps=8, batch_size=1)
+            [answer] = ev.write_answers(model, tokenizer, [row], settings)
             generation = answer.text.strip()
             _, recall, f1 = ev.rouge_l(row["answer"], generation)
             expected = dict(rougeL_recall=recall, rougeL_f1=f1, nll=-log(p), prob=p,
@@ -2309,10 +2313,11 @@ def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, ca
     """Up to the end token."""
     question = mdu.toy_world()["retain"][0]["question"]
     _, tokenizer = mdu.load_backbone(str(base))
-    with mock.patch.object(ev, "generate", return_value=[[5, 6, 7, 1, 8]]) as generate:
+    with mock.patch.object(ev, "fill_masks", return_value=[[5, 6, 7, 1, 8]]) as fill_masks:
         ev.main(["--ask", question, *typed.split(), str(base), scored])
-    prompt = mdu.encode_prompt(tokenizer, question)
-    assert generate.call_args.args[1:4] == ([prompt], length, steps)
+    _, [job], n_steps, *_ = fill_masks.call_args.args
+    assert job.prompt == mdu.encode_prompt(tokenizer, question)
+    assert (len(job.answer), n_steps) == (length, steps)
     lines = capsys.readouterr().out.splitlines()
     for run in (str(base), scored):
         assert lines.pop(0) == f"{run}: {' '.join(tokenizer.decode([5, 6, 7]).split())}"
