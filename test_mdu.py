@@ -2704,7 +2704,7 @@ ANCHORS = {  # a checkpoint that differs from good-model: (its kind, changes to 
 BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is wrong
     "mdu.py --tau 2": "argument --tau: invalid float in [0, 1] value: '2'",
     "mdu.py --anchor-truth removed --tau 0": "--anchor-truth removed would have no effect",
-    "mdu.py {own} --anchor-truth removed --retain-weight 0": "no rows to retain; give --retain",
+    "mdu.py {own} --anchor-truth removed --retain-weight 0": "are rare; give --retain",
     "mdu.py --seed 18446744073709551616": "argument --seed: invalid int",
     "mdu.py --rare 0.1": "--rare is for --anchor-truth removed",
     "mdu.py --method ga --tau 1": "--method ga has no option --tau",
