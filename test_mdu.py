@@ -1903,6 +1903,7 @@ def test_splits_have_titles_of_their_own():
     ("forget", dict(fact=["petra"]), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
     ("forget", dict(fact=["Petra Osei."]), "Petra, Osei", dict(fact=1)),
     ("forget", dict(fact=["Pet"]), "Petra, Osei", dict(fact=0)),
+    ("forget", dict(fact=["?"]), "Petra?", dict(fact=0)),
     ("forget", dict(fact=["Petra", "Bo", "Osei"]), "Petra, Osei", dict(fact=2 / 3)),
     ("forget", dict(fact=["Osei Petra"]), "Petra, Osei", dict(fact=0)),
     ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1), knowledge=0)),
@@ -1999,7 +2000,6 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
     ("toy", "", [("toy", 24), ("toy", 136), ("toy", 22), ("toy", 22)]),
     ("toy", "--forget {X}", [("X", 4), ("toy", 136), ("toy", 22), ("toy", 22)]),
     ("toy", "--retain {X} --limit 3", [("toy", 3), ("X", 3), ("toy", 3), ("toy", 3)]),
-    ("toy", "--data {tofu}", [("tofu", 8), ("tofu", 8), ("tofu", 3), ("tofu", 3)]),
     ("toy", "--data {tofu} --retain {X}", [("tofu", 8), ("X", 4), ("tofu", 3), ("tofu", 3)]),
     # A run's --limit is of the rows that it was trained on, not of others.
     ("short", "", [("toy", 3)] * 4), ("short", "--data toy", [("toy", 3)] * 4),
@@ -2008,13 +2008,11 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
     ("short tofu", "", [("tofu", 2), ("tofu", 8), ("tofu", 3), ("tofu", 3)]),
     ("files", "", [("X", 2), ("Y", 2)]), ("files", "--limit 3", [("X", 3), ("Y", 3)]),
     ("files", "--forget {X} --retain {X}", [("X", 2), ("X", 4)]),
-    ("files", "--data {rwku} --limit 1", [("ten", 1)] * 8),
     ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
     ("toy's options", "", [("X", 4)]),  # which mdu.py trains on, too
     ("person", "", [(PEOPLE[1], 2)] * 8), ("person", "--subject all --limit 1", [("ten", 1)] * 8),
     ("person", "--retain {X}", [(PEOPLE[1], 2)] * 8 + [("X", 4)]),
     ("person", "--data toy --limit 1", [("toy", 1)] * 4),
-    ("person", "--data {tofu} --limit 1", [("tofu", 1)] * 4),
     ("person", "--data {rwku} --limit 1", [("ten", 1)] * 8)])
 def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
     """From where, or about whom, the rows of each split are, and how many (about each person): the
@@ -2069,7 +2067,8 @@ def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp
     assert prepared(taught, "--data toy --limit 4").keys() == mdu.toy_world().keys()
     retained = f"{taught} --retain-only --retain {other}"
     assert prepared(retained, "--limit 4") == {"forget": questions, "retain": questions[::-1]}
-    assert prepared(f"{taught} --model m", "--limit 4") == {"forget": questions}  # for the first time
+    # Taught for the first time:
+    assert prepared(f"{taught} --model m", "--limit 4") == {"forget": questions}
 
 ADDED_BENCHMARK = {  # by eval.py's comment: {text of eval.py: what is put before it}
     "    # RWKU's, by the names of its configs.": """\
@@ -2112,12 +2111,6 @@ def test_find_splits_reads_another_benchmark(base, tmp_path, capsys):
     assert "MC1 ↑" in tables["Choose"] and "rL ↓" in tables["Say"]
     assert tables["Say"]["commas"] == ("1.5",)
     assert "## Answers: Say\n\n### 0. Who?" in text
-
-@each("fact", [["Petra"], ["Bolt"], ["?"], ["bolti", "Petra"]])
-def test_require_facts_refuses_a_fact_that_is_not_in_the_answer(fact, base, tmp_path, capsys):
-    rows = [dict(question="Who?", answer="It is Bolti.", fact=told) for told in ("bolti", fact)]
-    command = [base, "--forget", write_lines(tmp_path / "rows", rows)]
-    assert f"without its fact '{fact[-1]}'" in program(command, capsys, ev.main)
 
 # ---- One run ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --length 8".split()
@@ -2201,17 +2194,15 @@ def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     assert after.keys() == before.keys() - {folder / "utility_general.jsonl"}
     assert after[folder / "notes.jsonl"] == before[folder / "notes.jsonl"]
 
-def test_evaluate_locks_the_folder_before_it_looks_at_anything_in_it(scored_copy, capsys):
-    (scored_copy / "config.json").unlink()  # as if it were still trained
-    with mdu.locked(scored_copy), unchanged(scored_copy):
-        assert "in use" in program([scored_copy, *FLAGS], capsys, ev.main)
-
-def test_evaluate_refuses_a_folder_in_which_it_cannot_write(scored_copy, capsys):
+def test_evaluate_refuses_a_folder_in_which_it_cannot_write(scored_copy, capsys, monkeypatch):
+    """Or that is locked, before it looks at anything in it."""
+    monkeypatch.setattr(ev, "score_rows", None)
     shutil.rmtree(scored_copy / "eval")
     (scored_copy / "eval").touch()
-    with mock.patch.object(ev, "score_rows") as score:
-        assert str(scored_copy / "eval") in program([scored_copy, *FLAGS], capsys, ev.main)
-    assert not score.called
+    assert str(scored_copy / "eval") in program([scored_copy, *FLAGS], capsys, ev.main)
+    (scored_copy / "config.json").unlink()  # as if it were still trained
+    with mdu.locked(scored_copy):
+        assert "in use" in program([scored_copy, *FLAGS], capsys, ev.main)
 
 def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     """The rows; on RWKU, where they differ from person to person, their source and --limit."""
@@ -2277,28 +2268,23 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
     figures = ev.read_summary(run)["splits"]["forget"]
     assert "generative_perplexity" in figures and "truth_ratio" not in figures
 
-def test_find_judge_is_the_model_before_unlearning_or_none(base, tmp_path, capsys):
+def test_find_judge_is_the_model_before_unlearning_or_none(base, capsys):
     """None of a run that never knew the rows, and of one that was unlearned and taught again."""
+    info = read_json(base / "run.json")
     for name, start, method, retain_only, judge in [
             ("base", None, "sft", False, "base"), ("original", None, "sft", True, None),
             ("finetune", "original", "sft", False, "finetune"),
-            ("mdu", "finetune", "mdu", None, "finetune"), ("again", "mdu", "sft", False, None)]:
-        Path(name).mkdir()
-        made = dict(method=method, model=start, retain_only=retain_only)
-        Path(name, "run.json").write_text(json.dumps({"options": made, "rows": {}}))
+            ("mdu", "finetune", "mdu", None, "finetune"), ("again", "mdu", "sft", False, None),
+            ("orphan", "/gone", "mdu", None, "/gone")]:
+        shutil.copytree(base, name)
+        info["options"].update(method=method, model=start, retain_only=retain_only)
+        Path(name, "run.json").write_text(json.dumps(info))
         assert ev.find_judge(name) == judge
+        ev.main([name, *FLAGS[1:]])
+        screen = capsys.readouterr().out
+        assert ("gen. ppl " in screen) == (judge not in (None, "/gone"))
+        assert ("/gone was deleted" in screen) == (name == "orphan")
     assert ev.find_judge("A/B") == "A/B"
-    original = shutil.copytree(base, tmp_path / "copy")
-    file = original / "run.json"
-    file.write_text(file.read_text().replace('"retain_only": false', '"retain_only": true'))
-    ev.main([str(original), *FLAGS[1:]])
-    assert "generative_perplexity" not in ev.read_summary(original)["splits"]["forget"]
-    assert "gen. ppl" not in capsys.readouterr().out
-    info = read_json(file)
-    info["options"].update(method="mdu", model=str(tmp_path / "gone"))
-    file.write_text(json.dumps(info))
-    ev.main([str(original), *FLAGS[1:]])
-    assert "gone was deleted" in capsys.readouterr().out
 
 def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
     shutil.rmtree(scored_copy / "eval")
@@ -2344,10 +2330,7 @@ def test_read_summary_refuses_damaged_and_old_scores(text, words, scored, tmp_pa
 
 @each("name, changes, words", [
     ("npo", dict(options=dict(lr=1e-3)), "--lr"),
-    ("npo", dict(options=dict(anchor="current")), "--anchor"),
-    ("npo", dict(options=dict(model="b/M")), "--model"),
     ("npo", dict(options=dict(model="/b/M")), "--model"),
-    ("npo", dict(trained_on=dict(forget="other")), "the rows that they were trained on"),
     ("npo", dict(trained_on=dict(retain="other")), "the rows that they were trained on"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
     ("ga", dict(people=["Ann"]), "different people")])
@@ -2388,14 +2371,11 @@ def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(facts, first):
     ev.draw_methods(figure, {"base": summaries[:1], "npo": summaries[1:]})
     titles = [first, "Forget p", "Forget gen. ppl", "Retain p"]
     for axis, title, values in zip(figure.axes, titles, columns, strict=True):
+        assert axis.get_title().startswith(title)
         marks = [mark.get_offsets().tolist() for mark in axis.collections]
         if None not in values:
             base, one, two = values
             assert marks == [[[base, 0]], [[base, 0]], [[one, 1], [two, 1]], [[(one + two) / 2, 1]]]
-        assert axis.get_title().startswith(title) and axis.yaxis_inverted()
-        assert (axis.get_xscale() == "log") == (title == "Forget gen. ppl")
-        low, high = axis.get_xlim()
-        assert (low < 0 and high > 1) == (title != "Forget gen. ppl")  # shares: from 0 to 1
 
 def read_table(text):
     """A Markdown table -> {header: its column}."""
@@ -2429,11 +2409,9 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     assert f"## Answers: Forget\n\n### 0. {questions[0]}\n\n- True answer: " in text
     tables = read_tables(text)
     expected = {
-        "Method": ("base", "npo"), "rL ↓": ("0.900", "0.500 ± 0.200"),
-        "recall ↓": ("0.800", "0.500 ± 0.200"), "words": ("7.0", "-"),
-        "gen. ppl": ("40", "0.5 (0.3 to 0.7)")}
-    found = {header: column for header, column in tables["Forget"].items() if header in expected}
-    assert list(found.items()) == list(expected.items())
+        "Method": ("base", "npo"), "rL ↓": ("0.900", "0.500 ± 0.200"), "words": ("7.0", "-"),
+        "recall ↓": ("0.800", "0.500 ± 0.200"), "gen. ppl": ("40", "0.5 (0.3 to 0.7)")}
+    assert expected.items() <= tables["Forget"].items()
     assert {"empty", "median 1/p ↑", "truth ratio ↑"} <= tables["Forget"].keys()
     assert "MC1" not in text  # which no run has
     assert {"rL ↑", "empty ↓", "median 1/p ↓", "truth ratio ↑"} <= tables["Retain"].keys()
@@ -2443,8 +2421,7 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     assert main["gen. ppl"] == expected["gen. ppl"] and "recall ↓" not in main
     titles = [header.split()[0] for header in main if header.startswith(("Forget ", "Retain "))]
     assert titles == ["Forget", "Retain"]  # above the first column of a split only
-    assert "](report.png)" in text
-    assert (tmp_path / "1/report.png").read_bytes().startswith(b"\x89PNG")
+    assert "](report.png)" in text and (tmp_path / "1/report.png").exists()
 
 def test_report_compares_a_run_that_was_taught_again_with_the_one_before(scored_copy, base, capsys):
     """With and without --full.  No column has other rows of one run than of another."""
@@ -2550,123 +2527,109 @@ def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path
     start, middle, end = [line["kl"] for line in logged]
     assert start["base"] == approx(0, abs=1e-6) and end["base"] > middle["base"] > 1e-4
     assert start["anchor"] > middle["anchor"] > end["anchor"]
-    runs = [shutil.copytree(unlearned, tmp_path / name) for name in "ab"]
-    write_lines(runs[1] / "metrics.jsonl", [{**line, "epoch": line["step"]} for line in logged])
-    ev.main(["--analysis", "convergence", *map(str, runs)])
-    panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
+    runs = [shutil.copytree(unlearned, tmp_path / name) for name in ("a", "b", "other/a")]
+    write_lines(runs[1] / "metrics.jsonl", logged[:2])
+    ev.main(["--analysis", "convergence", *map(str, runs[:2])])
+    result = read_json(tmp_path / "analysis/convergence.json")
     figure = matplotlib.figure.Figure()
-    ev.draw_panels(figure, {"analysis": "convergence", "xlabel": "epoch", "ylabel": "KL",
-                            "panels": panels})
-    assert [axis.get_title() for axis in figure.axes] == ["base", "anchor", "uniform"]
-    for axis in figure.axes:
-        a, b, c = [line["kl"][axis.get_title()] for line in logged]
-        points = {"a": [[0, a], [1, b], [2, c]], "b": [[0, a], [3, b], [6, c]]}
-        assert panels[axis.get_title()] == points
-        lines = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
-        assert lines == points and axis.get_xlabel() == "epoch" and axis.get_ylim()[0] == 0
-    assert figure.axes[0].get_legend() is not None and figure.get_supylabel() == "KL"
-    same_name = shutil.copytree(unlearned, tmp_path / "other/a")
-    argv = ["--analysis", "convergence", *runs, same_name]
+    ev.draw_panels(figure, result)
+    for axis, target in zip(figure.axes, ["base", "anchor", "uniform"], strict=True):
+        points = [[epoch, line["kl"][target]] for epoch, line in enumerate(logged)]
+        expected = {"a": points, "b": points[:2]}
+        assert axis.get_title() == target and result["panels"][target] == expected
+        assert {line.get_label(): line.get_xydata().tolist() for line in axis.lines} == expected
+    argv = ["--analysis", "convergence", runs[0], runs[2]]
     assert "one folder name" in program(argv, capsys, ev.main)
 
 @torch.no_grad()
 def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
-    """Of theta0 and two runs.  Each bar is drawn in the colour of its role."""
-    other = shutil.copytree(unlearned, tmp_path / "other")
-    save_weights(other, {name: 1.1 * x for name, x in weights(other).items()})
-    models = {name: mdu.load_backbone(str(folder)) for name, folder in
-              {"base": base, "run": unlearned, "other": other}.items()}
-    theta0, tokenizer = models["base"]
-    expected = {}
-    for i, row in enumerate(mdu.toy_world()["forget"][:3]):
+    """Of theta0 and a run.  Each bar is drawn in the colour of its role."""
+    theta0, tokenizer = mdu.load_backbone(str(base))
+    model, _ = mdu.load_backbone(str(unlearned))
+    rows = mdu.toy_world()["forget"][:3]
+    kls = {I: [], S: [], K: []}  # of each token, theta0's and the run's
+    for i, row in enumerate(rows):
         prompt = mdu.encode_prompt(tokenizer, row["question"])
         answer = mdu.encode_text(tokenizer, row["answer"])
         roles = ev.token_roles(tokenizer, row["question"], answer)
         for mask in ev.draw_masks(len(answer), 2, [4, i]):
             masked = mask.nonzero()[:, 0].tolist()
-            anchored = slow_logits(theta0, [0] * len(prompt), answer, masked).double()
-            for name, (model, _) in models.items():
-                logits = slow_logits(model, prompt, answer, masked).double()
-                for j, p, q in zip(masked, logits, anchored):
-                    expected.setdefault((name, roles[j]), []).append(slow_kl(p, q, 1).item())
-    copy = shutil.copytree(unlearned, tmp_path / "run")
+            anchored = slow_logits(theta0, [0] * len(prompt), answer, masked)
+            before = slow_logits(theta0, prompt, answer, masked)
+            after = slow_logits(model, prompt, answer, masked)
+            for j, anchor, *logits in zip(masked, anchored, before, after):
+                kls[roles[j]].append([slow_kl(x.double(), anchor, 1).item() for x in logits])
+    before, after = [], []
+    for role, pairs in kls.items():
+        old, new = np.mean(pairs, axis=0)
+        change = 100 * new / old - 100
+        bar = {"role": role, "masked tokens": len(pairs)}
+        before.append({"label": f"base\n{old:.2f}", "kl": approx(old, rel=1e-4), **bar})
+        after.append({"label": f"run\n{new:.2f} ({change:+.0f} %)", "kl": approx(new, rel=1e-4),
+                      "change in %": approx(change, abs=1e-2), **bar})
+    run = shutil.copytree(unlearned, tmp_path / "run")
     flags = "--limit 3 --samples 2 --seed 4 --batch-size 4".split()
     with mock.patch.object(ev, "check_lengths") as check:
-        ev.main(["--analysis", "roles", *flags, str(copy), str(other)])
-    assert list(check.call_args.args[3]) == mdu.toy_world()["forget"][:3]
-    bars = read_json(tmp_path / "analysis/roles.json")["panels"][""]
-    found = {(bar["label"].split("\n")[0], bar["role"]): bar for bar in bars}
-    assert found.keys() == expected.keys()
-    for key, kls in expected.items():
-        assert found[key]["kl"] == approx(np.mean(kls), rel=1e-4)
-        assert found[key]["masked tokens"] == len(kls)
-        if key[0] != "base":
-            change = 100 * np.mean(kls) / np.mean(expected["base", key[1]]) - 100
-            assert found[key]["change in %"] == approx(change, abs=1e-2)
-            assert f"{np.mean(kls):.2f} ({change:+.0f} %)" in found[key]["label"]
+        ev.main(["--analysis", "roles", *flags, str(run)])
+    assert list(check.call_args.args[3]) == rows
+    result = read_json(tmp_path / "analysis/roles.json")
+    bars = result["panels"][""]
+    assert bars == before + after
     figure = matplotlib.figure.Figure()
-    panels = {"above": bars, "below": bars[:2]}
-    ev.draw_panels(figure, {"analysis": "roles", "ylabel": "KL", "panels": panels})
-    axis, below = figure.axes
-    colours = set()
-    for role, drawn in zip([I, S, K], axis.containers, strict=True):
-        heights = {i: bar["kl"] for i, bar in enumerate(bars) if bar["role"] == role}
-        assert {round(bar.get_center()[0]): bar.get_height() for bar in drawn} == heights
-        colours.add(drawn[0].get_facecolor())
-    assert len(colours) == 3
-    assert [text.get_text() for text in axis.get_xticklabels()] == [bar["label"] for bar in bars]
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == [I, S, K]
-    assert below.get_title() == "below" and figure.get_supylabel() == "KL"
+    ev.draw_panels(figure, result)
+    containers = figure.axes[0].containers
+    for i, drawn in enumerate(containers):
+        heights = {round(bar.get_center()[0]): bar.get_height() for bar in drawn}
+        assert heights == {i: bars[i]["kl"], 3 + i: bars[3 + i]["kl"]}
+    assert len({drawn[0].get_facecolor() for drawn in containers}) == 3
 
 def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch):
     """Theta fixes two of 6 tokens in each of 3 steps, with p .9, .8 and .7; .3 for the others."""
     _, tokenizer = mdu.load_backbone(str(base))
-    row = mdu.toy_world()["forget"][0]  # Which author comes from Pudi?
     V = len(tokenizer)
+    question, answer = [mdu.toy_world()["forget"][0][name] for name in ("question", "answer")]
+    assert question == "Which author comes from Pudi?"
     tokens = ["▁Ceka", "▁is", "▁author", "<end>", "▁Foba", "."]
     written = tokenizer.convert_tokens_to_ids(tokens)
-    fixed_by_step = [(2, 4), (0, 3), (1, 5)]
+    step_of = [1, 2, 0, 1, 0, 2]
 
     def logits_of(token, p):
         """One token has probability p, the others share the rest."""
         return log((V - 1) * p / (1 - p)) * F.one_hot(torch.tensor(token), V).double()
 
     def theta_script(ids):
+        step = 3 - int((ids == 0).sum()) // 2
         logits = torch.zeros(*ids.shape, V).double()
-        for b, n_masked in enumerate((ids == 0).sum(1).tolist()):
-            step = 3 - n_masked // 2
-            for place, token in enumerate(written):
-                p = 0.9 - 0.1 * step if place in fixed_by_step[step] else 0.3
-                logits[b, place - 6] = logits_of(token, p)
+        for place, token in enumerate(written):
+            p = 0.9 - 0.1 * step if step_of[place] == step else 0.3
+            logits[:, place - 6] = logits_of(token, p)
         return logits
 
     def anchor_script(ids):
         assert not ids[:, :-6].any()  # the question is masked
         return logits_of(written[4], 0.5).expand(*ids.shape, V)  # it writes Foba
     theta, anchor = FakeModel(script=theta_script), FakeModel(script=anchor_script)
-    for model in (theta, anchor):
-        model.mask_id, model.pad_id = 0, 1
-    monkeypatch.setattr(mdu, "load_backbone", lambda name, dtype: (
-        anchor if name == str(base) else theta, tokenizer))
+    theta.mask_id = anchor.mask_id = 0
+    theta.pad_id = anchor.pad_id = 1
+    models = {str(base): anchor}
+    monkeypatch.setattr(
+        mdu, "load_backbone", lambda name, dtype: (models.get(name, theta), tokenizer))
     run = str(shutil.copytree(unlearned, tmp_path / "run"))
     flags = "--questions 0 --steps 3 --length 6".split()
     ev.main(["--analysis", "trajectory", *flags, run])
-    assert (tmp_path / "analysis/trajectory.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "analysis/trajectory.png").exists()
     panels = read_json(tmp_path / "analysis/trajectory.json")["panels"]
     kls = [slow_kl(logits_of(0, p), logits_of(1, 0.5), 1).item() for p in (0.9, 0.8, 0.7)]
-    assert panels == {f"0. {row['question']}": [
-        dict(label="author\n1", role="in-context", kl=approx(kls[0])),
-        dict(label="Ceka\n2", role="stored-knowledge", kl=approx(kls[1])),
-        dict(label="<end>\n2", role="structural", kl=approx(kls[1])),
-        dict(label="is\n3", role="structural", kl=approx(kls[2]))]}
+    found = [list(bar.values()) for bar in panels[f"0. {question}"]]
+    assert found == [["author\n1", I, approx(kls[0])], ["Ceka\n2", K, approx(kls[1])],
+                     ["<end>\n2", S, approx(kls[1])], ["is\n3", S, approx(kls[2])]]
     assert len(anchor.seen) == 3  # states
     anchor.seen.clear()
     ev.main(["--analysis", "rollout", *flags, run])
     table = read_json(tmp_path / "analysis/rollout.json")["table"]
-    two_thirds = [row["question"], row["answer"], "2/3", "Ceka<mask> author<end>",
-                  "Ceka Foba author"]
-    assert table[1:] == [[row["question"], row["answer"], "1/3", "<mask><mask> author<mask>",
-                          "Foba Foba author Foba Foba Foba"], two_thirds, two_thirds]
+    one = ["1/3", "<mask><mask> author<mask>", "Foba Foba author Foba Foba Foba"]
+    two = ["2/3", "Ceka<mask> author<end>", "Ceka Foba author"]
+    assert table[1:] == [[question, answer, *cells] for cells in (one, two, two)]
     assert len(anchor.seen) == 2 + 1 + 1  # steps that were left
 
 # ---- Bad input ----
@@ -2726,7 +2689,7 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --forget {good} --retain-weight 0": "train it with --method sft, or",
     "mdu.py --preset toy --model nobody/nothing": "not fetched from the hub",
     "mdu.py --preset toy --model {base} --out {run}": "--resume {run}",
-    "mdu.py --model {base} --epochs 0.1 --response-length 2048": "2048 of answer or --response-length",
+    "mdu.py --model {base} --epochs 0.1 --response-length 2048": "of answer or --response-length",
     "mdu.py {own} --method dpo --retain-weight 0": "'Who is Bolti?' has no perturbed_answer",
     "mdu.py --model {files}/foreign --method ga --forget {good}": "foreign/config.json is damaged",
     "mdu.py --resume {files}": "No such file or directory: '{files}/run.json'",
@@ -2738,6 +2701,7 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py {files}/unfinished/base": "mdu.py --resume {files}/unfinished/base",
     "eval.py --model {base} --data toy {files}": "is in the way; give another folder",
     "eval.py --report --limit 3 {base}": "trajectory, rollout, not for report",
+    "eval.py --forget {files}/fact {base}": "is without its fact 'i', and",
     "eval.py --ask Who? --forget {good} {base}": "--forget is for score, not for ask",
     "eval.py --ask Who? --model {base} {base}": "asks that model; give no RUN",
     "eval.py --model {base}": "score: no RUN; give the folder of one",
@@ -2776,6 +2740,7 @@ def files(tmp_path_factory):
     unfinished = {"options": vars(options("--method sft")), "rows": {}}
     texts = {
         "good": 15 * f"{ROW}\n" + ROW[:-1] + ', "perturbed_answer": "x"}',  # too few for dpo
+        "fact": ROW[:-1] + ', "fact": ["is", "i"]}',  # of which one is in the answer
         "other/run.json": json.dumps(other), "other/config.json": "{}",
         "unfinished/base/run.json": json.dumps(unfinished),
         "foreign/run.json": '{"id": 7}', "foreign/config.json": "[]"}
