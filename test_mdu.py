@@ -1716,25 +1716,19 @@ def test_gap_of_by_hand(question, parts, fact, tmp_path):
     ids = mdu.encode_text(tokenizer, "".join(parts)) + [tokenizer.eos_token_id]
     assert ev.gap_of(tokenizer, row, ids).tolist() == [*expected, False]
 
-def fill_gaps(model, pairs, gaps, monkeypatch):
-    """Of pairs of ids and lists of their masked positions."""
-    monkeypatch.setattr(ev, "prompt_ids", lambda tokenizer, row: row["pair"][0])
-    monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, answer: list(answer))
-    monkeypatch.setattr(ev, "gap_of", lambda tokenizer, row, answer: torch.tensor(
-        [i in row["gap"] for i in range(len(answer))]))
-    rows = []
-    for pair, gap in zip(pairs, gaps):
-        rows.append(dict(pair=pair, gap=gap, answer=mock.Mock(strip=lambda answer=pair[1]: answer)))
-    return ev.fill_gaps(model, None, rows, ARGS)
-
 @each("by_entropy", [False, True])
 def test_fill_gaps_equals_a_slow_loop_and_has_1_for_a_models_own_answers(by_entropy, monkeypatch):
-    """Every second token is in the gap, of a few answers none."""
+    """Every second token is in the gap, of an answer of one token none.  Token 0 is written A."""
+    monkeypatch.setattr(ev, "prompt_ids", lambda tokenizer, row: row["question"])
+    monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: [ord(c) - 65 for c in text])
+    monkeypatch.setattr(ev, "gap_of", lambda *given: torch.arange(len(given[-1])) % 2 == 1)
+
+    def row(prompt, answer):
+        return dict(question=prompt, answer="".join(chr(65 + token) for token in answer))
     model = FakeModel(by_entropy=by_entropy)
-    gaps, expected, own = [], [], []
-    for (prompt, answer) in MORE_PAIRS:
-        gap = list(range(1, len(answer), 2))
-        places = [len(prompt) + i for i in gap]
+    rows, expected, own = [], [], []
+    for prompt, answer in MORE_PAIRS:
+        places = range(len(prompt) + 1, len(prompt + answer), 2)
         shares = {}
         for metric, asked in dict(infill_no_question=len(prompt) * [MASK], infill=prompt).items():
             ids = asked + answer + [1]
@@ -1742,13 +1736,13 @@ def test_fill_gaps_equals_a_slow_loop_and_has_1_for_a_models_own_answers(by_entr
                 ids[i] = MASK
             ids = slow_filled(model, ids, places, len(places) * [1])
             shares[metric] = None
-            if gap:
+            if places:
                 shares[metric] = np.mean([ids[i] == answer[i - len(prompt)] for i in places])
-        gaps.append(gap)
+        rows.append(row(prompt, answer))
         expected.append(shares)
-        own.append((prompt, ids[len(prompt):-1]))
-    assert fill_gaps(model, MORE_PAIRS, gaps, monkeypatch) == expected
-    of_own = fill_gaps(model, own, gaps, monkeypatch)
+        own.append(row(prompt, ids[len(prompt):-1]))
+    assert ev.fill_gaps(model, None, rows, ARGS) == expected
+    of_own = ev.fill_gaps(model, None, own, ARGS)
     assert {shares["infill"] for shares in of_own} == {1, None}
 
 # ---- TOFU's figures ----
@@ -1997,9 +1991,7 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
 
 @each("run, typed, expected", [
     ("toy", "--limit 2", [("toy", 2)] * 4),
-    ("toy", "", [("toy", 24), ("toy", 136), ("toy", 22), ("toy", 22)]),
     ("toy", "--forget {X}", [("X", 4), ("toy", 136), ("toy", 22), ("toy", 22)]),
-    ("toy", "--retain {X} --limit 3", [("toy", 3), ("X", 3), ("toy", 3), ("toy", 3)]),
     ("toy", "--data {tofu} --retain {X}", [("tofu", 8), ("X", 4), ("tofu", 3), ("tofu", 3)]),
     # A run's --limit is of the rows that it was trained on, not of others.
     ("short", "", [("toy", 3)] * 4), ("short", "--data toy", [("toy", 3)] * 4),
@@ -2051,11 +2043,8 @@ def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp
     other = write_lines(tmp_path / "other", rows[::-1])
     plain = f"--model m --forget {file} --retain-weight 0"
     questions = [row["question"] for row in rows]
-    assert prepared(plain) == {"forget": questions}
-    reworded = {"forget": questions, "forget_rephrased": ["P0?", "P2?", "P3?"]}
-    assert prepared(plain, "--full") == reworded
-    assert prepared(plain, "--full --limit 2") == {
-        "forget": questions[:2], "forget_rephrased": ["P0?"]}
+    assert prepared(plain, "--full --limit 3") == {
+        "forget": questions[:3], "forget_rephrased": ["P0?", "P2?"]}
     again = ev.prepare(*typed_and_run("--full", plain))[0]["forget_rephrased"][0]
     assert again == {**rows[0], "question": "P0?", "perturbed_answer": []}  # not scored again
     taught = f"--method sft --model {unlearned} --limit 3 --forget {file}"
@@ -2064,7 +2053,6 @@ def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp
     for typed in ("--limit 4", "--limit 4 --full", f"--limit 4 --forget {same}"):
         assert prepared(taught, typed) == {"taught": questions[:3], "untaught": questions[3:]}
     assert prepared(taught, f"--forget {other}") == {"forget": questions[::-1]}
-    assert prepared(taught, "--data toy --limit 4").keys() == mdu.toy_world().keys()
     retained = f"{taught} --retain-only --retain {other}"
     assert prepared(retained, "--limit 4") == {"forget": questions, "retain": questions[::-1]}
     # Taught for the first time:
@@ -2134,40 +2122,33 @@ def test_evaluate_equals_one_row_at_a_time(scored):
     """Losses by a forward pass per mask of (--seed, split, row), without an end token."""
     model, tokenizer = mdu.load_backbone(scored)
     summary = ev.read_summary(scored)
+    settings = SimpleNamespace(length=8, steps=8, batch_size=1)
     splits = mdu.toy_world()
-    numbers = {split: number for number, split in enumerate(splits)}
-    numbers["forget_rephrased"] = 12
     splits["forget_rephrased"] = [
         dict(row, question=row["paraphrased_question"], perturbed_answer=[])
         for row in splits["forget"]]
-    for split, rows in splits.items():
-        number = numbers[split]
+    for number, (split, rows) in zip([0, 1, 2, 3, 12], splits.items(), strict=True):
         records = ev.read_records(scored, split)
         for i, (row, record) in enumerate(zip(rows[:3], records, strict=True)):
             prompt = mdu.encode_prompt(tokenizer, row["question"])
 
-            def losses(text):
+            def nll(text):
                 ids = mdu.encode_text(tokenizer, text)
-                return slow_eq7(model, prompt, ids, ev.draw_masks(len(ids), 4, [5, number, i]))
-            nll = losses(row["answer"])
-            p = math.exp(-nll.mean())
-            settings = SimpleNamespace(length=8, steps=8, batch_size=1)
-            [answer] = ev.write_answers(model, tokenizer, [row], settings)
-            generation = answer.text.strip()
-            _, recall, f1 = ev.rouge_l(row["answer"], generation)
-            expected = dict(rougeL_recall=recall, rougeL_f1=f1, nll=-log(p), prob=p,
-                            perplexity=1 / p)
+                masks = ev.draw_masks(len(ids), 4, [5, number, i])
+                return slow_eq7(model, prompt, ids, masks).mean()
+            loss = nll(row["answer"])
+            expected = dict(nll=loss, prob=math.exp(-loss), perplexity=math.exp(loss))
             expected.update(ev.fill_gaps(model, tokenizer, [row], ARGS)[0])
             if number < 2:
-                expected["nll_right"] = losses(row["paraphrased_answer"]).mean()
+                expected["nll_right"] = nll(row["paraphrased_answer"])
             assert {name: record[name] for name in expected} == approx(expected, rel=1e-4)
-            wrong = [losses(text).mean() for text in row["perturbed_answer"]]
+            wrong = [nll(text) for text in row["perturbed_answer"]]
             assert record.get("nll_wrong", []) == approx(wrong, rel=1e-4)
-            copied = dict(question=row["question"], answer=row["answer"], generation=generation,
-                          generation_ids=answer.ids)
+            [answer] = ev.write_answers(model, tokenizer, [row], settings)
+            copied = dict(question=row["question"], answer=row["answer"],
+                          generation=answer.text.strip(), generation_ids=answer.ids)
             assert copied.items() <= record.items()
-        assert ev.summarise(records).items() <= summary["splits"][split].items()
-        assert summary["splits"][split]["n"] == 3
+        assert {**ev.summarise(records), "n": 3}.items() <= summary["splits"][split].items()
     assert summary["run"] == {"model_utility": ev.model_utility(summary["splits"])}
 
 def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
@@ -2186,9 +2167,6 @@ def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     with unchanged(scored_copy), largest_file(max(map(len, before.values())) - 99):
         assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
-    screen = capsys.readouterr().out
-    assert re.search(r"Forget \| .*rL \S+ \| .*knowledge \S+ \|", screen)
-    assert re.search(r"Retain \| .*rL \S+ \| .*fact \S+", screen) and "recall" not in screen
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
     after = read_all(folder)
     assert after.keys() == before.keys() - {folder / "utility_general.jsonl"}
@@ -2218,24 +2196,20 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     assert len({asked[0], *[protocol(typed)[0] for typed in others]}) == 6
     assert protocol("--full")[0] == protocol(f"--forget {files[0]}")[0] == protocol()[0]
     assert asked[1:] == (30, 30)
-    assert protocol(f"--data {rwku} --length 5")[1:] == (5, 5)
-    assert protocol()[1:] == (7, 7) and protocol("--steps 4")[1:] == (7, 4)
-    assert protocol("--steps 8")[1:] == (7, 7)  # no step without a token
+    assert protocol(f"--data {rwku} --length 5 --steps 6")[1:] == (5, 5)  # no step without a token
 
-@each("field, more, fits", [
-    ("answer", 0, True), ("answer", 1, False), ("choices", 1, False),
-    ("paraphrased_answer", 1, False), ("perturbed_answer", 1, False)])
-def test_check_lengths_refuses_texts_that_the_model_cannot_read(field, more, fits, base):
+def test_check_lengths_refuses_texts_that_the_model_cannot_read(base):
     """With an end token behind the answer, as gaps are filled."""
     model, tokenizer = mdu.load_backbone(str(base))
-    n = 2048 - 1 - len(mdu.encode_prompt(tokenizer, "Who?")) + more
-    row = dict(question="Who?", answer="is", perturbed_answer=["is"])
-    row[field] = "is " * n
-    if field in ("choices", "perturbed_answer"):
-        row[field] = ["is " * n]
-    expected = contextlib.nullcontext() if fits else pytest.raises(mdu.BadInput, match="too many")
-    with expected:
-        ev.check_lengths("run", model, tokenizer, [row], 1)
+    n = 2048 - 1 - len(mdu.encode_prompt(tokenizer, "Who?"))
+    row = dict(question="Who?", answer="is " * n, perturbed_answer=["is"])
+    ev.check_lengths("run", model, tokenizer, [row], 1)
+    row["answer"] = "is"
+    long = "is " * (n + 1)
+    for changed in (dict(answer=long), dict(paraphrased_answer=long), dict(choices=[long]),
+                    dict(perturbed_answer=[long])):
+        with pytest.raises(mdu.BadInput, match="too many"):
+            ev.check_lengths("run", model, tokenizer, [{**row, **changed}], 1)
 
 def test_check_lengths_warns_of_true_answers_that_are_cut(base, capsys):
     model, tokenizer = mdu.load_backbone(str(base))
@@ -2296,19 +2270,13 @@ def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
 
 @each("typed, length, steps", [("", 12, 12), ("--length 8 --steps 1", 8, 1)])
 def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, capsys):
-    """Up to the end token."""
-    question = mdu.toy_world()["retain"][0]["question"]
-    _, tokenizer = mdu.load_backbone(str(base))
-    with mock.patch.object(ev, "fill_masks", return_value=[[5, 6, 7, 1, 8]]) as fill_masks:
-        ev.main(["--ask", question, *typed.split(), str(base), scored])
-    _, [job], n_steps, *_ = fill_masks.call_args.args
-    assert job.prompt == mdu.encode_prompt(tokenizer, question)
-    assert (len(job.answer), n_steps) == (length, steps)
-    lines = capsys.readouterr().out.splitlines()
-    for run in (str(base), scored):
-        assert lines.pop(0) == f"{run}: {' '.join(tokenizer.decode([5, 6, 7]).split())}"
-    assert not lines
-    ev.main(["--ask", question, "--length", "2", "--model", scored])
+    answer = ev.Answer(" a\n b", [])
+    with mock.patch.object(ev, "write_answers", return_value=[answer]) as write_answers:
+        ev.main(["--ask", "Who?", *typed.split(), str(base), scored])
+    _, _, [row], settings = write_answers.call_args.args
+    assert (row["question"], settings.length, settings.steps) == ("Who?", length, steps)
+    assert capsys.readouterr().out == f"{base}: a b\n{scored}: a b\n"
+    ev.main(["--ask", "Who?", "--length", "2", "--model", scored])
     assert capsys.readouterr().out.startswith(f"{scored}: ")
 
 # ---- Report ----
@@ -2442,16 +2410,15 @@ def test_report_compares_a_run_that_was_taught_again_with_the_one_before(scored_
                 assert (cell == "-") == (split not in ev.read_summary(run)["splits"])
 
 def test_report_and_analysis_lie_beside_a_run(scored, unlearned, tmp_path, monkeypatch):
-    """One run by three names counts once.  It has no perplexity, as if all answers were empty."""
+    """One run by two names counts once.  It has no perplexity, as if all answers were empty."""
     run = made_up_run(scored, tmp_path / "run", forget=dict(generative_perplexity=None))
     shutil.copytree(unlearned, run, dirs_exist_ok=True)
     monkeypatch.chdir(run)
     with unchanged(run):
-        ev.main(["--report", ".", "../run/", run])
-        ev.main(["--analysis", "convergence", ".", "../run/", run])
-    tables = (tmp_path / "report.md").read_text().split("\n\n", 1)[1]
-    assert "| run " in tables and "±" not in tables
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+        ev.main(["--report", ".", run])
+        ev.main(["--analysis", "convergence", ".", run])
+    text = (tmp_path / "report.md").read_text()
+    assert read_tables(text)["Forget"]["Method"] == ("run",)
     panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
     assert list(panels["base"]) == ["run"]
 
@@ -2587,8 +2554,7 @@ def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch)
     """Theta fixes two of 6 tokens in each of 3 steps, with p .9, .8 and .7; .3 for the others."""
     _, tokenizer = mdu.load_backbone(str(base))
     V = len(tokenizer)
-    question, answer = [mdu.toy_world()["forget"][0][name] for name in ("question", "answer")]
-    assert question == "Which author comes from Pudi?"
+    row = mdu.toy_world()["forget"][0]  # Which author comes from Pudi?
     tokens = ["▁Ceka", "▁is", "▁author", "<end>", "▁Foba", "."]
     written = tokenizer.convert_tokens_to_ids(tokens)
     step_of = [1, 2, 0, 1, 0, 2]
@@ -2614,22 +2580,22 @@ def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch)
     models = {str(base): anchor}
     monkeypatch.setattr(
         mdu, "load_backbone", lambda name, dtype: (models.get(name, theta), tokenizer))
-    run = str(shutil.copytree(unlearned, tmp_path / "run"))
-    flags = "--questions 0 --steps 3 --length 6".split()
-    ev.main(["--analysis", "trajectory", *flags, run])
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    flags = [*"--questions 0 --steps 3 --length 6".split(), str(run)]
+    ev.main(["--analysis", "trajectory", *flags])
     assert (tmp_path / "analysis/trajectory.png").exists()
     panels = read_json(tmp_path / "analysis/trajectory.json")["panels"]
     kls = [slow_kl(logits_of(0, p), logits_of(1, 0.5), 1).item() for p in (0.9, 0.8, 0.7)]
-    found = [list(bar.values()) for bar in panels[f"0. {question}"]]
+    found = [list(bar.values()) for bar in panels["0. " + row["question"]]]
     assert found == [["author\n1", I, approx(kls[0])], ["Ceka\n2", K, approx(kls[1])],
                      ["<end>\n2", S, approx(kls[1])], ["is\n3", S, approx(kls[2])]]
     assert len(anchor.seen) == 3  # states
     anchor.seen.clear()
-    ev.main(["--analysis", "rollout", *flags, run])
+    ev.main(["--analysis", "rollout", *flags])
     table = read_json(tmp_path / "analysis/rollout.json")["table"]
     one = ["1/3", "<mask><mask> author<mask>", "Foba Foba author Foba Foba Foba"]
     two = ["2/3", "Ceka<mask> author<end>", "Ceka Foba author"]
-    assert table[1:] == [[question, answer, *cells] for cells in (one, two, two)]
+    assert table[1:] == [[row["question"], row["answer"], *cells] for cells in (one, two, two)]
     assert len(anchor.seen) == 2 + 1 + 1  # steps that were left
 
 # ---- Bad input ----
