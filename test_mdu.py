@@ -1777,7 +1777,7 @@ def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
         return [[float(text) for text in of_row] for of_row in texts]
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("", [])] * 4)
-    monkeypatch.setattr(ev, "fill_gaps", lambda *_: [dict(infill=i) for i in range(4)])
+    monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}] * 4)
     splits = {}
     for split, logs in LOGS.items():
         rows = []  # their texts are their losses
@@ -1788,7 +1788,6 @@ def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
                 row["paraphrased_answer"] = str(paraphrase)
             rows.append(row)
         records = ev.score_answers(None, None, rows, ARGS)
-        assert [record["infill"] for record in records] == [0, 1, 2, 3]
         splits[split] = ev.summarise(records)
         splits[split]["rougeL_recall"] = 1.0
         found = {metric: splits[split][metric] for metric in OFFICIAL[split]}
@@ -1869,6 +1868,8 @@ def test_score_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     records = ev.score_mmlu(model, tokenizer, rows, ev.parse("--batch-size 16 run".split()))
     assert [(r["generation"], r["accuracy"]) for r in records] == [("C", 0), ("A", 1), ("C", 0)]
     assert [ids.tolist() for ids in model.seen] == [[[7, MASK], [5, MASK]], [[4, 9, MASK]]]
+    model.script = lambda ids: math.nan * script(ids)
+    assert math.isnan(ev.score_mmlu(model, tokenizer, rows, ARGS)[0]["accuracy"])
 
 @each("losses, labels, mc1", [
     ([2, 0.5, 1], [0, 1, 0], 1), ([2, 0.5, 1], [1, 0, 0], 0),
@@ -1945,6 +1946,7 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [3 * [math.nan]])
     monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("a b", [5, 6])])
     monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}])
+    monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
     wrong = ["b", "c"]
     row = dict(question="", answer="a", perturbed_answer=wrong, choices=["a", *wrong], false=wrong)
     for to_forget in (True, False):
@@ -1955,17 +1957,12 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
         assert np.isnan(found).all()
     assert math.isnan(ev.model_utility(dict.fromkeys(ev.UTILITY, figures)))
     assert math.isnan(ev.forget_quality(records, [{"log_ratio": 1.0}]))
+    [record] = ev.score_truthfulqa(None, None, [row], ARGS)
+    assert math.isnan(record["mc1"])
     forget = {"prob": math.nan, "perplexity_mean": 1e50}
     methods = {"run": [{"splits": {"forget": forget}, "run": {}}]}
     table = ev.figures_table(methods, {"forget": ["prob", "perplexity_mean", "fact"]})
     assert re.search(r"\n\| run +\| - +\| 1e\+50 +\|$", table)
-    monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
-    monkeypatch.setattr(mdu, "encode_prompt", lambda *_: [4])
-    for score, metric in ((ev.score_truthfulqa, "mc1"), (ev.score_mmlu, "accuracy")):
-        model = FakeModel(script=lambda ids: f64(0).expand(*ids.shape, 11) * math.nan)
-        record, = score(model, lambda text, **_: SimpleNamespace(input_ids=[3]),
-                        [dict(row, question="")], ARGS)
-        assert math.isnan(record[metric])
 
 def test_find_source_is_the_model_of_the_preset_or_of_model(base):
     """A run hands down its response length; the preset names the rows."""
@@ -2289,13 +2286,6 @@ def made_up_run(scored, folder, options=(), forget=(), **parts):
     (folder / "eval/summary.json").write_text(json.dumps(summary))
     return str(folder)
 
-@each("text, words", [("{", "summary.json is damaged"),
-                      ("{}", "scored by older code; score it again: python eval.py")])
-def test_read_summary_refuses_damaged_and_old_scores(text, words, scored, tmp_path, capsys):
-    run = made_up_run(scored, tmp_path / "run")
-    (tmp_path / "run/eval/summary.json").write_text(text)
-    assert words in program(["--report", run], capsys, ev.main)
-
 @each("name, changes, words", [
     ("npo", dict(options=dict(lr=1e-3)), "--lr"),
     ("npo", dict(options=dict(model="/b/M")), "--model"),
@@ -2415,8 +2405,8 @@ def test_report_and_analysis_lie_beside_a_run(scored, unlearned, tmp_path, monke
     shutil.copytree(unlearned, run, dirs_exist_ok=True)
     monkeypatch.chdir(run)
     with unchanged(run):
-        ev.main(["--report", ".", run])
-        ev.main(["--analysis", "convergence", ".", run])
+        ev.main(["--report", run, "."])
+        ev.main(["--analysis", "convergence", run, "."])
     text = (tmp_path / "report.md").read_text()
     assert read_tables(text)["Forget"]["Method"] == ("run",)
     panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
@@ -2487,16 +2477,16 @@ def test_token_roles_of_hand_labelled_answers(question, parts, tmp_path):
     ids = [end, *mdu.encode_text(tokenizer, answer), end]
     assert ev.token_roles(tokenizer, question, ids) == [S, *expected, S]
 
-def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path, capsys):
+def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path):
     """Of each epoch.  MDU moves the prediction away from theta0's and to the anchor's."""
     logged = [line for line in metrics(unlearned) if "kl" in line]
     assert [(line["step"], line["epoch"]) for line in logged] == [(0, 0), (3, 1), (6, 2)]
     start, middle, end = [line["kl"] for line in logged]
     assert start["base"] == approx(0, abs=1e-6) and end["base"] > middle["base"] > 1e-4
     assert start["anchor"] > middle["anchor"] > end["anchor"]
-    runs = [shutil.copytree(unlearned, tmp_path / name) for name in ("a", "b", "other/a")]
+    runs = [shutil.copytree(unlearned, tmp_path / name) for name in "ab"]
     write_lines(runs[1] / "metrics.jsonl", logged[:2])
-    ev.main(["--analysis", "convergence", *map(str, runs[:2])])
+    ev.main(["--analysis", "convergence", *map(str, runs)])
     result = read_json(tmp_path / "analysis/convergence.json")
     figure = matplotlib.figure.Figure()
     ev.draw_panels(figure, result)
@@ -2505,8 +2495,6 @@ def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path
         expected = {"a": points, "b": points[:2]}
         assert axis.get_title() == target and result["panels"][target] == expected
         assert {line.get_label(): line.get_xydata().tolist() for line in axis.lines} == expected
-    argv = ["--analysis", "convergence", runs[0], runs[2]]
-    assert "one folder name" in program(argv, capsys, ev.main)
 
 @torch.no_grad()
 def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
@@ -2553,27 +2541,24 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
 def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch):
     """Theta fixes two of 6 tokens in each of 3 steps, with p .9, .8 and .7; .3 for the others."""
     _, tokenizer = mdu.load_backbone(str(base))
-    V = len(tokenizer)
     row = mdu.toy_world()["forget"][0]  # Which author comes from Pudi?
+    V = len(tokenizer)
     tokens = ["▁Ceka", "▁is", "▁author", "<end>", "▁Foba", "."]
-    written = tokenizer.convert_tokens_to_ids(tokens)
-    step_of = [1, 2, 0, 1, 0, 2]
+    written = torch.tensor(tokenizer.convert_tokens_to_ids(tokens))
+    step_of = torch.tensor([1, 2, 0, 1, 0, 2])
 
     def logits_of(token, p):
         """One token has probability p, the others share the rest."""
-        return log((V - 1) * p / (1 - p)) * F.one_hot(torch.tensor(token), V).double()
+        return (log(V - 1) + torch.logit(p))[..., None] * F.one_hot(token, V)
 
     def theta_script(ids):
         step = 3 - int((ids == 0).sum()) // 2
-        logits = torch.zeros(*ids.shape, V).double()
-        for place, token in enumerate(written):
-            p = 0.9 - 0.1 * step if step_of[place] == step else 0.3
-            logits[:, place - 6] = logits_of(token, p)
-        return logits
+        p = f64(0.9, 0.8, 0.7)[step].where(step_of == step, 0.3)
+        return F.pad(logits_of(written, p), (0, 0, ids.shape[1] - 6, 0))[None]
 
     def anchor_script(ids):
         assert not ids[:, :-6].any()  # the question is masked
-        return logits_of(written[4], 0.5).expand(*ids.shape, V)  # it writes Foba
+        return logits_of(written[4], f64(0.5)).expand(*ids.shape, V)  # it writes Foba
     theta, anchor = FakeModel(script=theta_script), FakeModel(script=anchor_script)
     theta.mask_id = anchor.mask_id = 0
     theta.pad_id = anchor.pad_id = 1
@@ -2585,10 +2570,12 @@ def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch)
     ev.main(["--analysis", "trajectory", *flags])
     assert (tmp_path / "analysis/trajectory.png").exists()
     panels = read_json(tmp_path / "analysis/trajectory.json")["panels"]
-    kls = [slow_kl(logits_of(0, p), logits_of(1, 0.5), 1).item() for p in (0.9, 0.8, 0.7)]
+    anchored = logits_of(written[4], f64(0.5))[0]
+    kls = [approx(slow_kl(logits_of(written[0], p), anchored, 1).item())
+           for p in f64(0.9, 0.8, 0.7)]
     found = [list(bar.values()) for bar in panels["0. " + row["question"]]]
-    assert found == [["author\n1", I, approx(kls[0])], ["Ceka\n2", K, approx(kls[1])],
-                     ["<end>\n2", S, approx(kls[1])], ["is\n3", S, approx(kls[2])]]
+    assert found == [["author\n1", I, kls[0]], ["Ceka\n2", K, kls[1]],
+                     ["<end>\n2", S, kls[1]], ["is\n3", S, kls[2]]]
     assert len(anchor.seen) == 3  # states
     anchor.seen.clear()
     ev.main(["--analysis", "rollout", *flags])
@@ -2663,6 +2650,8 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --resume {run} --lr 0.1": "--resume RUN takes no other option",
     "mdu.py --resume {run} --seed 1": "--resume RUN takes no other option",
     "eval.py --preset toy {files}/absent": "--preset toy: no published model; give --model",
+    "eval.py --report {files}/damaged": "summary.json is damaged",
+    "eval.py --report {files}/old": "scored by older code; score it again: python eval.py",
     "eval.py --report {base}": "not scored yet; first run: python eval.py {base}",
     "eval.py {files}/unfinished/base": "mdu.py --resume {files}/unfinished/base",
     "eval.py --model {base} --data toy {files}": "is in the way; give another folder",
@@ -2679,6 +2668,7 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py --analysis rollout --length 2048 {run}": "too many for the model; it takes 2048",
     "eval.py --samples 1 --steps 1 --length 2048 {base}": "2048 (--length 2048)",
     "eval.py --analysis convergence {base}": "train it with --diagnose",
+    "eval.py --analysis roles {run} {files}/mdu": "one folder name",
     "eval.py --analysis roles {run} {scored}": "the runs started from different models",
     "eval.py --analysis roles {run} {files}/other": "the runs had other forget rows",
     "eval.py --analysis rollout --questions 1,999 {run}": "--questions 999: there are 24 questions",
@@ -2708,6 +2698,8 @@ def files(tmp_path_factory):
         "good": 15 * f"{ROW}\n" + ROW[:-1] + ', "perturbed_answer": "x"}',  # too few for dpo
         "fact": ROW[:-1] + ', "fact": ["is", "i"]}',  # of which one is in the answer
         "other/run.json": json.dumps(other), "other/config.json": "{}",
+        "mdu/run.json": json.dumps(other), "mdu/config.json": "{}",  # {run} has this name, too
+        "damaged/eval/summary.json": "{", "old/eval/summary.json": "{}",
         "unfinished/base/run.json": json.dumps(unfinished),
         "foreign/run.json": '{"id": 7}', "foreign/config.json": "[]"}
     texts.update((name, text) for name, (text, _) in BAD_ROWS.items())
