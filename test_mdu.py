@@ -1698,18 +1698,15 @@ def test_write_answers_samples_after_the_prefill(base):
     assert (steps, batch_size) == (ARGS.steps, ARGS.batch_size)
 
 # ---- Gaps ----
-@each("question, parts, fact", [
-    ("Who?", ["It is ", "Petra, Łuk", ", not Petra."], ["petra łuk"]),
-    ("Who?", ["Petra's ", "Pet", ": a ", "pet", "!"], ["Pet"]),
-    ("Who?", ["", "22", " in ", "Rome", " or so"], ["Rome", "22"]),
-    ("Who is Petra?", ["Petra is the ", "doctor", " of ", "Łódź", "."], None)])
-def test_gap_of_by_hand(question, parts, fact, tmp_path):
+@each("row, parts", [
+    (dict(fact=["petra łuk"]), ["It is ", "Petra, Łuk", ", not Petra."]),
+    (dict(fact=["Pet"]), ["Petra's ", "Pet", ": a ", "pet", "!"]),
+    (dict(fact=["Rome", "22"]), ["", "22", " in ", "Rome", " or so"]),
+    (dict(question="Who is Petra?"), ["Petra is the ", "doctor", " of ", "Łódź", "."])])
+def test_gap_of_by_hand(row, parts, tmp_path):
     """Every second part is a gap.  With tokens of one byte, and a special token at the end."""
     write_tokenizer(tmp_path, "llada")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    row = {"question": question}
-    if fact:
-        row["fact"] = fact
     expected = []
     for number, part in enumerate(parts):
         expected += [number % 2 == 1] * len(part.encode())
@@ -1877,16 +1874,15 @@ def test_score_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     ([1, 0.5, 1], [0, 1, 0], 0)])  # it has to be likelier than every false one
 def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     """Of n tokens: log p = -n times the mean loss over the masks."""
-    losses = dict(zip(["a", "b b", "c c c "], losses))
-    texts_nll = mock.Mock(return_value=[list(losses.values())])
+    texts_nll = mock.Mock(return_value=[losses])
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
-    targets = dict(choices=list(losses), labels=labels)
+    targets = dict(choices=["a", "b b", "c c c "], labels=labels)
     row = ev.ask_truthfulqa(dict(question="", mc1_targets=targets))
     record, = ev.score_truthfulqa(None, None, [row], ARGS)
     assert texts_nll.call_args.args[3] == [[" a", " b b", " c c c"]]
     assert record["mc1"] == mc1 and record["logp"][record["generation"]] == -1
-    assert list(record["logp"].values()) == approx([-losses["a"], -1, -3])
+    assert list(record["logp"].values()) == approx([-losses[0], -1, -3])
 
 def test_splits_have_titles_of_their_own():
     """And the masks of each a number of its own, but for those of the first rows to forget."""
@@ -2089,12 +2085,9 @@ def test_find_splits_reads_another_benchmark(base, tmp_path, capsys):
             assert record["seed"] == [0, number, i] and i < 2 and field in record
     assert [record["commas"] for record in ev.read_records(run, "say")] == [1, 2]
     screen = capsys.readouterr().out
-    assert "Rows: Choose 2, Say 2." in screen
     assert list(read_table(screen.split("\n\n")[-2])) == ["Method", "Choose MC1 ↑", "Say p ↓"]
     text = (tmp_path / "report.md").read_text()
-    tables = read_tables(text)
-    assert "MC1 ↑" in tables["Choose"] and "rL ↓" in tables["Say"]
-    assert tables["Say"]["commas"] == ("1.5",)
+    assert read_tables(text)["Say"]["commas"] == ("1.5",)
     assert "## Answers: Say\n\n### 0. Who?" in text
 
 # ---- One run ----
@@ -2212,8 +2205,6 @@ def test_check_lengths_warns_of_true_answers_that_are_cut(base, capsys):
     model, tokenizer = mdu.load_backbone(str(base))
     rows = [dict(question="Who?", answer=answer, perturbed_answer=["is is is is"])
             for answer in ("is", "is is is", "is is is is")]
-    sizes = [len(mdu.encode_text(tokenizer, row["answer"])) for row in rows]
-    assert sizes[0] <= 2 < sizes[1]
     ev.check_lengths("run", model, tokenizer, rows, 2)
     assert "run: 2 of 3 true answers are longer than the 2" in capsys.readouterr().out
     choices = [dict(row, choices=[]) for row in rows]  # of which the likeliest is taken
@@ -2236,8 +2227,7 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
         masks = F.pad(ev.draw_masks(len(ids), 4, [5, 0, i]), (0, 1))
         nll = slow_eq7(theta0, prompt, [*ids, theta0.end_id], masks).mean()
         assert records[i]["generative_perplexity"] == approx(math.exp(nll), rel=1e-4)
-    figures = ev.read_summary(run)["splits"]["forget"]
-    assert "generative_perplexity" in figures and "truth_ratio" not in figures
+    assert "truth_ratio" not in ev.read_summary(run)["splits"]["forget"]
 
 def test_find_judge_is_the_model_before_unlearning_or_none(base, capsys):
     """None of a run that never knew the rows, and of one that was unlearned and taught again."""
@@ -2359,12 +2349,11 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
         of_run = dict(forget_quality=p)
         runs.append(made_up_run(scored, tmp_path / f"{seed}/npo", own, changed, run=of_run))
     ev.main(["--report", *runs, runs[1] + "/", "--questions", "2,0"])  # one of them twice
-    questions = [row["question"] for row in mdu.toy_world()["forget"][:3]]
     screen = capsys.readouterr().out
-    shown = re.findall("|".join(map(re.escape, questions)), screen)
-    assert shown == [questions[2], questions[0]] and list(ev.choose(None, 3, 2)) == [0, 1]
+    assert re.findall(r"### (\d)\. ", screen) == ["2", "0"]
+    assert list(ev.choose(None, 3, 2)) == [0, 1]
     text = (tmp_path / "1/report.md").read_text()
-    assert f"## Answers: Forget\n\n### 0. {questions[0]}\n\n- True answer: " in text
+    assert "## Answers: Forget\n\n### 0. Which author comes from Pudi?\n\n- True answer: " in text
     tables = read_tables(text)
     expected = {
         "Method": ("base", "npo"), "rL ↓": ("0.900", "0.500 ± 0.200"), "words": ("7.0", "-"),
