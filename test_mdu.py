@@ -2598,6 +2598,7 @@ BROKEN = {  # a checkpoint: (its kind, changes to config.json, part of the line)
     "gpt2": ("llama", {"model_type": "gpt2"}, "model_type 'gpt2' in config.json is none of llada"),
     "causal": ("llama", {"is_causal": None}, "a causal model, not bidirectional"),
     "mask": ("llama", {"mask_token_id": None}, "no mask_token_id in config.json or tokenizer"),
+    "no-layers": ("llada", {"n_layers": None}, "no n_layers in config.json"),
     "more": ("llada", {"n_layers": 1}, "unexpected: model.layers.1."),
     "words": ("llada", {"d_model": "wide"}, "cannot be loaded as LlamaForCausalLM"),
     "twice": ("llama", {}, "chat template must have the question exactly once"),
