@@ -2708,7 +2708,6 @@ PROJECT = Path(mdu.__file__).parent
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (PROJECT / "Makefile").read_text(encoding="utf-8")
 PARSERS = {"mdu": mdu.parse, "eval": ev.parse}
-
 PAGES = [README, (PROJECT / ".github/RESULTS.md").read_text(encoding="utf-8")]
 
 def typed_commands(page, folder):
@@ -2750,17 +2749,16 @@ def test_pages_name_no_option_that_does_not_exist(capsys):
     for page in PAGES:
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", page)) <= options
 
-needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
-
 def make(folder, *words):
     """Run make with two rows to forget and to retain, and nothing to install."""
+    if not shutil.which("make"):
+        pytest.skip("needs make")
     (folder / "Makefile").write_text(re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE))
     (folder / "rows").write_text("{}\n{}\n")
     env = {"PATH": os.environ["PATH"]}  # without the flags of a make around it
     command = ["make", "FORGET=rows", "RETAIN=rows", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
 
-@needs_make
 @each("target", ["demo", "table", "finetuned", "pretrained", "rehearsal", "rehearsal ORIGINAL=no",
                  "figures"])
 def test_make_trains_what_it_scores(target, tmp_path):
@@ -2775,7 +2773,6 @@ def test_make_trains_what_it_scores(target, tmp_path):
             assert all(fnmatch.filter(trained, run.rstrip("/")) for run in args.runs)
     assert len(trained) > 2
 
-@needs_make
 @each("forget, retain", [("absent", "rows"), ("one", "rows"), ("rows", "one")])
 def test_make_rehearsal_refuses_files_that_are_missing_or_too_small(forget, retain, tmp_path):
     (tmp_path / "one").write_text("{}\n\n")
@@ -2783,7 +2780,6 @@ def test_make_rehearsal_refuses_files_that_are_missing_or_too_small(forget, reta
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert sorted(os.listdir(tmp_path)) == ["Makefile", "one", "rows"]
 
-@needs_make
 def test_make_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
     (tmp_path / "out/rehearsal").mkdir(parents=True)
     (tmp_path / "out/rehearsal/model").write_text("good")
