@@ -437,6 +437,7 @@ QWEN2 = dict(NATIVE, mask_token_id=258, pad_token_id=256)
 QWEN3 = dict(NATIVE, head_dim=16, attention_bias=False)  # ids: the tokenizer's
 CONFIGS = {  # model_type: config.json
     "llada": LLADA, "Dream": dict(QWEN2, **WINDOW), "a2d-qwen2": QWEN2,
+    "qwen2": dict(QWEN2, is_causal=False), "qwen3": dict(QWEN3, is_causal=False),
     "a2d-qwen3": dict(QWEN3, **WINDOW),
     "a2d-llama": dict(NATIVE, rope_theta=5e5, mask_token_id=258),
     "llama": dict(NATIVE, rope_theta=5e5, is_causal=False, mask_token_id=258)}
@@ -1281,7 +1282,7 @@ AROUND = {  # a prompt's text before and after the question
               "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"),
     "Dream": TURN, "qwen": (TURN[0], f"{TURN[1]}<think>\n\n</think>\n\n")}
 END = {"llada": 261, "a2d-llama": 261, "llama": 257, "Dream": 260, "a2d-qwen2": 260,
-       "a2d-qwen3": 260}  # the end-of-turn token
+       "a2d-qwen3": 260, "qwen2": 256, "qwen3": 256}  # the end-of-turn token
 
 def test_encode_prompt_follows_the_chat_template_and_control_tokens_in_texts_stay_text(hub):
     kind, model, tokenizer = hub.kind, hub.model, hub.tokenizer
