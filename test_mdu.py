@@ -534,18 +534,14 @@ def hub(request, tmp_path_factory):
 # ======== mdu.py ========
 # ---- Forward process ----
 def test_mask_tokens_masks_tokens_with_a_number_below_t():
-    ids, response, _ = mdu.collate(PAIRS, PAD)
-    before = ids.clone()
-    uniform = torch.tensor([  # 0 in the prompts; 0.5 is not below t
-        [0, 0, 0.5, 0.4, 0.9, 0.3], [0, 0, 0, 0.6, 0, 0], [0, 0.9, 0.7, 0.8, 0.7, 0.9],
-        [0, 0, 0, 0, 0.3, 0.9]])
-    arguments = MASK, torch.tensor([0.5, 0.5, 0.1, 1.0]), uniform
-    for at_least_one, expected in [(False, [[3, 5], [], [], [4, 5]]),
-                                   (True, [[3, 5], [3], [2], [4, 5]])]:
-        noised, masked = mdu.mask_tokens(ids, response, *arguments, at_least_one)
-        assert [row.nonzero().flatten().tolist() for row in masked] == expected
-        assert torch.equal(noised, torch.where(masked, MASK, ids)) and torch.equal(ids, before)
-        assert not mdu.mask_tokens(ids, response & False, *arguments, at_least_one)[1].any()
+    ids = torch.tensor([[3, 4, 5, 6]] * 3)
+    response = torch.tensor([[False, True, True, True]] * 2 + [[False] * 4])
+    t = torch.tensor([0.5, 0.1, 1.0])
+    uniform = torch.tensor([[0, 0.5, 0.4, 0.9], [0, 0.9, 0.7, 0.8], [0, 0, 0, 0]])
+    for at_least_one, lowest in [(True, MASK), (False, 5)]:
+        noised, masked = mdu.mask_tokens(ids, response, MASK, t, uniform, at_least_one)
+        assert noised.tolist() == [[3, 4, MASK, 6], [3, 4, lowest, 6], [3, 4, 5, 6]]
+        assert torch.equal(masked, noised == MASK)
 
 # ---- Losses ----
 ONE, TWO = torch.tensor([[False, True]]), torch.tensor([[True, True]])
@@ -716,15 +712,18 @@ def draw(typed, steps):
         retain += drawn[1]
     return forget, retain
 
-def test_draw_example_depends_on_the_seed():
-    """The order of rows (here of their lengths), t, the masks and which prompts are hidden."""
-    def drawn(seed):
-        rows, _ = draw(f"--method sft --batch-size 1 --prompt-dropout 0.5 --seed {seed}", range(30))
-        return {"order": [row.answer.index(1) for row in rows], "t": [row.t for row in rows],
+def test_draw_step_takes_every_row_once_in_a_pass_in_an_order_of_seed_and_split():
+    """By the seed are also t, the masks and which prompts are hidden."""
+    def drawn(typed):
+        rows, _ = draw(f"--batch-size 1 --prompt-dropout 0.5 {typed}", range(30))
+        return {"order": [row.length for row in rows], "t": [row.t for row in rows],
                 "masks": [row.uniform[0] for row in rows],
                 "hidden": [row.prompt == [MASK, MASK] for row in rows]}
-    one, two = drawn(1), drawn(2)
-    assert one == drawn(1) and not any(one[part] == two[part] for part in one)
+    one, two = drawn("--method sft"), drawn("--method sft --seed 2")
+    assert one == drawn("--method sft") and not any(one[part] == two[part] for part in one)
+    order = one["order"]
+    assert sorted(order[:10]) == sorted(order[10:20]) == [3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
+    assert order[:10] != order[10:20] and order != drawn("--method ga")["order"]
 
 def assert_uniform(values, low):
     """Kolmogorov-Smirnov distance from the uniform distribution on [low, 1)."""
@@ -733,57 +732,51 @@ def assert_uniform(values, low):
 
 def test_draw_example_draws_t_uniformly_and_one_other_answer_for_dpo():
     forget, retain = draw("--method dpo --batch-size 10", range(200))
-    assert_uniform([row.t for row in forget], 0.001)
+    train, _ = draw("--method sft --batch-size 10", range(200))
+    for rows in (forget, retain, train):
+        assert_uniform([row.t for row in rows], 0.001)
+    assert len({row.t for row in forget + retain + train}) == 6000
+    assert_uniform(np.concatenate([row.uniform for row in forget]), 0)
     for row in forget:
         other = row.preferred
         assert (other.prompt, other.t, other.answer[1:]) == (row.prompt, row.t, [9, 1])
         assert len(other.uniform) == 3 and other.uniform[0] != row.uniform[0]
     assert {row.preferred.answer[0] for row in forget} == {8, 9, 10}
-    assert_uniform([row.t for row in retain], 0.001)
-    assert_uniform(np.concatenate([row.uniform for row in forget]), 0)
-    assert_uniform([row.t for row in draw("--method sft --batch-size 10", range(200))[0]], 0.001)
 
 @each("longest", [1, 12])
 def test_draw_example_pads_answers_to_random_lengths_but_not_to_forget(longest):
     forget, retain = draw(f"--batch-size 5 --response-length {longest}", range(100))
-    assert all(len(row.answer) == own_length(row) for row in forget)
-    lengths = {n: set() for n in range(3, 8)}
-    for row in retain:
-        n = own_length(row)
-        if MASK in row.prompt:  # an example whose prompt is never shown
-            assert row.prompt == [MASK] * 3 and row.answer == [6, 7, 8, 1]
-        else:
-            lengths[n].add(len(row.answer))
-        assert row.length == n and set(row.answer[n:]) <= {PAD}  # after the end token
-        assert row.is_rare == [True] * n + [False] * (len(row.answer) - n)
-        assert len(row.uniform) == len(row.answer)
-    assert lengths == {n: set(range(n, max(longest, n) + 1)) for n in lengths}
-    assert len(retain) > sum(MASK not in row.prompt for row in retain) > 400
     train, _ = draw(f"--method sft --batch-size 5 --response-length {longest}", range(100))
-    assert {len(row.answer) for row in train} == set(range(3, max(longest, 7) + 1))
+    assert all(len(row.answer) == own_length(row) for row in forget)
+    for rows in (retain, train):
+        lengths = {n: set() for n in range(3, 8)}
+        for row in rows:
+            n = own_length(row)
+            assert row.length == n and set(row.answer[n:]) <= {PAD}  # after the end token
+            assert len(row.uniform) == len(row.is_rare) == len(row.answer)
+            assert not any(row.is_rare[n:])
+            lengths[n].add(len(row.answer))
+        assert lengths == {n: set(range(n, max(longest, n) + 1)) for n in lengths}
 
-@each("method", METHODS)
+@each("method", ["ga", "sft", "dpo"])
 def test_draw_example_hides_prompts_of_answers_without_padding(method):
-    """In rows to forget, to retain and to train on; other rows are drawn as without."""
-    plain = draw(f"--method {method} --batch-size 5", range(200))
-    dropped = draw(f"--method {method} --batch-size 5 --prompt-dropout 0.3", range(200))
-    pads = set()
-    for plain_rows, rows in zip(plain, dropped):
-        always = sum(MASK in row.prompt for row in plain_rows)  # by their Example
-        hidden = [row for row in rows if set(row.prompt) == {MASK}]
-        assert len(hidden) == approx(always + 0.3 * (len(rows) - always), abs=60)
-        assert not any(PAD in row.answer for row in hidden)
-        assert all(row.preferred is None or row.preferred.prompt == row.prompt for row in rows)
-        kept = [row for row in rows if MASK not in row.prompt]
-        assert len(kept) + len(hidden) == len(rows) == len(plain_rows)
-        assert {repr(row) for row in kept} <= {repr(row) for row in plain_rows}
-        first = {row.prompt[0] for row in plain_rows} - {MASK}
-        assert {row.prompt[0] for row in kept} == first  # each draw has its own chance
-        pads.update(PAD in row.answer for row in kept)
-    assert (True in pads) == (method != "ga")  # the only one without rows that are padded
-    if method != "sft":
-        answers = [(row.t, row.answer, row.uniform.tolist()) for row in plain[0]]
-        assert answers == [(row.t, row.answer, row.uniform.tolist()) for row in dropped[0]]
+    """Other rows are drawn as without, and in unlearning also the answers to forget."""
+    plain = sum(draw(f"--method {method} --batch-size 1", range(1000)), [])
+    rows = sum(draw(f"--method {method} --batch-size 1 --prompt-dropout 0.3", range(1000)), [])
+    n_hidden = 0
+    for before, row in zip(plain, rows, strict=True):
+        if MASK in row.prompt:
+            assert row.prompt == [MASK] * len(before.prompt) and PAD not in row.answer
+            assert row.preferred is None or row.preferred.prompt == row.prompt
+            n_hidden += MASK not in before.prompt
+            if method == "ga":
+                row = row._replace(prompt=before.prompt)
+        if MASK not in row.prompt:
+            assert repr(row) == repr(before)
+    assert n_hidden == approx(0.3 * sum(MASK not in row.prompt for row in plain), abs=90)
+    names = {row.prompt[0] for row in plain}
+    assert 56 not in names  # this Example's prompt is never shown
+    assert {row.prompt[0] for row in rows} == names | {MASK}  # each draw has its own chance
 
 @each("method", ["mdu", "dpo"])
 def test_draw_step_depends_on_no_process_and_no_micro_batch(method, monkeypatch):
@@ -801,15 +794,6 @@ def test_draw_step_depends_on_no_process_and_no_micro_batch(method, monkeypatch)
     monkeypatch.setattr(mdu, "WORLD", 3)
     with pytest.raises(mdu.BadInput, match="3 processes"):
         mdu.check(options("--batch-size 10 --out absent/run"), mdu.toy_world())
-
-def test_draw_step_takes_every_row_once_in_a_pass_and_in_a_new_order():
-    forget, retain = draw("--batch-size 5", range(4))
-    train, _ = draw("--method sft --batch-size 5", range(4))
-    names = [row.prompt[0] for row in forget]
-    assert sorted(names[:10]) == sorted(names[10:]) == list(range(30, 40))
-    assert set(names[:5]) != set(names[10:15])
-    assert set(names[:5]) != {row.prompt[0] for row in train[:5]}
-    assert len({row.t for row in forget + retain + train}) == 60
 
 # ---- One step ----
 @each("by_entropy", [False, True])
@@ -940,11 +924,9 @@ def test_train_ends_in_one_line(effect, code, message, base, tmp_path, monkeypat
     assert message in err and (err == "") == (code == 130)  # its line is on stdout
 
 def test_learning_rate_by_hand():
-    args = options("--lr 0.2")
-    warm_up = [mdu.learning_rate(args, step, 100) for step in range(6)]
-    assert warm_up == approx([0.04, 0.08, 0.12, 0.16, 0.2, 0.2])
-    cosine = [mdu.learning_rate(args, 5 + 95 * part, 100) for part in (1 / 3, 1 / 2, 2 / 3, 1)]
-    assert cosine == approx([0.15, 0.1, 0.05, 0])
+    args = options("--lr 0.3")
+    rates = [mdu.learning_rate(args, step, 60) for step in (0, 1, 2, 3, 22, 41, 60)]
+    assert rates == approx([0.1, 0.2, 0.3, 0.3, 0.225, 0.075, 0])
 
 # ---- The program and the models of a run ----
 def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path, capsys):
