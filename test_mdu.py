@@ -554,6 +554,8 @@ TILT_FLAT = torch.cat([TILT, FLAT])
 # loss, slow_loss: of mdu.py, and in slow loops, with arguments of names that slow_row_loss has.
 # settings: last arguments of the loss; typed: options to try `backward` with.
 # worked: all arguments of the loss, and what it is by hand.
+# A new method may need a line in functions, too: in loss_arguments and slow_row_loss for a tensor
+# of a new name, in slow_step if it has per_token, in slow_masked if it has masks_one.
 Method = namedtuple("Method", "loss slow_loss settings typed worked")
 METHODS = {
     "mdu": Method(
@@ -1333,6 +1335,10 @@ def test_load_backbone_gives_back_the_threads_that_a_toy_does_without(base, monk
         monkeypatch.setattr(mdu, "load_weights", lambda *_: (lm, tokenizer))
         mdu.load_backbone(str(base))
     assert [call.args[0] for call in set_to.mock_calls] == [5, 1, 5]
+
+def test_load_backbone_takes_a_mask_token_of_number_0(tmp_path):
+    write_checkpoint(tmp_path / "model", "llada", mask_token_id=0)
+    assert mdu.load_backbone(tmp_path / "model")[0].mask_id == 0
 
 def test_load_backbone_shows_a_bug_of_ours_as_one(files):
     with mock.patch.object(mdu, "native_config", side_effect=KeyError("a bug")):
