@@ -1118,16 +1118,6 @@ def test_fit_response_length_takes_the_longest_answer_for_0():
             **before, "response_length": fitted}
         assert vars(args) == before  # nothing is filled in
 
-def test_parse_explains_every_option_in_its_help(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "100")
-    for module in (mdu, ev):
-        with pytest.raises(SystemExit):
-            module.main(["--help"])
-        screen = capsys.readouterr().out.split("defaults:")[0]
-        assert module.__doc__.strip() in screen
-        explained = re.findall(r"(?m)^  (-.*(?:\n {20}.*)*)", screen)
-        assert len(explained) > 10 and all(re.search(r"\s{2}\S", text) for text in explained)
-
 RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put before it
     "def dpo_loss(": "def kto_loss(nll, nll_ref, kappa):\n"
                      "    return kappa * (nll_ref.detach() - nll)\n\n\n",
@@ -1158,20 +1148,16 @@ def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
     assert found == {name: [f"{name} 0?", f"{name} 1?"] for name in files}
     for data in ("toy", tofu):  # which have rows of their own
         args = options(f"--model m --data {data} --limit 2")
-        own = mdu.load_data(args)["forget"]
-        assert len(own) == 2
+        own = mdu.load_data(args)
+        assert len(own["forget"]) == 2
         args.retain = files["retain"]
         taken = mdu.load_data(args)
-        assert (taken["forget"], taken["retain"]) == (own, splits["retain"])
-    args = options(f"--model m --method sft --retain-only --limit 2 --retain {files['retain']}")
-    assert mdu.load_data(args) == {**splits, "forget": []}
-
-def test_load_data_unlearns_tofu_with_retain90(tofu):
-    splits = mdu.load_data(options(f"--model x/y --data {tofu}"))
-    assert [row["question"] for row in splits["retain"]] == [f"Q retain90 {i}?" for i in range(24)]
-    assert len(splits["forget"]) == 8 and splits["forget"][1] == {
+        assert (taken["forget"], taken["retain"]) == (own["forget"], splits["retain"])
+    assert own["retain"][1]["question"] == "Q retain90 1?" and own["forget"][1] == {
         "question": "Q forget10_perturbed 1?", "answer": "A 1.", "paraphrased_answer": "D 1.",
         "perturbed_answer": ["B 1.", "C 1."]}
+    args = options(f"--model m --method sft --retain-only --limit 2 --retain {files['retain']}")
+    assert mdu.load_data(args) == {**splits, "forget": []}
 
 def test_read_jsonl_takes_both_names_of_columns(tmp_path):
     (tmp_path / "rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
@@ -1335,10 +1321,6 @@ def test_load_backbone_gives_back_the_threads_that_a_toy_does_without(base, monk
         monkeypatch.setattr(mdu, "load_weights", lambda *_: (lm, tokenizer))
         mdu.load_backbone(str(base))
     assert [call.args[0] for call in set_to.mock_calls] == [5, 1, 5]
-
-def test_load_backbone_takes_a_mask_token_of_number_0(tmp_path):
-    write_checkpoint(tmp_path / "model", "llada", mask_token_id=0)
-    assert mdu.load_backbone(tmp_path / "model")[0].mask_id == 0
 
 def test_load_backbone_shows_a_bug_of_ours_as_one(files):
     with mock.patch.object(mdu, "native_config", side_effect=KeyError("a bug")):
@@ -2578,7 +2560,7 @@ BROKEN = {  # a checkpoint: (its kind, changes to config.json, part of the line)
     "pickle": ("llada", {}, "no file named model.safetensors"),
     "end": ("a2d-llama", {}, "no end-of-turn token")}
 ANCHORS = {  # a checkpoint that differs from good-model: (its kind, changes to config.json)
-    "good-model": ("llada", {}), "words-anchor": ("Dream", {})}
+    "good-model": ("llada", {"mask_token_id": 0}), "words-anchor": ("Dream", {})}
 BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is wrong
     "mdu.py --tau 2": "argument --tau: invalid float in [0, 1] value: '2'",
     "mdu.py --anchor-truth removed --tau 0": "--anchor-truth removed would have no effect",
@@ -2721,13 +2703,17 @@ def test_parse_takes_every_command_that_the_pages_have(tmp_path):
                 file = [word for word in typed if word.endswith(".py")][0]
                 PARSERS[file.removesuffix(".py")](typed[typed.index(file) + 1:])
 
-def test_pages_name_no_option_that_does_not_exist(capsys):
+def test_help_explains_every_option_and_pages_name_no_other(monkeypatch, capsys):
     """In sentences and tables, too."""
+    monkeypatch.setenv("COLUMNS", "100")
     options = {"--nproc_per_node"}  # torchrun's
     for module in (mdu, ev):
         with pytest.raises(SystemExit):
             module.main(["--help"])
-        options.update(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+        screen = capsys.readouterr().out
+        options.update(re.findall(r"--[a-z-]+", screen))
+        explained = re.findall(r"(?m)^  (-.*(?:\n {20}.*)*)", screen.split("defaults:")[0])
+        assert len(explained) > 10 and all(re.search(r"\s{2}\S", text) for text in explained)
     for page in PAGES:
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", page)) <= options
 
