@@ -26,6 +26,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 os.environ.update({"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""})
+import huggingface_hub
 import matplotlib.figure
 import numpy as np
 import pytest
@@ -121,9 +122,6 @@ def weights(run):
     for file in Path(run).glob("*.safetensors"):
         tensors.update(safetensors.torch.load_file(file))
     return tensors
-
-def save_weights(run, tensors):
-    safetensors.torch.save_file(tensors, Path(run) / "model.safetensors", {"format": "pt"})
 
 def distance(a, b):
     """Between the weights of two runs."""
@@ -488,7 +486,7 @@ def write_tokenizer(folder, kind):
                         bos_token="<|startoftext|>")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
-def write_checkpoint(folder, kind, tied=False, n_files=1, **changes):
+def write_checkpoint(folder, kind, tied=False, file_size="5GB", **changes):
     """A random bfloat16 checkpoint in the hub's layout -> transformers' model of its weights."""
     folder.mkdir(exist_ok=True)
     tie = "weight_tying" if kind == "llada" else "tie_word_embeddings"
@@ -505,30 +503,25 @@ def write_checkpoint(folder, kind, tied=False, n_files=1, **changes):
     shapes.vocab_size = changes.get("embedding_size", 264)
     lm = transformers.AutoModelForCausalLM.from_config(shapes).eval()
     torch.manual_seed(11)
-    files = [{} for _ in range(n_files)]
-    for i, (name, p) in enumerate(lm.named_parameters()):  # a tied head is none
+    tensors = {}
+    for name, p in lm.named_parameters():  # a tied head is none
         p.data = (0.3 * torch.randn(p.shape) + float("norm" in name)).bfloat16().float()
         if kind == "llada":
             for part, other in LLADA_NAMES.items():
                 name = name.replace(part, other)
-        files[i % n_files][name] = p.data.bfloat16()
-    weight_map = {}
-    for i, tensors in enumerate(files):
-        file = f"model-{i}.safetensors"
-        safetensors.torch.save_file(tensors, folder / file, {"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, file))
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        tensors[name] = p.data.bfloat16()
+    huggingface_hub.save_torch_state_dict(tensors, folder, max_shard_size=file_size)
     return lm
 
 @pytest.fixture(scope="session", params=[
-    *itertools.product(CONFIGS, [False], [1]), ("llada", True, 3), ("a2d-qwen3", True, 2)])
+    *itertools.product(CONFIGS, [False], ["5GB"]), ("llada", True, "40KB"),
+    ("a2d-qwen3", True, "40KB")])
 def hub(request, tmp_path_factory):
-    kind, tied, n_files = request.param
+    kind, tied, file_size = request.param
     folder = tmp_path_factory.mktemp("hub")
-    reference = write_checkpoint(folder, kind, tied, n_files)
+    reference = write_checkpoint(folder, kind, tied, file_size)
     model, tokenizer = mdu.load_backbone(str(folder))
-    return SimpleNamespace(kind=kind, tied=tied, n_files=n_files, folder=folder,
+    return SimpleNamespace(kind=kind, tied=tied, file_size=file_size, folder=folder,
                            reference=reference, model=model, tokenizer=tokenizer)
 
 # ======== mdu.py ========
@@ -1234,10 +1227,9 @@ def test_flag_rare_tokens_by_hand(rare, expected):
 
 def test_encode_splits_flags_rare_tokens_to_forget(base):
     model, tokenizer = mdu.load_backbone(base)
-    for typed, flagged in (("", False), ("--anchor-truth removed", True)):
-        examples = mdu.encode_splits(options(typed), mdu.toy_world(), model, tokenizer)
-        assert {any(example.is_rare) for example in examples["forget"]} == {flagged}
-        assert not any(any(example.is_rare) for example in examples["retain"])
+    args = options("--anchor-truth removed")
+    examples = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)
+    assert all(any(example.is_rare) for example in examples["forget"])
 
 TURN = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
 AROUND = {  # a prompt's text before and after the question
@@ -1310,15 +1302,13 @@ def test_load_backbone_equals_transformers_own_class(hub):
     model.eval()
 
 def test_load_backbone_gives_back_the_threads_that_a_toy_does_without(base, monkeypatch):
-    toy = mdu.load_backbone(str(base))[0].lm
-    large = mdu.load_backbone(str(base))[0].lm
-    large.config.hidden_size = 128
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    model, tokenizer = mdu.load_backbone(str(base))
     set_to = mock.Mock()
     monkeypatch.setattr(torch, "set_num_threads", set_to)
     monkeypatch.setattr(mdu, "THREADS", 5)
-    for lm in (toy, large):
-        monkeypatch.setattr(mdu, "load_weights", lambda *_: (lm, tokenizer))
+    monkeypatch.setattr(mdu, "load_weights", lambda *_: (model.lm, tokenizer))
+    for hidden_size in (64, 128):
+        model.lm.config.hidden_size = hidden_size
         mdu.load_backbone(str(base))
     assert [call.args[0] for call in set_to.mock_calls] == [5, 1, 5]
 
@@ -1486,13 +1476,12 @@ def test_save_model_saves_an_unchanged_model_byte_for_byte(hub, tmp_path):
                 if "safetensors" not in file.name}
     hub.folder.rename(tmp_path / "away")
     save = hub.model.lm.save_pretrained
-    size = "40KB" if hub.n_files > 1 else "5GB"
     with mock.patch.object(hub.model.lm, "save_pretrained", lambda folder, state_dict, **_: save(
-            folder, state_dict=state_dict, max_shard_size=size)):
+            folder, state_dict=state_dict, max_shard_size=hub.file_size)):
         mdu.save_model(tmp_path, hub.model, hub.tokenizer)
     (tmp_path / "away").rename(hub.folder)
     assert_equal_weights(tmp_path, hub.folder)
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (hub.n_files > 1)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (hub.file_size == "40KB")
     again, _ = mdu.load_backbone(str(tmp_path))
     torch.testing.assert_close(again.state_dict(), hub.model.state_dict(), rtol=0, atol=0)
     saved = other_files(tmp_path)
@@ -2054,7 +2043,8 @@ def scored(base, tmp_path_factory):
     copy = tmp_path_factory.mktemp("scored") / "run"
     shutil.copytree(base, copy)
     torch.manual_seed(0)
-    save_weights(copy, {name: x + 0.1 * torch.randn(x.shape) for name, x in weights(copy).items()})
+    noisy = {name: x + 0.1 * torch.randn(x.shape) for name, x in weights(copy).items()}
+    safetensors.torch.save_file(noisy, copy / "model.safetensors", {"format": "pt"})
     ev.main([str(copy), *FLAGS])
     with unchanged(copy):
         yield str(copy)
@@ -2604,7 +2594,6 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py --ask Who? --forget {good} {base}": "--forget is for score, not for ask",
     "eval.py --ask Who? --model {base} {base}": "asks that model; give no RUN",
     "eval.py --model {base}": "score: no RUN; give the folder of one",
-    "eval.py --ask Who?": "ask: no RUN; give the folder of one",
     "eval.py --questions 1 {base}": "for report, trajectory, rollout, not for score",
     "eval.py --analysis convergence --samples 3 {base}": "for score, roles, not for convergence",
     "eval.py --data toy --subject King {base}": "--subject King: only RWKU has people",
