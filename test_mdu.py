@@ -955,15 +955,6 @@ def test_main_leaves_a_folder_of_another(base, unlearned, tmp_path, capsys):
         assert "exists" in program(toy(base, run), capsys)
     assert os.listdir(run) == ["run.json"]
 
-def test_main_takes_the_folder_that_it_made_before_it_was_killed(base, unlearned, tmp_path):
-    """At the worst moment: before its run.json was complete."""
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "run.json.new").write_text('{"options"')
-    mdu.main(toy(base, run, "--epochs 2 --diagnose"))
-    assert_equal_runs(unlearned, run)
-    assert not (run / "run.json.new").exists()
-
 def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch):
     def train_base(command, env):
         assert command[:2] == [sys.executable, mdu.__file__] and env["WORLD_SIZE"] == "1"
@@ -1488,8 +1479,11 @@ def test_save_model_saves_an_unchanged_model_byte_for_byte(hub, tmp_path):
     assert {**saved, "notes.json": b""} == other_files(hub.folder) and "notes.json" not in saved
 
 def test_save_model_leaves_half_a_model_that_does_not_count(base, unlearned, tmp_path, capsys):
-    """config.json, by which others know that it is complete, is moved last."""
+    """config.json, by which others know that it is complete, is moved last.  The run takes a folder
+    that it made before it was killed at the worst moment: before its run.json was complete."""
     move, run = Path.replace, tmp_path / "run"
+    run.mkdir()
+    (run / "run.json.new").write_text('{"options"')
 
     def stop_at_config(source, target):
         if source.name == "config.json":
@@ -1502,6 +1496,7 @@ def test_save_model_leaves_half_a_model_that_does_not_count(base, unlearned, tmp
     assert f"mdu.py --resume {run}" in program([run], capsys, ev.main)
     mdu.main(["--resume", str(run)])
     assert_equal_runs(unlearned, run)
+    assert not (run / "run.json.new").exists()
 
 # ---- Toy ----
 def test_toy_world_has_five_wrong_answers_to_each_question():
