@@ -2562,7 +2562,6 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --model {files}/foreign --method ga --forget {good}": "foreign/config.json is damaged",
     "mdu.py --resume {files}": "No such file or directory: '{files}/run.json'",
     "mdu.py --resume {files}/foreign": "foreign: its run.json was not made by mdu.py",
-    "mdu.py --resume {run} --lr 0.1": "--resume RUN takes no other option",
     "mdu.py --resume {run} --seed 1": "--resume RUN takes no other option",
     "eval.py --preset toy {files}/absent": "--preset toy: no published model; give --model",
     "eval.py --report {files}/damaged": "summary.json is damaged",
