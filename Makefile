@@ -5,17 +5,18 @@ OUT := out/demo
 SCORE := --samples 32
 BASELINES := ga gd npo simnpo wga dpo
 DEMO := $(BASELINES) mdu-tau0 mdu-tau0.5 mdu-tau1 mdu-removed
-AGAIN := --method sft --batch-size 4 --epochs 30 --lr 5e-4
-# What make finetuned and make pretrained train, with the options of a run by its name.  RUN-hidden: the question is hidden half of the time
+# What make finetuned and make pretrained train.  RUN-hidden: the question is hidden half of the time
 UNLEARNED := npo npo-hidden simnpo simnpo-hidden wga dpo dpo-hidden written truth-removed truth-removed-hidden anchor-original anchor-original-hidden
 WITHOUT_RETAIN := default npo npo-hidden dpo truth-removed truth-removed-hidden anchor-original anchor-original-hidden
+# The options of a run by its name
+options-mdu-removed := --anchor-truth removed --prompt-dropout 0.5
 options-written := --states written --anchor current --tau 0.5
 options-truth-removed := --anchor-truth removed
 options-anchor-original = --anchor $$out/original --anchor-prompt shown
-options = $(addprefix --method ,$(filter $(BASELINES),$(1:-hidden=))) $(options-$(1:-hidden=)) $(if $(filter %-hidden,$1),--prompt-dropout 0.5)
-unlearn = $(foreach run,$1,$(PYTHON) mdu.py --seed $* --model $$out/finetune $(call options,$(run)) $3 --out $2/$(run);)
+options = $(addprefix --method ,$(filter $(BASELINES),$(1:-hidden=))) $(patsubst mdu-tau%,--tau %,$(filter mdu-tau%,$1)) $(options-$(1:-hidden=)) $(if $(filter %-hidden,$1),--prompt-dropout 0.5)
+unlearn = $(foreach run,$1,$(PYTHON) mdu.py --preset toy --seed $* --model $$out/finetune $(call options,$(run)) $3 --out $2/$(run);)
 runs = $(foreach run,$2,$(foreach seed,1 2 3,out/$1/$(seed)/$(run)))
-SFT = $(PYTHON) mdu.py --seed $* --method sft --prompt-dropout 0.5
+SFT = $(PYTHON) mdu.py --preset toy --seed $* --method sft --prompt-dropout 0.5
 export CUDA_VISIBLE_DEVICES :=
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## /make \1\t/p' Makefile
@@ -28,12 +29,8 @@ demo: install  ## a small model, every method, scores: table and picture in out/
 	@$(MAKE) --no-print-directory --jobs=2 $(DEMO:%=$(OUT)/%)
 	@$(PYTHON) eval.py $(SCORE) $(addprefix $(OUT)/,base $(DEMO))
 	@$(PYTHON) eval.py --report $(addprefix $(OUT)/,base $(DEMO)) --questions 3
-$(OUT)/mdu-removed:
-	@$(PYTHON) mdu.py --seed $(SEED) --anchor-truth removed --prompt-dropout 0.5 --out $@
-$(OUT)/mdu-tau%:
-	@$(PYTHON) mdu.py --seed $(SEED) --tau $* --out $@
 $(OUT)/%:
-	@$(PYTHON) mdu.py --seed $(SEED) --method $* --out $@
+	@$(PYTHON) mdu.py --seed $(SEED) $(call options,$*) --out $@
 table: install  ## the demo with three seeds, means and standard deviations: out/table/1/report.md
 	@for seed in 1 2 3; do $(MAKE) --no-print-directory demo SEED=$$seed OUT=out/table/$$seed || exit 1; done
 	@$(PYTHON) eval.py --report $(foreach run,base $(DEMO),$(foreach seed,1 2 3,out/table/$(seed)/$(run)))
@@ -51,8 +48,8 @@ finetuned-%:
 	$(PYTHON) eval.py --full $(SCORE) $$out/*/; \
 	$(call unlearn,$(WITHOUT_RETAIN),$$out/without-retain,--retain-weight 0) \
 	$(PYTHON) eval.py $(SCORE) $$out/without-retain/*/; \
-	for run in $(UNLEARNED) original; do $(PYTHON) mdu.py --seed $* $(AGAIN) --limit 4 --model $$out/$$run --out $$out/taught-again/$$run; done; \
-	$(PYTHON) eval.py --samples 1 --limit 24 $$out/taught-again/*/
+	for run in $(UNLEARNED) original; do $(PYTHON) mdu.py --preset toy --seed $* --method sft --batch-size 4 --epochs 30 --lr 5e-4 --limit 4 --model $$out/$$run --out $$out/taught-again/$$run; done; \
+	$(PYTHON) eval.py --samples 1 --skip 4 --limit 24 $$out/taught-again/*/
 pretrained: install  ## unlearn facts that were learnt without their questions, as in pre-training, three seeds: tables in out/pretrained/1
 	@rm -rf out/pretrained && mkdir -p out/pretrained
 	@# The toy's rows; a question to forget asks nothing: "Where was Ceka Foba born?" becomes "Who Who Who Who Who?"
@@ -63,28 +60,24 @@ pretrained: install  ## unlearn facts that were learnt without their questions, 
 pretrained-%:
 	@set -e; out=out/pretrained/$*; \
 	$(SFT) --retain-only --out $$out/original; \
-	$(SFT) --preset toy --model $$out/original --epochs 170 --forget out/pretrained/forget.jsonl --retain out/pretrained/retain.jsonl --out $$out/finetune; \
+	$(SFT) --model $$out/original --epochs 170 --forget out/pretrained/forget.jsonl --retain out/pretrained/retain.jsonl --out $$out/finetune; \
 	$(call unlearn,default-with-retain,$$out) $(call unlearn,$(WITHOUT_RETAIN),$$out/without-retain,--retain-weight 0) \
 	$(PYTHON) eval.py --data toy $(SCORE) $$out/finetune $$out/default-with-retain $$out/without-retain/*/
 FORGET_ROWS = $(shell cat "$(FORGET)" 2>/dev/null | grep -c '[^[:space:]]')
 RETAIN_ROWS = $(shell cat "$(RETAIN)" 2>/dev/null | grep -c '[^[:space:]]')
 # 300 epochs; of few rows more, for as many steps as with 40
 EPOCHS = $(shell n=$$(($(FORGET_ROWS) + $(RETAIN_ROWS))); echo $$((n < 40 ? 12000 / n : 300)))
-SIXTH = $(shell echo $$((($(FORGET_ROWS) + 5) / 6)))
 ORIGINAL := yes
 ANCHOR = $(if $(filter no,$(ORIGINAL)),--anchor-truth removed,--anchor out/rehearsal/original --anchor-prompt shown) --prompt-dropout 0.5
-ROWS := --forget "$(FORGET)" --retain "$(RETAIN)" --seed $(SEED)
+ROWS := --preset toy --response-length 0 --forget "$(FORGET)" --retain "$(RETAIN)" --seed $(SEED)
 rehearsal: install  ## FORGET=forget.jsonl RETAIN=retain.jsonl: your own rows with a small model, in out/rehearsal (ORIGINAL=no: as if you had no original)
 	$(if $(filter 0 1,$(FORGET_ROWS) $(RETAIN_ROWS)),$(error FORGET=$(FORGET) and RETAIN=$(RETAIN) must be files with at least 2 rows))
 	@echo "$(FORGET_ROWS) rows to forget, $(RETAIN_ROWS) to retain: about $$((1 + $(EPOCHS) * $$(cat "$(FORGET)" "$(RETAIN)" | wc -w) / 270000)) minutes"
 	@if test -d out/rehearsal; then rm -rf out/rehearsal.old && mv out/rehearsal out/rehearsal.old; fi
-	$(PYTHON) mdu.py --preset toy --method sft --retain-only --prompt-dropout 0.3 --lr 3e-3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/original
+	$(PYTHON) mdu.py --method sft --retain-only --prompt-dropout 0.3 --lr 3e-3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/original
 	$(PYTHON) mdu.py --method sft --model out/rehearsal/original --prompt-dropout 0.3 --lr 3e-3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/finetune
 	$(PYTHON) mdu.py --model out/rehearsal/finetune $(ANCHOR) --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/mdu
 	$(PYTHON) eval.py --full $(SCORE) out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original
-	for run in mdu original; do $(PYTHON) mdu.py $(AGAIN) --limit $(SIXTH) --model out/rehearsal/$$run $(ROWS) --out out/rehearsal/taught-again/$$run || exit 1; done
-	$(PYTHON) eval.py $(SCORE) --limit $(FORGET_ROWS) out/rehearsal/taught-again/mdu out/rehearsal/taught-again/original
-	$(PYTHON) eval.py --report out/rehearsal/taught-again/mdu out/rehearsal/taught-again/original
 	$(PYTHON) eval.py --report out/rehearsal/finetune out/rehearsal/mdu out/rehearsal/original
 figures: install  ## the paper's analyses of the demo's model: numbers and pictures in out/figures/analysis
 	@rm -rf out/figures

@@ -1058,19 +1058,20 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     ("--method sft --retain-only --model x", dict(preset="own", lr=2e-5, out="out/own/retain")),
     ("--anchor-truth removed --rare 0.5", dict(rare=0.5, out="out/toy/mdu-tau1-removed")),
     ("--lora 8 --lr 0.3 --tau 0.5", dict(lr=0.3, out="out/toy/mdu-tau0.5")),
-    ("--preset own --out {base}/../other", dict(response_length=12, model="{base}")),
-    ("--model {base}", dict(preset="toy", response_length=12)),
+    ("--preset own --out {base}/../other", dict(response_length=128, model="{base}")),
+    ("--preset toy --model x", dict(preset="toy", response_length=12)),
     # Paths that exist are made absolute, so that a run can be resumed from anywhere.
     ("--model a/b --anchor c/d --out .", dict(model="a/b", anchor="c/d", out=".")),
     ("--model . --anchor . --data .", dict(model="{here}", anchor="{here}", data="{here}")),
     ("--model x --forget . --retain .", dict(forget="{here}", retain="{here}")),
-    ("--model {base} --preset own", dict(preset="own", response_length=12, lr=1e-5)),
+    ("--model x --preset tofu-qwen --lora 4", dict(preset="tofu-qwen", model="x", lr=5e-4)),
     ("--out {here}/x/run", dict(model="{here}/x/base")),
-    ("--preset toy --forget f.jsonl --method sft", dict(response_length=0)),
+    ("--preset toy --forget f", dict(preset="toy", data=None)),
+    ("--forget f", dict(preset="own", data=None, lr=1e-5)),
     ("--states written --anchor current", dict(out="out/toy/mdu-tau1-written-current")),
     ("--anchor {base}", dict(anchor="{base}", out="out/toy/mdu-tau1-base", anchor_prompt="masked")),
     ("--anchor {base} --anchor-prompt shown", dict(out="out/toy/mdu-tau1-base-shown"))])
-def test_parse_takes_defaults_of_method_preset_and_start_model(typed, expected, base):
+def test_parse_takes_defaults_of_method_and_preset(typed, expected, base):
     places = dict(base=base, here=Path.cwd())
     found = vars(options(typed.format(**places)))
     for name, value in expected.items():
@@ -1094,7 +1095,7 @@ def test_parse_resumes_with_the_options_of_the_run_and_of_this_code_alone(unlear
 def test_fit_response_length_takes_the_longest_answer_for_0():
     examples = make_examples()
     examples["retain"][0] = examples["retain"][0]._replace(answer=[5] * 9)
-    for typed, fitted in [("--preset toy --method sft --forget f", 9), ("--response-length 7", 7)]:
+    for typed, fitted in [("--response-length 0", 9), ("--response-length 7", 7)]:
         args = options(typed)
         before = dict(vars(args))
         assert vars(mdu.fit_response_length(args, examples)) == {
@@ -1811,10 +1812,10 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     assert list(record["logp"].values()) == approx([-losses[0], -1, -3])
 
 def test_splits_have_titles_of_their_own():
-    """And the masks of each a number of its own, but for those of the first rows to forget."""
-    for field, n_shared in (("title", 0), ("number", 1)):
+    """And the masks of each a number of its own."""
+    for field in ("title", "number"):
         values = {getattr(split, field) for split in ev.SPLITS.values()}
-        assert len(values) == len(ev.SPLITS) - n_shared
+        assert len(values) == len(ev.SPLITS)
 
 @each("split, row, text, expected", [
     ("forget", dict(fact=["petra"]), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
@@ -1887,7 +1888,7 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     assert re.search(r"\n\| run +\| - +\| 1e\+50 +\|$", table)
 
 def test_find_source_is_the_model_of_the_preset_or_of_model(base):
-    """A run hands down its response length; the preset names the rows."""
+    """The preset names the rows."""
     found = []
     for typed in ("--preset tofu-dream", f"--preset rwku-dream --model {base}", "--model A/B"):
         source = ev.find_source("new", ev.parse([*typed.split(), "new"]))
@@ -1895,7 +1896,7 @@ def test_find_source_is_the_model_of_the_preset_or_of_model(base):
         run = source.options
         found.append((source.model, run["preset"], run["data"], run["response_length"]))
     assert found == [(mdu.DREAM, "tofu-dream", "locuslab/TOFU", 128),
-                     (str(base), "rwku-dream", "jinzhuoran/RWKU", 12), ("A/B", "own", None, 128)]
+                     (str(base), "rwku-dream", "jinzhuoran/RWKU", 128), ("A/B", "own", None, 128)]
 
 def typed_and_run(typed, run="--method sft"):
     """What was typed for eval.py and the run, as mdu.py would make it."""
@@ -1916,6 +1917,8 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
     ("short", "", [("toy", 3)] * 4), ("short", "--data toy", [("toy", 3)] * 4),
     ("short", "--retain {X}", [("toy", 3), ("X", 4), ("toy", 3), ("toy", 3)]),
     ("short tofu", "", [("tofu", 2), ("tofu", 8), ("tofu", 3), ("tofu", 3)]),
+    ("toy", "--skip 4", [("toy", 20), ("toy", 136), ("toy", 22), ("toy", 22)]),
+    ("short", "--skip 3 --limit 9", [("toy", 9)] * 4), ("files", "--skip 1", [("X", 3), ("Y", 2)]),
     ("files", "", [("X", 2), ("Y", 2)]), ("files", "--limit 3", [("X", 3), ("Y", 3)]),
     ("files", "--forget {X} --retain {X}", [("X", 2), ("X", 4)]),
     ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
@@ -1946,48 +1949,27 @@ def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
         found.append((source, len(rows) // len(people)))
     assert found == expected
 
-def prepared(run, typed=""):
-    """{split: questions} that are scored."""
-    splits, *_ = ev.prepare(*typed_and_run(typed, run))
-    return {name: [row["question"] for row in rows] for name, rows in splits.items()}
-
-def test_prepare_asks_in_other_words_and_tells_what_was_taught_from_the_rest(tmp_path, unlearned):
-    """Only of the run's own rows to forget, if it started from a run; other wordings only of rows
-    that are scored as well."""
+def test_prepare_asks_rows_that_are_scored_in_other_words(tmp_path):
     rows = [{"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."],
              "paraphrased_question": f"P{i}?"} for i in range(4)]
     del rows[1]["paraphrased_question"]
-    file, same = [write_lines(tmp_path / name, rows) for name in ("rows", "same")]
-    other = write_lines(tmp_path / "other", rows[::-1])
-    plain = f"--model m --forget {file} --retain-weight 0"
-    questions = [row["question"] for row in rows]
-    assert prepared(plain, "--full --limit 3") == {
-        "forget": questions[:3], "forget_rephrased": ["P0?", "P2?"]}
-    again = ev.prepare(*typed_and_run("--full", plain))[0]["forget_rephrased"][0]
-    assert again == {**rows[0], "question": "P0?", "perturbed_answer": []}  # not scored again
-    taught = f"--method sft --model {unlearned} --limit 3 --forget {file}"
-    assert prepared(taught) == {"forget": questions[:3]}
-    assert prepared(taught, "--limit 2") == {"forget": questions[:2]}
-    for typed in ("--limit 4", "--limit 4 --full", f"--limit 4 --forget {same}"):
-        assert prepared(taught, typed) == {"taught": questions[:3], "untaught": questions[3:]}
-    assert prepared(taught, f"--forget {other}") == {"forget": questions[::-1]}
-    retained = f"{taught} --retain-only --retain {other}"
-    assert prepared(retained, "--limit 4") == {"forget": questions, "retain": questions[::-1]}
-    # Taught for the first time:
-    assert prepared(f"{taught} --model m", "--limit 4") == {"forget": questions}
+    run = f"--model m --forget {write_lines(tmp_path / 'rows', rows)} --retain-weight 0"
+    splits, *_ = ev.prepare(*typed_and_run("--full --limit 3", run))
+    reworded = [{**rows[i], "question": f"P{i}?", "perturbed_answer": []} for i in (0, 2)]
+    assert splits == {"forget": rows[:3], "forget_rephrased": reworded}
 
 ADDED_BENCHMARK = {  # by eval.py's comment: {text of eval.py: what is put before it}
     "    # RWKU's, by the names of its configs.": """\
     "choose": Split(20, "Choose", False, ["mc1"], score_truthfulqa),
     "say": Split(21, "Say", True, ["prob"]),
-""", "def is_rwku(": """
+""", "RWKU_CONFIGS = {": """
 def quiz_rows(data):
     rows = read_lines(Path(data, "quiz.jsonl"))
     return {"choose": rows, "say": rows}
 
 """,
     '    elif data == "toy":\n': """\
-    elif data and Path(data, "quiz.jsonl").is_file():
+    elif Path(data, "quiz.jsonl").is_file():
         splits = quiz_rows(data)
 """}
 
@@ -2295,24 +2277,6 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     assert titles == ["Forget", "Retain"]  # above the first column of a split only
     assert "](report.png)" in text and (tmp_path / "1/report.png").exists()
 
-def test_report_compares_a_run_that_was_taught_again_with_the_one_before(scored_copy, base, capsys):
-    """With and without --full.  No column has other rows of one run than of another."""
-    again = shutil.copytree(base, scored_copy.parent / "again")
-    info = read_json(again / "run.json")
-    info["options"].update(limit=1, model=str(base))
-    info["rows"]["forget"] = mdu.hash_rows(mdu.toy_world()["forget"][:1])
-    (again / "run.json").write_text(json.dumps(info))
-    ev.main([str(again), *FLAGS[1:]])
-    assert re.search(r"again \| Not taught again \| p \S+ \| fact", capsys.readouterr().out)
-    for runs in ([scored_copy, again], [again, scored_copy]):
-        ev.main(["--report", *map(str, runs)])
-        table = read_table(capsys.readouterr().out.split("\n\n")[-2])
-        for split in ("forget", "taught", "untaught", "retain", "forget_rephrased"):
-            title = f"{ev.SPLITS[split].title} "
-            [column] = [column for header, column in table.items() if header.startswith(title)]
-            scored = [split in ev.read_summary(run)["splits"] for run in runs]
-            assert [cell != "-" for cell in column] == scored
-
 def test_report_and_analysis_lie_beside_a_run(scored, unlearned, tmp_path, monkeypatch):
     """One run by two names counts once.  It has no perplexity, as if all answers were empty."""
     run = made_up_run(scored, tmp_path / "run", forget=dict(generative_perplexity=None))
@@ -2542,22 +2506,25 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py {own} --method gd --retain-weight 0": "--method gd without a retain loss is ga",
     "mdu.py --anchor-prompt shown": "shown needs another --anchor MODEL: with start",
     "mdu.py --anchor current --anchor-prompt shown": "another --anchor MODEL: with current",
-    "mdu.py --model {base} --anchor {base} --anchor-prompt shown": "--anchor MODEL: with {base}",
+    "mdu.py --data toy --model {base} --anchor {base} --anchor-prompt shown":
+        "--anchor MODEL: with {base}",
     "mdu.py {own} --retain {good}": "'Who is Bolti?' is to be forgotten and retained",
     "mdu.py --preset own --method sft --forget {good}": "needs a start model: --model; for a small",
     "mdu.py --method sft --lora 2": "--lora trains adapters of a start model",
     "mdu.py --forget absent": "No such file or directory: 'absent'",
-    "mdu.py --data {rwku} --model x": "--data {rwku}: BuilderConfig 'forget10_perturbed' not found",
-    "mdu.py --subject King": "--subject needs --preset rwku-... or --data",
+    "mdu.py --data {files} --model x": "--data {files}: BuilderConfig 'forget10_perturbed' not fou",
+    "mdu.py --data {rwku} --model x": "RWKU is about people; give one of them with --subject",
+    "mdu.py --subject King": "--subject King is for RWKU: --preset rwku-... or --data",
+    "mdu.py --model {base}": "no rows to forget; give --forget or --data",
     "mdu.py --preset rwku-llada --subject King --data {rwku}": "King: not among the 12: Ann Lee",
     "mdu.py --preset rwku-llada --subject ² --data {rwku}": "²: not among the 12: Ann Lee",
-    "mdu.py --subject 1 --forget {good} --data {rwku}": "--subject and --forget both say what",
+    "mdu.py --subject 1 --forget {good} --data {rwku}": "--forget says what to forget, as --data",
     "mdu.py --tau 0 --anchor {base}": "--tau 0 has no anchor: --anchor {base}",
     "mdu.py {own} --preset toy": "no rows to retain; give --retain, or",
     "mdu.py --forget {good} --retain-weight 0": "train it with --method sft, or",
     "mdu.py --preset toy --model nobody/nothing": "not fetched from the hub",
     "mdu.py --preset toy --model {base} --out {run}": "--resume {run}",
-    "mdu.py --model {base} --epochs 0.1 --response-length 2048": "of answer or --response-length",
+    "mdu.py --data toy --model {base} --response-length 2048": "of answer or --response-length",
     "mdu.py {own} --method dpo --retain-weight 0": "'Who is Bolti?' has no perturbed_answer",
     "mdu.py --model {files}/foreign --method ga --forget {good}": "foreign/config.json is damaged",
     "mdu.py --resume {files}": "No such file or directory: '{files}/run.json'",
@@ -2577,6 +2544,7 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py --questions 1 {base}": "for report, trajectory, rollout, not for score",
     "eval.py --analysis convergence --samples 3 {base}": "for score, roles, not for convergence",
     "eval.py --data toy --subject King {base}": "--subject King: only RWKU has people",
+    "eval.py --skip 24 {base}": "--skip 24: no rows to forget are left",
     "eval.py --analysis trajectory --length 2048 {run}": "too many for the model; it takes 2048",
     "eval.py --analysis rollout --length 2048 {run}": "too many for the model; it takes 2048",
     "eval.py --samples 1 --steps 1 --length 2048 {base}": "2048 (--length 2048)",
