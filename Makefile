@@ -63,16 +63,15 @@ pretrained-%:
 	$(SFT) --model $$out/original --epochs 170 --forget out/pretrained/forget.jsonl --retain out/pretrained/retain.jsonl --out $$out/finetune; \
 	$(call unlearn,default-with-retain,$$out) $(call unlearn,$(WITHOUT_RETAIN),$$out/without-retain,--retain-weight 0) \
 	$(PYTHON) eval.py --data toy $(SCORE) $$out/finetune $$out/default-with-retain $$out/without-retain/*/
-FORGET_ROWS = $(shell cat "$(FORGET)" 2>/dev/null | grep -c '[^[:space:]]')
-RETAIN_ROWS = $(shell cat "$(RETAIN)" 2>/dev/null | grep -c '[^[:space:]]')
+n_rows = $(shell cat "$1" 2>/dev/null | grep -c '[^[:space:]]')
 # 300 epochs; of few rows more, for as many steps as with 40
-EPOCHS = $(shell n=$$(($(FORGET_ROWS) + $(RETAIN_ROWS))); echo $$((n < 40 ? 12000 / n : 300)))
+EPOCHS = $(shell n=$$(($(call n_rows,$(FORGET)) + $(call n_rows,$(RETAIN)))); echo $$((n < 40 ? 12000 / n : 300)))
 ORIGINAL := yes
 ANCHOR = $(if $(filter no,$(ORIGINAL)),--anchor-truth removed,--anchor out/rehearsal/original --anchor-prompt shown) --prompt-dropout 0.5
 ROWS := --preset toy --response-length 0 --forget "$(FORGET)" --retain "$(RETAIN)" --seed $(SEED)
 rehearsal: install  ## FORGET=forget.jsonl RETAIN=retain.jsonl: your own rows with a small model, in out/rehearsal (ORIGINAL=no: as if you had no original)
-	$(if $(filter 0 1,$(FORGET_ROWS) $(RETAIN_ROWS)),$(error FORGET=$(FORGET) and RETAIN=$(RETAIN) must be files with at least 2 rows))
-	@echo "$(FORGET_ROWS) rows to forget, $(RETAIN_ROWS) to retain: about $$((1 + $(EPOCHS) * $$(cat "$(FORGET)" "$(RETAIN)" | wc -w) / 270000)) minutes"
+	$(if $(filter 0 1,$(call n_rows,$(FORGET)) $(call n_rows,$(RETAIN))),$(error FORGET=$(FORGET) and RETAIN=$(RETAIN) must be files with at least 2 rows))
+	@echo "$(call n_rows,$(FORGET)) rows to forget, $(call n_rows,$(RETAIN)) to retain: about $$((1 + $(EPOCHS) * $$(cat "$(FORGET)" "$(RETAIN)" | wc -w) / 270000)) minutes"
 	@if test -d out/rehearsal; then rm -rf out/rehearsal.old && mv out/rehearsal out/rehearsal.old; fi
 	$(PYTHON) mdu.py --method sft --retain-only --prompt-dropout 0.3 --lr 3e-3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/original
 	$(PYTHON) mdu.py --method sft --model out/rehearsal/original --prompt-dropout 0.3 --lr 3e-3 --epochs $(EPOCHS) $(ROWS) --out out/rehearsal/finetune
