@@ -1533,7 +1533,7 @@ def test_words_of_many_scripts(text, expected):
 def test_rouge_l(reference, prediction, lcs, n_reference, n_prediction):
     """From the longest common subsequence and both lengths, in words."""
     f1 = 2 * lcs / (n_reference + n_prediction)
-    expected = (lcs / max(1, n_prediction), lcs / max(1, n_reference), f1)
+    expected = (lcs / max(1, n_reference), f1)
     assert ev.rouge_l(reference, prediction) == approx(expected)
 
 # ---- Batches and Eq. 7 ----
@@ -1712,9 +1712,9 @@ def test_forget_quality_and_ks_test_by_hand_and_as_published():
                 for x in range(4)]
     assert ev.forget_quality(records(0, 0, 3), records(1, 1)) == 1
     assert ev.forget_quality(records(0, 0, 3), records(1, 1.5)) == approx(2 / 70)
-    assert ev.ks_test([1, 2], [3, 4, 5]) == approx((1, 2 / 10))
-    assert ev.ks_test([1, 1, 3], [1, 3, 3]) == approx((1 / 3, 1))
-    published = (119 / 300, 1.834066410994743e-21)
+    assert ev.ks_test([1, 2], [3, 4, 5]) == approx(2 / 10)
+    assert ev.ks_test([1, 1, 3], [1, 3, 3]) == approx(1)
+    published = 1.834066410994743e-21
     assert ev.ks_test(range(300), [i + 118.5 for i in range(300)]) == approx(published, 1e-12, 0)
 
 # ---- RWKU ----
@@ -2150,13 +2150,13 @@ def made_up_run(scored, folder, options=(), forget=(), **parts):
     return str(folder)
 
 @each("name, changes, words", [
-    ("npo", dict(options=dict(lr=1e-3)), "--lr"),
-    ("npo", dict(options=dict(model="/b/M")), "--model"),
-    ("npo", dict(trained_on=dict(retain="other")), "the rows that they were trained on"),
+    ("npo", dict(options=dict(lr=1e-3)), "'lr', '0.001'"),
+    ("npo", dict(options=dict(model="/a/N")), "'model', 'N'"),
+    ("npo", dict(trained_on=dict(retain="other")), "{'retain': 'other'}"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
     ("ga", dict(people=["Ann"]), "different people")])
 def test_group_runs_refuses_unlike_runs(name, changes, words, scored, tmp_path, capsys):
-    own = dict(subject="Ann", model="a/M")
+    own = dict(model="/a/M")
     changes = {**changes, "options": {**own, **changes.get("options", {})}}
     runs = [made_up_run(scored, tmp_path / "1/npo", own),
             made_up_run(scored, tmp_path / "2" / name, **changes)]
@@ -2179,19 +2179,19 @@ def test_answer_sections_have_each_row_and_what_every_run_wrote(scored, tmp_path
     assert ev.answer_sections(ev.group_runs(runs), "forget") == [
         f"### {i}. Who?\n\n- True answer: True {i}\n- ga: ga {i}\n- npo: npo {i}" for i in range(3)]
 
-@each("facts, first", [([0, 0.25, 0.75], "Forget fact"), ([None, 0, 1], "Forget fact"),
-                       (3 * [None], "Forget knowledge")])
-def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(facts, first):
-    """Facts, though the first run has none; knowledge where no run has."""
-    columns = [facts, [0, 0.125, 0.375], [2, 3, 5], [0, 0.5, 1]]
+@each("facts", [[0, 0.25, 0.75], [None, 0, 1], [None, None, None]])
+def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(facts):
+    """A panel also of facts that the first run lacks, but not of those that all lack."""
+    columns = [facts, [1, 0, 0.5], [0, 0.125, 0.375], [2, 3, 5], [0, 0.5, 1]]
     summaries = []
-    for fact, p, perplexity, retained in zip(*columns):
-        forget = {"fact": fact, "knowledge": 1.0, "prob": p, "generative_perplexity": perplexity}
+    for fact, share, p, perplexity, retained in zip(*columns):
+        forget = {"fact": fact, "knowledge": share, "prob": p, "generative_perplexity": perplexity}
         summaries.append({"splits": {"forget": forget, "retain": {"prob": retained}}, "run": {}})
     figure = matplotlib.figure.Figure()
     ev.draw_methods(figure, {"base": summaries[:1], "npo": summaries[1:]})
-    titles = [first, "Forget p", "Forget gen. ppl", "Retain p"]
-    for axis, title, values in zip(figure.axes, titles, columns, strict=True):
+    titles = ["Forget fact", "Forget knowledge", "Forget p", "Forget gen. ppl", "Retain p"]
+    panels = [panel for panel in zip(titles, columns) if panel[1] != [None, None, None]]
+    for axis, (title, values) in zip(figure.axes, panels, strict=True):
         assert axis.get_title().startswith(title)
         marks = [mark.get_offsets().tolist() for mark in axis.collections]
         if None not in values:
@@ -2368,9 +2368,7 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
                       "change in %": approx(change, abs=1e-2), **bar})
     run = shutil.copytree(unlearned, tmp_path / "run")
     flags = "--limit 3 --samples 2 --seed 4 --batch-size 4".split()
-    with mock.patch.object(ev, "check_lengths") as check:
-        ev.main(["--analysis", "roles", *flags, str(run)])
-    assert list(check.call_args.args[3]) == rows
+    ev.main(["--analysis", "roles", *flags, str(run)])
     result = read_json(tmp_path / "analysis/roles.json")
     bars = result["panels"][""]
     assert bars == before + after
@@ -2513,8 +2511,8 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py --analysis convergence {base}": "train it with --diagnose",
     "eval.py --analysis roles {run} {files}/mdu": "one folder name",
     "eval.py --analysis roles {run} {scored}": "the runs started from different models",
-    "eval.py --analysis roles {run} {files}/other": "the runs had other forget rows",
-    "eval.py --analysis rollout --questions 1,999 {run}": "--questions 999: there are 24 questions",
+    "eval.py --analysis roles {run} {files}/other": "or forgot other rows",
+    "eval.py --analysis rollout --questions 1,999 {run}": "999: of 24 the last is number 23",
     "eval.py --full --samples 4 --seed 5 --length 8 --retain-run {scored} {base}": "the same rows",
     "eval.py --full --limit 3 --seed 5 --length 8 --retain-run {scored} {base}": "'samples': 128",
     "eval.py --samples 4 --limit 3 --seed 5 --length 8 --retain-run {scored} {base}":
