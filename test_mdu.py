@@ -2513,7 +2513,7 @@ for name, (*_, message) in BROKEN.items():
     BAD_INPUT[f"mdu.py --method ga --forget {{good}} --model {{files}}/{name}"] = message
 
 @pytest.fixture(scope="session")
-def files(tmp_path_factory):
+def files(base, tmp_path_factory):
     root = tmp_path_factory.mktemp("data")
     write_checkpoint(root / "good-model", "llada", mask_token_id=0)
     for name, (kind, changes, _) in BROKEN.items():
@@ -2521,7 +2521,8 @@ def files(tmp_path_factory):
     for file in root.glob("pickle/*.safetensors*"):
         file.unlink()
     torch.save({}, root / "pickle/pytorch_model.bin")
-    other = {"options": vars(options("--method sft")), "rows": {"forget": "other"}}
+    made = vars(options(f"--preset toy --model {base}"))  # as {run}, but of other rows
+    other = {"options": made, "rows": {"forget": "other"}}
     texts = {
         "good": 15 * f"{ROW}\n" + ROW[:-1] + ', "perturbed_answer": "x"}',  # too few for dpo
         "fact": ROW[:-1] + ', "fact": ["is", "i"]}',  # of which one is in the answer
