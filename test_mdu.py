@@ -234,7 +234,7 @@ def slow_filled(model, ids, masked, counts):
     ids, masked = list(ids), list(masked)
     everywhere = torch.ones(1, len(ids), dtype=torch.bool)
     for count in counts:
-        p = model(torch.tensor([ids]), everywhere, everywhere).softmax(-1)  # (T, V)
+        p = model(torch.tensor([ids]), everywhere, everywhere).double().softmax(-1)  # (T, V)
         entropy = torch.special.entr(p).sum(-1)
         p[:, model.mask_id] = 0  # after the softmax: the others keep their probabilities
         confidence, tokens = p.max(-1)
@@ -1571,15 +1571,6 @@ def test_read_answer_ends_before_the_first_end_or_padding_token(ids, n):
     assert ev.read_answer(FakeModel, tokenizer, ids) == (tokenizer.decode.return_value, ids[:n])
     tokenizer.decode.assert_called_with(ids[:n], skip_special_tokens=True)
 
-def test_write_answers_samples_after_the_prefill(base):
-    _, tokenizer = mdu.load_backbone(str(base))
-    with mock.patch.object(ev, "fill_masks", return_value=[]) as fill_masks:
-        ev.write_answers(FakeModel, tokenizer, [dict(question="Who?", prefill="The book")], ARGS)
-    prompt = mdu.encode_prompt(tokenizer, "Who?") + mdu.encode_text(tokenizer, "The book")
-    _, [job], steps, batch_size, _ = fill_masks.call_args.args
-    assert (job.prompt, job.answer, job.mask.all()) == (prompt, ARGS.length * [MASK], True)
-    assert (steps, batch_size) == (ARGS.steps, ARGS.batch_size)
-
 # ---- Gaps ----
 @each("row, parts", [
     (dict(fact=["petra łuk"]), ["It is ", "Petra, Łuk", ", not Petra."]),
@@ -1943,7 +1934,7 @@ def test_find_splits_reads_another_benchmark(base, tmp_path, capsys):
     assert "## Answers: Say\n\n### 0. Who?" in text
 
 # ---- One run ----
-FLAGS = "--full --samples 4 --limit 3 --seed 5 --length 8".split()
+FLAGS = "--full --samples 4 --limit 3 --seed 5 --steps 4".split()
 
 @pytest.fixture(scope="session")
 def scored(base, tmp_path_factory):
@@ -1962,10 +1953,9 @@ def scored_copy(scored, tmp_path):
     return shutil.copytree(scored, tmp_path / "run")
 
 def test_evaluate_equals_one_row_at_a_time(scored):
-    """Losses by a forward pass per mask of (--seed, split, row), without an end token."""
+    """Losses by a forward pass per mask of (--seed, split, row), answers by the slow sampler."""
     model, tokenizer = mdu.load_backbone(scored)
     summary = ev.read_summary(scored)
-    settings = SimpleNamespace(length=8, steps=8, batch_size=1)
     splits = mdu.toy_world()
     splits["forget_rephrased"] = [
         dict(row, question=row["paraphrased_question"], perturbed_answer=[])
@@ -1987,9 +1977,10 @@ def test_evaluate_equals_one_row_at_a_time(scored):
             assert {name: record[name] for name in expected} == approx(expected, rel=1e-4)
             wrong = [nll(text) for text in row["perturbed_answer"]]
             assert record.get("nll_wrong", []) == approx(wrong, rel=1e-4)
-            [answer] = ev.write_answers(model, tokenizer, [row], settings)
-            assert record["generation"] == answer.text.strip()
-            assert record["generation_ids"] == answer.ids
+            written = slow_sampler(model, prompt, 4 * [3])  # of 12 tokens in 4 steps
+            written = written[:[*written, model.end_id].index(model.end_id)]
+            assert record["generation_ids"] == written
+            assert record["generation"] == tokenizer.decode(written).strip()
         assert {**ev.summarise(records), "n": 3}.items() <= summary["splits"][split].items()
     assert summary["run"] == {"model_utility": ev.model_utility(summary["splits"])}
 
@@ -2492,9 +2483,9 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py --analysis roles {run} {scored}": "the runs started from different models",
     "eval.py --analysis roles {run} {files}/unfinished/base": "or forgot other rows",
     "eval.py --analysis rollout --questions 1,999 {run}": "999: the last is number 23",
-    "eval.py --full --samples 4 --seed 5 --length 8 --retain-run {scored} {base}": "the same rows",
-    "eval.py --full --limit 3 --seed 5 --length 8 --retain-run {scored} {base}": "'samples': 128",
-    "eval.py --samples 4 --limit 3 --seed 5 --length 8 --retain-run {scored} {base}":
+    "eval.py --full --samples 4 --seed 5 --steps 4 --retain-run {scored} {base}": "the same rows",
+    "eval.py --full --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}": "'samples': 128",
+    "eval.py --samples 4 --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}":
         "both runs scored with --full"}
 for name, (_, message) in BAD_ROWS.items():
     BAD_INPUT[f"mdu.py --model {{base}} --forget {{files}}/{name} --retain-weight 0"] = message
