@@ -86,6 +86,12 @@ def largest_file(size):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
+def stop_in(folder, *_):
+    """Ctrl-C, while another program could not use the folder."""
+    with pytest.raises(mdu.BadInput), mdu.locked(folder):
+        pass
+    raise KeyboardInterrupt
+
 def extended(module, recipe):
     """The names of a module to which something was added: {text of it: what is put before it}."""
     source = Path(module.__file__).read_text()
@@ -905,12 +911,7 @@ def test_learning_rate_by_hand():
 def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path, capsys):
     """What another one has made while we waited is not touched."""
     run = tmp_path / "run"
-
-    def stop(*_):
-        with pytest.raises(mdu.BadInput), mdu.locked(run):
-            pass
-        raise KeyboardInterrupt
-    with mock.patch.object(mdu, "backward", stop):
+    with mock.patch.object(mdu, "backward", partial(stop_in, run)):
         program(toy(base, run, "--epochs 2 --diagnose"), capsys, code=130)
     with mdu.locked(run), unchanged(run):
         assert "in use" in program(["--resume", run], capsys)
@@ -1987,15 +1988,10 @@ def test_evaluate_equals_one_row_at_a_time(scored):
 def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     """By Ctrl-C while it is locked, or by a full disk.  The user's own files stay, too."""
     folder = scored_copy / "eval"
-
-    def stop(*_):
-        with pytest.raises(mdu.BadInput), mdu.locked(scored_copy):
-            pass
-        raise KeyboardInterrupt
     (folder / "notes.jsonl").write_text("my own")
     (folder / "utility_general.jsonl").touch()  # of an earlier scoring on other data
     before = read_all(folder)
-    with unchanged(scored_copy), mock.patch.object(ev, "score_rows", stop):
+    with unchanged(scored_copy), mock.patch.object(ev, "score_rows", partial(stop_in, scored_copy)):
         assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
     with unchanged(scored_copy), largest_file(max(map(len, before.values())) - 99):
         assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
@@ -2035,9 +2031,8 @@ def test_check_lengths_refuses_texts_that_the_model_cannot_read(base):
     """With an end token behind the answer, as gaps are filled."""
     model, tokenizer = mdu.load_backbone(str(base))
     n = 2048 - 1 - len(mdu.encode_prompt(tokenizer, "Who?"))
-    row = dict(question="Who?", answer="is " * n, perturbed_answer=["is"])
-    ev.check_lengths("run", model, tokenizer, [row], 1)
-    row["answer"] = "is"
+    row = dict(question="Who?", answer="is", perturbed_answer=["is"])
+    ev.check_lengths("run", model, tokenizer, [{**row, "answer": "is " * n}], 1)
     long = "is " * (n + 1)
     for changed in (dict(answer=long), dict(paraphrased_answer=long), dict(choices=[long]),
                     dict(perturbed_answer=[long])):
@@ -2567,7 +2562,6 @@ def test_parse_takes_every_command_that_the_pages_have(tmp_path):
                 PARSERS[file.removesuffix(".py")](typed[typed.index(file) + 1:])
 
 def test_help_explains_every_option_and_pages_name_no_other(monkeypatch, capsys):
-    """In sentences and tables, too."""
     monkeypatch.setenv("COLUMNS", "100")
     options = {"--nproc_per_node"}  # torchrun's
     for module in (mdu, ev):
