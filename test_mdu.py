@@ -2043,10 +2043,10 @@ def test_check_lengths_warns_of_true_answers_that_are_cut(base, capsys):
     model, tokenizer = mdu.load_backbone(str(base))
     rows = [dict(question="Who?", answer=answer, perturbed_answer=["is is is is"])
             for answer in ("is", "is is is", "is is is is")]
-    ev.check_lengths("run", model, tokenizer, rows, 2)
-    assert "run: 2 of 3 true answers are longer than the 2" in capsys.readouterr().out
+    ev.check_lengths("run", model, tokenizer, rows, 3)
+    assert "run: 1 of 3 true answers are longer than the 3" in capsys.readouterr().out
     choices = [dict(row, choices=[]) for row in rows]  # of which the likeliest is taken
-    ev.check_lengths("run", model, tokenizer, choices, 2)
+    ev.check_lengths("run", model, tokenizer, choices, 3)
     assert capsys.readouterr().out == ""
 
 def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
