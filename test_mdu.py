@@ -414,7 +414,8 @@ SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_atte
 NATIVE = dict(SIZES, rms_norm_eps=1e-6, rope_theta=1e6, hidden_act="silu", torch_dtype="bfloat16",
               attention_dropout=0.5, auto_map={"AutoModel": "modeling.Model"},
               attn_implementation="owner/kernel", quantization_config={"quant_method": "fp8"})
-WINDOW = dict(use_sliding_window=True, sliding_window=2, layer_types=2 * ["sliding_attention"])
+WINDOW = dict(use_sliding_window=True, sliding_window=2, max_window_layers=0,
+              layer_types=2 * ["sliding_attention"])
 LLADA = json.loads("""{
 "activation_type": "silu", "alibi": false, "attention_dropout": 0.5,
 "auto_map": {"AutoModel": "modeling.Model"},
@@ -1352,6 +1353,7 @@ def test_resume_run_continues_after_a_full_disk(base, unlearned, tmp_path, capsy
     save = mock.Mock(wraps=mdu.dcp.save)
 
     def save_to_full_disk(*args, **kwargs):
+        assert not any(run.glob("unfinished/*"))  # which would become part of the checkpoint
         with largest_file(10_000 if save.call_count == 2 else resource.RLIM_INFINITY):
             save(*args, **kwargs)
     with mock.patch.object(mdu.dcp, "save", save_to_full_disk):
@@ -1368,7 +1370,8 @@ def test_resume_run_continues_after_a_full_disk(base, unlearned, tmp_path, capsy
         own_base.rename(tmp_path / "moved")
         assert f"{own_base}: " in program(["--resume", run], capsys)  # and no base is trained
         (tmp_path / "moved").rename(own_base)
-    mdu.main(["--resume", str(run)])
+    with mock.patch.object(mdu.dcp, "save", save_to_full_disk):  # not any more
+        mdu.main(["--resume", str(run)])
     assert_equal_runs(whole, run)
     assert not any(run.glob("checkpoint-*/"))
     with unchanged(run), mock.patch.object(mdu, "load_model", None):
