@@ -173,7 +173,7 @@ class FakeModel:
 def tiny_llama(seed, likely=range(64)):
     """A random bidirectional Llama of 64 tokens, in float64, which mostly writes `likely` ones."""
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        vocab_size=64, hidden_size=16, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=2, initializer_range=0.4, is_causal=False)
     torch.manual_seed(seed)
     lm = transformers.LlamaForCausalLM(config).double()
