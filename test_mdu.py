@@ -1077,7 +1077,7 @@ RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put b
         "        with torch.no_grad():\n            nll_ref = batch_nll(theta0, batch)\n"
         "        return kto_loss(batch_nll(model, batch), nll_ref, args.kappa)\n",
     '    "dpo": Method(':
-        '    "kto": Method(dict(UNLEARNING, kappa=2.0), with_theta0=True),\n',
+        '    "kto": Method(dict(kappa=2.0), with_theta0=True),\n',
     '    add("--gamma"': '    add("--kappa", type=positive, help="factor")\n'}
 
 def test_forget_loss_takes_another_loss_in_four_places(base, tmp_path):
@@ -2428,7 +2428,7 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --anchor-truth removed --tau 0": "--anchor-truth removed would have no effect",
     "mdu.py {own} --anchor-truth removed --retain-weight 0": "are rare; give --retain",
     "mdu.py --seed 18446744073709551616": "argument --seed: invalid int",
-    "mdu.py --rare 0.1": "--rare is for --anchor-truth removed",
+    "mdu.py --method sft --diagnose": "--diagnose is for unlearning, not for sft",
     "mdu.py --method ga --tau 1": "--method ga has no option --tau",
     "mdu.py {own} --method gd --retain-weight 0": "--method gd without a retain loss is ga",
     "mdu.py --anchor-prompt shown": "shown needs another --anchor MODEL: with start",
