@@ -2076,6 +2076,7 @@ def test_find_judge_is_the_model_before_unlearning_or_none(base, capsys):
             ("base", None, "sft", False, "base"), ("original", None, "sft", True, None),
             ("finetune", "original", "sft", False, "finetune"),
             ("mdu", "finetune", "mdu", None, "finetune"), ("again", "mdu", "sft", False, None),
+            ("taught-twice", "again", "sft", False, None), ("twice", "mdu", "npo", None, None),
             ("orphan", "/gone", "mdu", None, "/gone")]:
         shutil.copytree(base, name)
         info["options"].update(method=method, model=start, retain_only=retain_only)
@@ -2442,7 +2443,7 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --forget absent": "No such file or directory: 'absent'",
     "mdu.py --data {files} --model x": "--data {files}: BuilderConfig 'forget10_perturbed' not fou",
     "mdu.py --data {rwku} --model x": "RWKU is about people; give one of them with --subject",
-    "mdu.py --subject King": "--subject King is for RWKU: --preset rwku-... or --data",
+    "mdu.py --subject King": "--subject is for RWKU: --preset rwku-... or --data",
     "mdu.py --model {base}": "no rows to forget; give --forget or --data",
     "mdu.py --preset rwku-llada --subject King --data {rwku}": "King: not among the 12: Ann Lee",
     "mdu.py --preset rwku-llada --subject ² --data {rwku}": "²: not among the 12: Ann Lee",
