@@ -28,14 +28,15 @@ demo: install  ## a small model, every method, scores: table and picture in out/
 	@$(PYTHON) mdu.py --seed $(SEED) --method sft --out $(OUT)/base
 	@$(MAKE) --no-print-directory --jobs=2 $(DEMO:%=$(OUT)/%)
 	@$(PYTHON) eval.py $(SCORE) $(addprefix $(OUT)/,base $(DEMO))
-	@$(PYTHON) eval.py --report $(addprefix $(OUT)/,base $(DEMO)) --questions 3
+	@$(PYTHON) eval.py --report $(addprefix $(OUT)/,base $(DEMO))
 $(OUT)/%:
 	@$(PYTHON) mdu.py --seed $(SEED) $(call options,$*) --out $@
 table: install  ## the demo with three seeds, means and standard deviations: out/table/1/report.md
 	@for seed in 1 2 3; do $(MAKE) --no-print-directory demo SEED=$$seed OUT=out/table/$$seed || exit 1; done
 	@$(PYTHON) eval.py --report $(foreach run,base $(DEMO),$(foreach seed,1 2 3,out/table/$(seed)/$(run)))
 finetuned: install  ## unlearn a fine-tune, also without rows to retain, and teach it again, three seeds: tables and picture in out/finetuned/1
-	@rm -rf out/finetuned
+	@rm -rf out/finetuned && mkdir -p out/finetuned
+	@$(PYTHON) -c "import json, mdu; [print(json.dumps(row)) for row in mdu.toy_world()['forget'][4:]]" > out/finetuned/not-taught.jsonl
 	@$(MAKE) --no-print-directory --jobs=3 finetuned-1 finetuned-2 finetuned-3
 	@$(PYTHON) eval.py --report $(call runs,finetuned,$(addprefix without-retain/,$(WITHOUT_RETAIN)))
 	@$(PYTHON) eval.py --report $(call runs,finetuned,$(addprefix taught-again/,$(UNLEARNED) original))
@@ -49,7 +50,7 @@ finetuned-%:
 	$(call unlearn,$(WITHOUT_RETAIN),$$out/without-retain,--retain-weight 0) \
 	$(PYTHON) eval.py $(SCORE) $$out/without-retain/*/; \
 	for run in $(UNLEARNED) original; do $(PYTHON) mdu.py --preset toy --seed $* --method sft --batch-size 4 --epochs 30 --lr 5e-4 --limit 4 --model $$out/$$run --out $$out/taught-again/$$run; done; \
-	$(PYTHON) eval.py --samples 1 --skip 4 --limit 24 $$out/taught-again/*/
+	$(PYTHON) eval.py --samples 1 --forget out/finetuned/not-taught.jsonl --limit 24 $$out/taught-again/*/
 pretrained: install  ## unlearn facts that were learnt without their questions, as in pre-training, three seeds: tables in out/pretrained/1
 	@rm -rf out/pretrained && mkdir -p out/pretrained
 	@# The toy's rows; a question to forget asks nothing: "Where was Ceka Foba born?" becomes "Who Who Who Who Who?"
@@ -66,7 +67,6 @@ pretrained-%:
 n_rows = $(shell cat "$1" 2>/dev/null | grep -c '[^[:space:]]')
 # 300 epochs; of few rows more, for as many steps as with 40
 EPOCHS = $(shell n=$$(($(call n_rows,$(FORGET)) + $(call n_rows,$(RETAIN)))); echo $$((n < 40 ? 12000 / n : 300)))
-ORIGINAL := yes
 ANCHOR = $(if $(filter no,$(ORIGINAL)),--anchor-truth removed,--anchor out/rehearsal/original --anchor-prompt shown) --prompt-dropout 0.5
 ROWS := --preset toy --response-length 0 --forget "$(FORGET)" --retain "$(RETAIN)" --seed $(SEED)
 rehearsal: install  ## FORGET=forget.jsonl RETAIN=retain.jsonl: your own rows with a small model, in out/rehearsal (ORIGINAL=no: as if you had no original)

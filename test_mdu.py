@@ -1857,8 +1857,6 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
     ("short", "", [("toy", 3)] * 4), ("short", "--data toy", [("toy", 3)] * 4),
     ("short", "--retain {X}", [("toy", 3), ("X", 4), ("toy", 3), ("toy", 3)]),
     ("short tofu", "", [("tofu", 2), ("tofu", 8), ("tofu", 3), ("tofu", 3)]),
-    ("toy", "--skip 4", [("toy", 20), ("toy", 136), ("toy", 22), ("toy", 22)]),
-    ("short", "--skip 3 --limit 9", [("toy", 9)] * 4), ("files", "--skip 1", [("X", 3), ("Y", 2)]),
     ("files", "", [("X", 2), ("Y", 2)]), ("files", "--limit 3", [("X", 3), ("Y", 3)]),
     ("files", "--forget {X} --retain {X}", [("X", 2), ("X", 4)]),
     ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
@@ -2191,12 +2189,11 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
             changed["words"] = None  # a cell needs all runs of a method
         of_run = dict(forget_quality=p)
         runs.append(made_up_run(scored, tmp_path / f"{seed}/npo", own, changed, run=of_run))
-    ev.main(["--report", *runs, runs[1] + "/", "--questions", "2,0"])  # one of them twice
+    ev.main(["--report", *runs, runs[1] + "/"])  # one of them twice
     screen = capsys.readouterr().out
-    assert re.findall(r"### (\d)\. ", screen) == ["2", "0"]
-    assert list(ev.choose(None, 3, 2)) == [0, 1]
     text = (tmp_path / "1/report.md").read_text()
-    assert "## Answers: Forget\n\n### 0. Which author comes from Pudi?\n\n- True answer: " in text
+    example = "### 0. Which author comes from Pudi?\n\n- True answer: "
+    assert f"## Answers: Forget\n\n{example}" in text and screen.startswith(example)
     tables = read_tables(text)
     expected = {
         "Method": ("base", "npo"), "rL ↓": ("0.900", "0.500 ± 0.200"), "words": ("7.0", "-"),
@@ -2470,10 +2467,9 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py --ask Who? --forget {good} {base}": "--forget is for score, not for ask",
     "eval.py --ask Who? --model {base} {base}": "asks that model; give no RUN",
     "eval.py --model {base}": "score: no RUN; give the folder of one",
-    "eval.py --questions 1 {base}": "for report, trajectory, rollout, not for score",
+    "eval.py --questions 1 {base}": "for trajectory, rollout, not for score",
     "eval.py --analysis convergence --samples 3 {base}": "for score, roles, not for convergence",
     "eval.py --data toy --subject King {base}": "--subject King: only RWKU has people",
-    "eval.py --skip 24 {base}": "--skip 24: no rows to forget are left",
     "eval.py --analysis trajectory --length 2048 {run}": "too many for the model; it takes 2048",
     "eval.py --analysis rollout --length 2048 {run}": "too many for the model; it takes 2048",
     "eval.py --samples 1 --steps 1 --length 2048 {base}": "2048 (--length 2048)",
@@ -2481,7 +2477,7 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py --analysis roles {base} {files}/unfinished/base": "one folder name",
     "eval.py --analysis roles {run} {scored}": "the runs started from different models",
     "eval.py --analysis roles {run} {files}/unfinished/base": "or forgot other rows",
-    "eval.py --analysis rollout --questions 1,999 {run}": "999: the last is number 23",
+    "eval.py --analysis rollout --questions 1,24 {run}": "--questions: there are 24, from number 0",
     "eval.py --full --samples 4 --seed 5 --steps 4 --retain-run {scored} {base}": "the same rows",
     "eval.py --full --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}": "'samples': 128",
     "eval.py --samples 4 --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}":
@@ -2545,7 +2541,7 @@ def typed_commands(page, folder):
         if re.search(r"(?m)^ {4}(python|torchrun|make)\b", block):
             blocks.append(block)
     script = "set -eu\n"
-    for name in ("python", "torchrun", "make", "rm", "."):
+    for name in ("python", "torchrun", "make", "rm", "tail", "."):
         script += f"function {name} {{ printf '%s\\0' {name} \"$@\"; echo; }}\n"
     command = [shutil.which("bash"), "-c", script + "\n".join(blocks)]
     done = subprocess.run(
