@@ -2371,8 +2371,8 @@ def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch)
     monkeypatch.setattr(
         mdu, "load_backbone", lambda name, dtype: (models.get(name, theta), tokenizer))
     run = shutil.copytree(unlearned, tmp_path / "run")
-    flags = [*"--questions 0 --steps 3 --length 6".split(), str(run)]
-    ev.main(["--analysis", "trajectory", *flags])
+    flags = [*"--steps 3 --length 6".split(), str(run)]
+    ev.main(["--analysis", "trajectory", "--limit", "1", *flags])
     assert (tmp_path / "analysis/trajectory.png").exists()
     panels = read_json(tmp_path / "analysis/trajectory.json")["panels"]
     anchored = logits_of(written[4], f64(0.5))[0]
@@ -2383,7 +2383,8 @@ def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch)
                      ["<end>\n2", S, kls[1]], ["is\n3", S, kls[2]]]
     assert len(anchor.seen) == 3  # states
     anchor.seen.clear()
-    ev.main(["--analysis", "rollout", *flags])
+    file = write_lines(tmp_path / "row", [row])
+    ev.main(["--analysis", "rollout", "--forget", str(file), *flags])
     table = read_json(tmp_path / "analysis/rollout.json")["table"]
     one = ["1/3", "<mask><mask> author<mask>", "Foba Foba author Foba Foba Foba"]
     two = ["2/3", "Ceka<mask> author<end>", "Ceka Foba author"]
@@ -2464,10 +2465,10 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py --model {base} --data toy {files}": "is in the way; give another folder",
     "eval.py --report --limit 3 {base}": "trajectory, rollout, not for report",
     "eval.py --forget {files}/fact {base}": "is without its fact 'i', and",
-    "eval.py --ask Who? --forget {good} {base}": "--forget is for score, not for ask",
+    "eval.py --ask Who? --retain {good} {base}": "--retain is for score, not for ask",
     "eval.py --ask Who? --model {base} {base}": "asks that model; give no RUN",
     "eval.py --model {base}": "score: no RUN; give the folder of one",
-    "eval.py --questions 1 {base}": "for trajectory, rollout, not for score",
+    "eval.py --analysis roles --forget {good} {run}": "score, trajectory, rollout, not for roles",
     "eval.py --analysis convergence --samples 3 {base}": "for score, roles, not for convergence",
     "eval.py --data toy --subject King {base}": "--subject King: only RWKU has people",
     "eval.py --analysis trajectory --length 2048 {run}": "too many for the model; it takes 2048",
@@ -2477,7 +2478,6 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py --analysis roles {base} {files}/unfinished/base": "one folder name",
     "eval.py --analysis roles {run} {scored}": "the runs started from different models",
     "eval.py --analysis roles {run} {files}/unfinished/base": "or forgot other rows",
-    "eval.py --analysis rollout --questions 1,24 {run}": "--questions: there are 24, from number 0",
     "eval.py --full --samples 4 --seed 5 --steps 4 --retain-run {scored} {base}": "the same rows",
     "eval.py --full --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}": "'samples': 128",
     "eval.py --samples 4 --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}":
