@@ -1036,6 +1036,7 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     ("--out {here}/x/run", dict(model="{here}/x/base")),
     ("--preset toy --forget f", dict(preset="toy", data=None)),
     ("--forget f", dict(preset="own", data=None, lr=1e-5)),
+    ("--data x --method sft", dict(preset="own", data="x")), ("--data toy", dict(preset="toy")),
     ("--states written --anchor current", dict(out="out/toy/mdu-tau1-written-current")),
     ("--anchor {base}", dict(anchor="{base}", out="out/toy/mdu-tau1-base", anchor_prompt="masked")),
     ("--anchor {base} --anchor-prompt shown", dict(out="out/toy/mdu-tau1-base-shown"))])
@@ -2018,15 +2019,16 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
              for name in "XY"]
     def protocol(typed=""):
         run = f"--model m --forget {files[0]} --response-length 7"
-        _, _, found = ev.prepare(*typed_and_run(typed, run))
-        return found["rows"], found["length"], found["steps"]
+        return ev.prepare(*typed_and_run(typed, run))[2]
     asked = protocol(f"--data {rwku} --subject 1 --limit 1")
     assert protocol(f"--data {rwku} --subject 2 --limit 1") == asked
     others = [f"--data {rwku}", "", "--limit 2", f"--forget {files[1]}", f"--retain {files[0]}"]
-    assert len({asked[0], *[protocol(typed)[0] for typed in others]}) == 6
-    assert protocol("--full")[0] == protocol(f"--forget {files[0]}")[0] == protocol()[0]
-    assert asked[1:] == (30, 30)
-    assert protocol(f"--data {rwku} --length 5 --steps 6")[1:] == (5, 5)  # no step without a token
+    compared = [asked, *map(protocol, others)]
+    assert all(compared.count(one) == 1 for one in compared)
+    assert protocol("--full") == protocol(f"--forget {files[0]}") == protocol()
+    assert asked["length"] == asked["steps"] == 30
+    other = protocol(f"--data {rwku} --length 5 --steps 6")
+    assert other["length"] == other["steps"] == 5  # no step without a token
 
 def test_check_lengths_refuses_texts_that_the_model_cannot_read(base):
     """With an end token behind the answer, as gaps are filled."""
