@@ -1834,10 +1834,9 @@ def test_find_source_is_the_model_of_the_preset_or_of_model(base):
     for typed in ("--preset tofu-dream", f"--preset rwku-dream --model {base}", "--model A/B"):
         source = ev.find_source("new", ev.parse([*typed.split(), "new"]))
         assert source.trained_on is None
-        run = source.options
-        found.append((source.model, run["preset"], run["data"], run["response_length"]))
-    assert found == [(mdu.DREAM, "tofu-dream", "locuslab/TOFU", 128),
-                     (str(base), "rwku-dream", "jinzhuoran/RWKU", 128), ("A/B", "own", None, 128)]
+        found.append((source.model, source.options["data"], source.options["response_length"]))
+    assert found == [(mdu.DREAM, "locuslab/TOFU", 128), (str(base), "jinzhuoran/RWKU", 128),
+                     ("A/B", None, 128)]
 
 def typed_and_run(typed, run="--method sft"):
     """What was typed for eval.py and the run, as mdu.py would make it."""
@@ -2429,6 +2428,7 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --anchor-truth removed --tau 0": "--anchor-truth removed would have no effect",
     "mdu.py {own} --anchor-truth removed --retain-weight 0": "are rare; give --retain",
     "mdu.py --seed 18446744073709551616": "argument --seed: invalid int",
+    "mdu.py --method sft --preset rwku-llada": "--method sft has no preset for RWKU; give --model",
     "mdu.py --method sft --diagnose": "--diagnose is for unlearning, not for sft",
     "mdu.py --method ga --tau 1": "--method ga has no option --tau",
     "mdu.py {own} --method gd --retain-weight 0": "--method gd without a retain loss is ga",
