@@ -1122,6 +1122,7 @@ def test_read_jsonl_takes_both_names_of_columns(tmp_path):
         {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "r"]}]
 
 def test_read_dataset_takes_a_name_to_the_hub():
+    assert mdu.is_rwku(mdu.RWKU["data"]) and not mdu.is_rwku(mdu.TOFU["data"])
     with mock.patch("datasets.load_dataset", return_value=iter([{"a": 1}])) as load:
         assert mdu.read_dataset("owner/name", "config", "test") == [{"a": 1}]
     load.assert_called_once_with("owner/name", "config", split="test", streaming=False)
@@ -1800,9 +1801,10 @@ def test_summarise_by_hand(capsys):
                     perplexity_mean=5.5, generative_perplexity=4.0, words=4, knowledge=0.25)
     assert {name: figures[name] for name in expected} == approx(expected)
     assert "fact" not in figures and "no fact" in capsys.readouterr().out  # some rows lack it
-    # Every person has the same weight: (3/4 + 1/4) / 2.
-    scores = [("Ann", 1.0), ("Ann", 1.0), ("Ann", 0.25), ("Bo", 0.25)]
-    assert ev.summarise([dict(subject=name, em=em) for name, em in scores]) == dict(em=0.5)
+    # In a mean every person has the same weight: (3/4 + 1/4) / 2; in a median every row.
+    scores = [("Ann", 1.0, 1), ("Ann", 1.0, 2), ("Ann", 0.25, 4), ("Bo", 0.25, 9)]
+    records = [dict(subject=name, em=em, words=n) for name, em, n in scores]
+    assert ev.summarise(records) == dict(em=0.5, words=3)
     assert ev.summarise([dict(knowledge=None)]) == {}
 
 def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
@@ -2014,14 +2016,16 @@ def test_evaluate_refuses_a_folder_in_which_it_cannot_write(scored_copy, capsys,
 
 def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     """The rows; on RWKU, where they differ from person to person, their source and --limit."""
-    files = [write_lines(tmp_path / name, [dict(question=f"{name}?", answer="a")] * 3)
-             for name in "XY"]
+    row = dict(answer="a", paraphrased_question="P?")
+    files = [write_lines(tmp_path / name, [dict(row, question=f"{name}?")] * 3) for name in "XY"]
     def protocol(typed=""):
         run = f"--model m --forget {files[0]} --response-length 7"
         return ev.prepare(*typed_and_run(typed, run))[2]
-    asked = protocol(f"--data {rwku} --subject 1 --limit 1")
-    assert protocol(f"--data {rwku} --subject 2 --limit 1") == asked
-    others = [f"--data {rwku}", "", "--limit 2", f"--forget {files[1]}", f"--retain {files[0]}"]
+    person = f"--data {rwku} --retain {files[0]} --limit 1 --subject"
+    asked = protocol(f"{person} 1")
+    assert protocol(f"{person} 2") == asked
+    others = [f"--data {rwku}", "", "--limit 2", f"--forget {files[1]}", f"--retain {files[0]}",
+              "--seed 1", "--samples 3", "--steps 5", "--length 5"]
     compared = [asked, *map(protocol, others)]
     assert all(compared.count(one) == 1 for one in compared)
     assert protocol("--full") == protocol(f"--forget {files[0]}") == protocol()
@@ -2076,7 +2080,7 @@ def test_find_judge_is_the_model_before_unlearning_or_none(base, capsys):
             ("finetune", "original", "sft", False, "finetune"),
             ("mdu", "finetune", "mdu", None, "finetune"), ("again", "mdu", "sft", False, None),
             ("taught-twice", "again", "sft", False, None), ("twice", "mdu", "npo", None, None),
-            ("orphan", "/gone", "mdu", None, "/gone")]:
+            ("late", "original", "mdu", None, None), ("orphan", "/gone", "mdu", None, "/gone")]:
         shutil.copytree(base, name)
         info["options"].update(method=method, model=start, retain_only=retain_only)
         Path(name, "run.json").write_text(json.dumps(info))
@@ -2123,14 +2127,15 @@ def made_up_run(scored, folder, options=(), forget=(), **parts):
     ("npo", dict(options=dict(model="/a/N")), "'model', 'N'"),
     ("npo", dict(trained_on=dict(retain="other")), "{'retain': 'other'}"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
-    ("ga", dict(people=["Ann"]), "different people")])
+    ("ga", {}, "different people")])  # npo's are no one and Ann
 def test_group_runs_refuses_unlike_runs(name, changes, words, scored, tmp_path, capsys):
     own = dict(model="/a/M")
     changes = {**changes, "options": {**own, **changes.get("options", {})}}
     runs = [made_up_run(scored, tmp_path / "1/npo", own),
-            made_up_run(scored, tmp_path / "2" / name, **changes)]
-    for pair in (runs, runs[::-1]):
-        assert words in program(["--report", *pair], capsys, ev.main)
+            made_up_run(scored, tmp_path / "2" / name, **changes),
+            made_up_run(scored, tmp_path / "3/npo", own, people=["Ann"])]
+    for ordered in (runs, runs[::-1]):
+        assert words in program(["--report", *ordered], capsys, ev.main)
         assert not list(tmp_path.rglob("report.*"))
 
 def test_markdown_table():
@@ -2224,7 +2229,7 @@ def test_report_and_analysis_lie_beside_a_run(scored, unlearned, tmp_path, monke
     panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
     assert list(panels["base"]) == ["run"]
 
-def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_path):
+def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_path, capsys):
     """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
     retain = made_up_run(scored, tmp_path / "retain")
     records = [dict(row, log_ratio=-99) for row in ev.read_records(retain, "forget")]
@@ -2232,6 +2237,8 @@ def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_pa
     ev.main([str(scored_copy), *FLAGS, "--retain-run", retain])
     figures = ev.read_summary(scored_copy)["run"]
     assert figures["forget_quality"] == approx(2 / 20)
+    plain = made_up_run(scored, tmp_path / "plain", splits={"forget": {}})  # without --full
+    assert "both runs" in program([scored_copy, *FLAGS, "--retain-run", plain], capsys, ev.main)
 
 def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     write_checkpoint(Path("model"), "llada", max_sequence_length=999)
@@ -2312,7 +2319,7 @@ def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path
 def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
     theta0, tokenizer = mdu.load_backbone(str(base))
     model, _ = mdu.load_backbone(str(unlearned))
-    rows = mdu.toy_world()["forget"][:3]
+    rows = mdu.toy_world()["forget"]
     kls = {I: [], S: [], K: []}  # of each token, theta0's and the run's
     for i, row in enumerate(rows):
         prompt = mdu.encode_prompt(tokenizer, row["question"])
@@ -2334,7 +2341,7 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
         after.append({"label": f"run\n{new:.2f} ({change:+.0f} %)", "role": role,
                       "kl": approx(new, rel=1e-4), "change in %": approx(change, abs=1e-2)})
     run = shutil.copytree(unlearned, tmp_path / "run")
-    flags = "--limit 3 --samples 2 --seed 4 --batch-size 4".split()
+    flags = "--samples 2 --seed 4 --batch-size 4".split()
     ev.main(["--analysis", "roles", *flags, str(run)])
     result = read_json(tmp_path / "analysis/roles.json")
     bars = result["panels"][""]
@@ -2373,7 +2380,7 @@ def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch)
         mdu, "load_backbone", lambda name, dtype: (models.get(name, theta), tokenizer))
     run = shutil.copytree(unlearned, tmp_path / "run")
     flags = [*"--steps 3 --length 6".split(), str(run)]
-    ev.main(["--analysis", "trajectory", "--limit", "1", *flags])
+    ev.main(["--analysis", "trajectory", *flags])
     assert (tmp_path / "analysis/trajectory.png").exists()
     panels = read_json(tmp_path / "analysis/trajectory.json")["panels"]
     anchored = logits_of(written[4], f64(0.5))[0]
@@ -2382,10 +2389,10 @@ def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch)
     found = [list(bar.values()) for bar in panels["0. " + row["question"]]]
     assert found == [["author\n1", I, kls[0]], ["Ceka\n2", K, kls[1]],
                      ["<end>\n2", S, kls[1]], ["is\n3", S, kls[2]]]
-    assert len(anchor.seen) == 3  # states
+    assert len(anchor.seen) == 3 * len(panels) == 9  # states, of three rows without --limit
     anchor.seen.clear()
-    file = write_lines(tmp_path / "row", [row])
-    ev.main(["--analysis", "rollout", "--forget", str(file), *flags])
+    file = write_lines(tmp_path / "row", [row, row])
+    ev.main(["--analysis", "rollout", "--limit", "1", "--forget", str(file), *flags])
     table = read_json(tmp_path / "analysis/rollout.json")["table"]
     one = ["1/3", "<mask><mask> author<mask>", "Foba Foba author Foba Foba Foba"]
     two = ["2/3", "Ceka<mask> author<end>", "Ceka Foba author"]
@@ -2434,8 +2441,7 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py {own} --method gd --retain-weight 0": "--method gd without a retain loss is ga",
     "mdu.py --anchor-prompt shown": "shown needs another --anchor MODEL: with start",
     "mdu.py --anchor current --anchor-prompt shown": "another --anchor MODEL: with current",
-    "mdu.py --data toy --model {base} --anchor {base} --anchor-prompt shown":
-        "--anchor MODEL: with {base}",
+    "mdu.py --data toy --model . --anchor . --anchor-prompt shown": "--anchor MODEL: with /",
     "mdu.py {own} --retain {good}": "'Who is Bolti?' is to be forgotten and retained",
     "mdu.py --preset own --method sft --forget {good}": "needs a start model: --model; for a small",
     "mdu.py --preset toy --model {base} --anchor {files}/good-model": "its vocabulary differs",
@@ -2447,7 +2453,9 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --model {base}": "no rows to forget; give --forget or --data",
     "mdu.py --preset rwku-llada --subject King --data {rwku}": "King: not among the 12: Ann Lee",
     "mdu.py --preset rwku-llada --subject ² --data {rwku}": "²: not among the 12: Ann Lee",
-    "mdu.py --subject 1 --forget {good} --data {rwku}": "--forget says what to forget, as --data",
+    "mdu.py --data {rwku} --forget {good}": "--forget says what to forget, as --data",
+    "mdu.py --subject 1 --forget {good}": "--forget says what to forget, as --data",
+    "mdu.py --method sft --retain-only --model {base}": "no rows to retain; give --retain",
     "mdu.py --tau 0 --anchor {base}": "--tau 0 has no anchor: --anchor {base}",
     "mdu.py {own} --preset toy": "no rows to retain; give --retain, or",
     "mdu.py --forget {good} --retain-weight 0": "train it with --method sft, or",
