@@ -1868,15 +1868,15 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
     ("person", "--data toy --limit 1", [("toy", 1)] * 4),
     ("person", "--data {rwku} --limit 1", [("ten", 1)] * 8)])
 def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
-    """From where, or about whom, the rows of each split are, and how many (about each person): the
-    run's own; --data alone decides; a file replaces the split of its name."""
+    """From where, or about whom, the rows of each split are, and how many (about each person)."""
     places = {"tofu": tofu, "rwku": rwku}
     for name in "XY":
         rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(4)]
         places[name] = write_lines(tmp_path / name, rows)
     found = []
-    both = typed_and_run(typed.format(**places), RUNS[run].format(**places))
-    for name, rows in ev.find_splits(*both).items():
+    args, source = typed_and_run(typed.format(**places), RUNS[run].format(**places))
+    settings = ev.find_settings(args, source.options)
+    for name, rows in ev.find_splits(settings, source).items():
         people = list(dict.fromkeys(row.get("subject") for row in rows))
         question = rows[0]["question"]
         source = {"Q": "tofu", "X": "X", "Y": "Y"}.get(question.split()[0], "toy")
