@@ -2480,7 +2480,7 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py --model {base}": "score: no RUN; give the folder of one",
     "eval.py --analysis roles --forget {good} {run}": "score, trajectory, rollout, not for roles",
     "eval.py --analysis convergence --samples 3 {base}": "for score, roles, not for convergence",
-    "eval.py --data toy --subject King {base}": "--subject King: only RWKU has people",
+    "eval.py --data toy --subject King {base}": "--subject is for RWKU, which has people",
     "eval.py --analysis trajectory --length 2048 {run}": "too many for the model; it takes 2048",
     "eval.py --analysis rollout --length 2048 {run}": "too many for the model; it takes 2048",
     "eval.py --samples 1 --steps 1 --length 2048 {base}": "2048 (--length 2048)",
