@@ -1834,11 +1834,11 @@ def test_find_source_is_the_model_of_the_preset_or_of_model(base):
     found = []
     for typed in ("--preset tofu-dream", "--model A/B", f"--preset rwku-dream --model {base}"):
         args = ev.parse([*typed.split(), "new"])
-        source = ev.find_source("new", args)
-        length = ev.find_settings(args, source.options).length
-        found.append((source.model, source.trained_on, source.options["data"], length))
-    assert found == [(mdu.DREAM, None, "locuslab/TOFU", 128), ("A/B", None, None, 128),
-                     (str(base), None, "jinzhuoran/RWKU", 30)]
+        options, _, model = ev.find_source("new", args)
+        length = ev.find_settings(args, options).length
+        found.append(({model, options["model"]}, options["data"], length))
+    assert found == [({mdu.DREAM}, "locuslab/TOFU", 128), ({"A/B"}, None, 128),
+                     ({str(base)}, "jinzhuoran/RWKU", 30)]
 
 def typed_and_run(typed, run="--method sft"):
     """What was typed for eval.py and the run, as mdu.py would make it."""
