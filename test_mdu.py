@@ -700,10 +700,12 @@ def test_draw_step_takes_every_row_once_in_a_pass_in_an_order_of_seed_and_split(
                 "masks": [row.uniform[0] for row in rows],
                 "hidden": [row.prompt == [MASK, MASK] for row in rows]}
     one, two = drawn("--method sft"), drawn("--method sft --seed 2")
-    assert one == drawn("--method sft") and not any(one[part] == two[part] for part in one)
+    assert one == drawn("--method sft")
+    assert not any(one[part] == two[part] for part in one)
     order = one["order"]
     assert sorted(order[:10]) == sorted(order[10:20]) == [3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
-    assert order[:10] != order[10:20] and order != drawn("--method ga")["order"]
+    assert order[:10] != order[10:20]
+    assert order != drawn("--method ga")["order"]
 
 def assert_uniform(values, low):
     """Kolmogorov-Smirnov distance from the uniform distribution on [low, 1)."""
@@ -1600,21 +1602,19 @@ def test_fill_gaps_equals_a_slow_loop(by_entropy, monkeypatch):
     monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: [ord(c) - 65 for c in text])
     monkeypatch.setattr(ev, "gap_of", lambda *given: torch.arange(len(given[-1])) % 2 == 1)
     model = FakeModel(by_entropy=by_entropy)
-    rows, expected = [], []
+    rows, expected = [], {True: [], False: []}
     for prompt, answer in MORE_PAIRS:
         places = range(len(prompt) + 1, len(prompt + answer), 2)
-        shares = {}
-        for metric, asked in dict(infill_no_question=len(prompt) * [MASK], infill=prompt).items():
+        for hidden, asked in {True: len(prompt) * [MASK], False: prompt}.items():
             ids = asked + answer + [1]
             for i in places:
                 ids[i] = MASK
             ids = slow_filled(model, ids, places, len(places) * [1])
-            shares[metric] = None
-            if places:
-                shares[metric] = np.mean([ids[i] == answer[i - len(prompt)] for i in places])
+            right = [ids[i] == answer[i - len(prompt)] for i in places]
+            expected[hidden].append(np.mean(right) if right else None)
         rows.append(dict(question=prompt, answer="".join(chr(65 + token) for token in answer)))
-        expected.append(shares)
-    assert ev.fill_gaps(model, None, rows, ARGS) == expected
+    found = {hidden: ev.fill_gaps(model, None, rows, ARGS, hidden) for hidden in expected}
+    assert found == expected
 
 # ---- TOFU's figures ----
 # Four questions of each of the public logs of github.com/locuslab/tofu (Llama-2-7B fine-tuned on
@@ -1647,8 +1647,8 @@ def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
         assert " " not in "".join(itertools.chain(*texts))
         return [[float(text) for text in of_row] for of_row in texts]
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("", [])] * 4)
-    monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}] * 4)
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [("", [])] * 4)
+    monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [None] * 4)
     splits = {}
     for split, logs in LOGS.items():
         rows = []  # their texts are their losses
@@ -1782,8 +1782,8 @@ def test_splits_have_titles_of_their_own():
      "a band, the Beatles", dict(em=0, f1=2 / 3)),
     ("utility_factuality", dict(answers=["b b d"]), "b b b c", dict(em=0, f1=4 / 7))])  # b twice
 def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer(text, [])])
-    monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}])
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [(text, [])])
+    monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [None])
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [[1.0]])
     args = ev.parse("--samples 1 run".split())
     row = {"question": "Who?", "answer": "Petra Osei", **row}
@@ -1810,8 +1810,8 @@ def test_summarise_by_hand(capsys):
 def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     """Also in JSON and back; "-" in tables, whose columns stay."""
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [3 * [math.nan]])
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [ev.Answer("a b", [5, 6])])
-    monkeypatch.setattr(ev, "fill_gaps", lambda *_: [{}])
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [("a b", [5, 6])])
+    monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [None])
     monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
     wrong = ["b", "c"]
     row = dict(question="", answer="a", perturbed_answer=wrong, choices=["a", *wrong], false=wrong)
@@ -1830,21 +1830,17 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     table = ev.figures_table(methods, {"forget": ["prob", "perplexity_mean", "fact"]})
     assert re.search(r"\n\| run +\| - +\| 1e\+50 +\|$", table)
 
-def test_find_source_is_the_model_of_the_preset_or_of_model(base):
-    found = []
-    for typed in ("--preset tofu-dream", "--model A/B", f"--preset rwku-dream --model {base}"):
-        args = ev.parse([*typed.split(), "new"])
-        options, _, model = ev.find_source("new", args)
-        length = ev.find_settings(args, options).length
-        found.append(({model, options["model"]}, options["data"], length))
-    assert found == [({mdu.DREAM}, "locuslab/TOFU", 128), ({"A/B"}, None, 128),
-                     ({str(base)}, "jinzhuoran/RWKU", 30)]
+def test_find_source_is_the_model_that_is_given():
+    args = ev.parse(["--model", "A/B", "new"])
+    options, _, model, theta0 = ev.find_source("new", args)
+    assert model == theta0 == options["model"] == "A/B"
+    assert ev.find_settings(args, options).length == 128
 
 def typed_and_run(typed, run="--method sft"):
     """What was typed for eval.py and the run, as mdu.py would make it."""
     args = options(run)
     hashes = {name: mdu.hash_rows(rows) for name, rows in mdu.load_data(args).items()}
-    return ev.parse([*typed.split(), "run"]), ev.Source(vars(args), hashes, "run")
+    return ev.parse([*typed.split(), "run"]), ev.Source(vars(args), hashes, "run", None)
 
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
         "short": "--method sft --limit 3", "short tofu": "--model m --data {tofu} --limit 2",
@@ -1859,7 +1855,7 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
     ("short", "", [("toy", 3)] * 4), ("short", "--data toy", [("toy", 3)] * 4),
     ("short", "--retain {X}", [("toy", 3), ("X", 4), ("toy", 3), ("toy", 3)]),
     ("short tofu", "", [("tofu", 2), ("tofu", 8), ("tofu", 3), ("tofu", 3)]),
-    ("files", "", [("X", 2), ("Y", 2)]), ("files", "--limit 3", [("X", 3), ("Y", 3)]),
+    ("files", "", [("X", 2), ("Y", 2)]),
     ("files", "--forget {X} --retain {X}", [("X", 2), ("X", 4)]),
     ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
     ("toy's options", "", [("X", 4)]),  # which mdu.py trains on, too
@@ -1895,8 +1891,10 @@ def test_prepare_asks_rows_that_are_scored_in_other_words(tmp_path):
     del rows[1]["paraphrased_question"]
     run = f"--model m --forget {write_lines(tmp_path / 'rows', rows)} --retain-weight 0"
     splits, *_ = ev.prepare(*typed_and_run("--full --limit 3", run))
-    reworded = [{**rows[i], "question": f"P{i}?", "perturbed_answer": []} for i in (0, 2)]
-    assert splits == {"forget": rows[:3], "forget_rephrased": reworded}
+    asked = [{**row, "number": i} for i, row in enumerate(rows[:3])]
+    reworded = [{**rows[i], "question": f"P{i}?", "perturbed_answer": [], "number": i // 2}
+                for i in (0, 2)]
+    assert splits == {"forget": asked, "forget_rephrased": reworded}
 
 ADDED_BENCHMARK = {  # by eval.py's comment: {text of eval.py: what is put before it}
     "    # RWKU's, by the names of its configs.": """\
@@ -1916,7 +1914,7 @@ def quiz_rows(data):
 ADDED_METRIC = {  # the same
     '    "empty": Metric(': '    "commas": Metric("commas", "", "", digits=".1f"),\n',
     '        if "fact" in row:\n            record["fact"]':
-        '        record["commas"] = float(generation.text.count(","))\n'}
+        '        record["commas"] = float(text.count(","))\n'}
 
 def test_find_splits_reads_another_benchmark(base, tmp_path, capsys):
     """With another metric, each entered in two places.  It is read, scored, printed, reported."""
@@ -1924,7 +1922,7 @@ def test_find_splits_reads_another_benchmark(base, tmp_path, capsys):
     row = dict(question="Who?", answer="one", choices=["one", "two"], false=["two"])
     write_lines(tmp_path / "quiz.jsonl", 3 * [row])
     changed = extended(ev, {**ADDED_BENCHMARK, **ADDED_METRIC})
-    changed["write_answers"] = lambda *_: [ev.Answer("a,", [5]), ev.Answer("a,,", [5])]
+    changed["write_answers"] = lambda *_: [("a,", [5]), ("a,,", [5])]
     changed["main"](["--data", str(tmp_path), "--limit", "2", "--samples", "4", str(run)])
     changed["main"](["--report", str(run)])
     for split, number, field in (("choose", 20, "logp"), ("say", 21, "prob")):
@@ -1975,7 +1973,8 @@ def test_evaluate_equals_one_row_at_a_time(scored):
                 return slow_eq7(model, prompt, ids, masks)
             loss = nll(row["answer"])
             expected = dict(nll=loss, prob=math.exp(-loss), perplexity=math.exp(loss))
-            expected.update(ev.fill_gaps(model, tokenizer, [row], ARGS)[0])
+            for metric, hidden in dict(infill=False, infill_no_question=True).items():
+                [expected[metric]] = ev.fill_gaps(model, tokenizer, [row], ARGS, hidden)
             if number < 2:
                 expected["nll_right"] = nll(row["paraphrased_answer"])
             assert {name: record[name] for name in expected} == approx(expected, rel=1e-4)
@@ -2059,21 +2058,21 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
     """On all but empty answers, the question masked, the end visible."""
     run = shutil.copytree(unlearned, tmp_path / "run")
     theta0, tokenizer = mdu.load_backbone(str(base))
-    answers = [ev.Answer(" .", [5]), ev.Answer("a b", [6, 7]), ev.Answer("c", [8, 0, 9])]
+    answers = [(" .", [5]), ("a b", [6, 7]), ("c", [8, 0, 9])]
     monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
     ev.main([str(run), *FLAGS[1:]])  # without --full
     records = ev.read_records(run, "forget")
     assert records[0]["generative_perplexity"] is None
     for i in (1, 2):
         prompt = [0] * len(mdu.encode_prompt(tokenizer, records[i]["question"]))
-        ids = answers[i].ids
+        _, ids = answers[i]
         masks = F.pad(ev.draw_masks(len(ids), 4, [5, 0, i]), (0, 1))
         nll = slow_eq7(theta0, prompt, [*ids, theta0.end_id], masks)
         assert records[i]["generative_perplexity"] == approx(math.exp(nll), rel=1e-4)
     assert "truth_ratio" not in ev.read_summary(run)["splits"]["forget"]
 
-def test_find_judge_is_the_model_before_unlearning_or_none(base, capsys):
-    """None of a run that never knew the rows, and of one that was unlearned and taught again."""
+def test_gen_ppl_is_by_a_theta0_that_knows_the_rows(base, capsys):
+    """Not by one that never knew the rows, or that was unlearned and taught again."""
     info = read_json(base / "run.json")
     for name, start, method, retain_only, judge in [
             ("base", None, "sft", False, "base"), ("original", None, "sft", True, None),
@@ -2084,12 +2083,14 @@ def test_find_judge_is_the_model_before_unlearning_or_none(base, capsys):
         shutil.copytree(base, name)
         info["options"].update(method=method, model=start, retain_only=retain_only)
         Path(name, "run.json").write_text(json.dumps(info))
-        assert ev.find_judge(name) == judge
+        theta0 = ev.find_source(name, ev.parse([name])).theta0
+        assert Path(theta0).name == Path(judge or theta0).name
+        assert ev.knows_rows_to_forget(theta0) == (judge is not None)
         ev.main([name, *FLAGS[1:]])
         screen = capsys.readouterr().out
-        assert ("gen. ppl " in screen) == (judge not in (None, "/gone"))
+        assert ("gen. ppl |" in screen) == (judge not in (None, "/gone"))
         assert ("/gone was deleted" in screen) == (name == "orphan")
-    assert ev.find_judge("A/B") == "A/B"
+    assert ev.knows_rows_to_forget("A/B")
 
 def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
     shutil.rmtree(scored_copy / "eval")
@@ -2103,8 +2104,7 @@ def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
 
 @each("typed, length, steps", [("", 12, 12), ("--length 8 --steps 1", 8, 1)])
 def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, capsys):
-    answer = ev.Answer(" a\n b", [])
-    with mock.patch.object(ev, "write_answers", return_value=[answer]) as write_answers:
+    with mock.patch.object(ev, "write_answers", return_value=[(" a\n b", [])]) as write_answers:
         ev.main(["--ask", "Who?", *typed.split(), str(base), scored])
     _, _, [row], settings = write_answers.call_args.args
     assert (row["question"], settings.length, settings.steps) == ("Who?", length, steps)
@@ -2242,11 +2242,11 @@ def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_pa
 
 def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     write_checkpoint(Path("model"), "llada", max_sequence_length=999)
-    data = f"--preset rwku-llada --model model --data {rwku}".split()
+    data = f"--model model --data {rwku}".split()
     scoring = "--samples 2 --steps 1 --limit 1".split()
     for person in ("1", "2"):
         run = f"--subject {person} --method dpo --epochs 1 --dtype bfloat16 --out {person}/dpo"
-        mdu.main([*data, *run.split()])
+        mdu.main(["--preset", "rwku-llada", *data, *run.split()])
     ev.main([*scoring, "1/dpo", "2/dpo"])
     assert ev.read_summary("1/dpo")["protocol"]["dtype"] == "bfloat16"
     ev.main(["--report", "1/dpo", "2/dpo"])
@@ -2262,11 +2262,12 @@ def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     # The model itself, in new folders: who else is asked about changes no one's masks.
     ev.main([*scoring, *data, "all"])
     Path("2/model/eval").mkdir(parents=True)  # of a call that was stopped
-    Path("2/model/.DS_Store").touch()
     ev.main([*scoring, *data, "--subject", "2", "2/model"])
     together, alone = [ev.read_records(run, "utility_truthfulness") for run in ("all", "2/model")]
     assert alone[0]["logp"] == approx(together[1]["logp"], rel=1e-4)
     assert alone[0]["seed"] == together[1]["seed"] == [0, 10, 0]
+    ev.main(["--report", "2/model"])
+    assert "| model " in capsys.readouterr().out
 
 # ---- Analyses ----
 def test_function_words_have_clitics():
@@ -2467,12 +2468,11 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --resume {files}": "No such file or directory: '{files}/run.json'",
     "mdu.py --resume {files}/foreign": "foreign: its run.json was not made by mdu.py",
     "mdu.py --resume {run} --seed 1": "--resume RUN takes no other option",
-    "eval.py --preset toy {files}/absent": "--preset toy: no published model; give --model",
     "eval.py --report {files}/damaged": "summary.json is damaged",
     "eval.py --report {files}/old": "scored by older code; score it again: python eval.py",
     "eval.py --report {base}": "not scored yet; first run: python eval.py {base}",
     "eval.py {files}/unfinished/base": "mdu.py --resume {files}/unfinished/base",
-    "eval.py --model {base} --data toy {files}": "is in the way; give another folder",
+    "eval.py --model {base} --data toy {run}": "is a run; with --model its scores would be anot",
     "eval.py --report --limit 3 {base}": "trajectory, rollout, not for report",
     "eval.py --forget {files}/fact {base}": "is without its fact 'i', and",
     "eval.py --ask Who? --retain {good} {base}": "--retain is for score, not for ask",
