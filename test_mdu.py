@@ -1843,7 +1843,7 @@ def typed_and_run(typed, run="--method sft"):
     return ev.parse([*typed.split(), "run"]), ev.Source(vars(args), hashes, "run", None)
 
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
-        "short": "--method sft --limit 3", "short tofu": "--model m --data {tofu} --limit 2",
+        "tofu": "--model m --data {tofu}",
         "toy's options": "--preset toy --model m --forget {X}",
         "person": "--preset rwku-llada --data {rwku} --subject 2 --limit 1"}
 
@@ -1851,12 +1851,9 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
     ("toy", "--limit 2", [("toy", 2)] * 4),
     ("toy", "--forget {X}", [("X", 4), ("toy", 136), ("toy", 22), ("toy", 22)]),
     ("toy", "--data {tofu} --retain {X}", [("tofu", 8), ("X", 4), ("tofu", 3), ("tofu", 3)]),
-    # A run's --limit is of the rows that it was trained on, not of others.
-    ("short", "", [("toy", 3)] * 4), ("short", "--data toy", [("toy", 3)] * 4),
-    ("short", "--retain {X}", [("toy", 3), ("X", 4), ("toy", 3), ("toy", 3)]),
-    ("short tofu", "", [("tofu", 2), ("tofu", 8), ("tofu", 3), ("tofu", 3)]),
-    ("files", "", [("X", 2), ("Y", 2)]),
-    ("files", "--forget {X} --retain {X}", [("X", 2), ("X", 4)]),
+    ("tofu", "", [("tofu", 8), ("tofu", 8), ("tofu", 3), ("tofu", 3)]),
+    ("files", "", [("X", 4), ("Y", 4)]),  # the --limit of a run does not count
+    ("files", "--retain {X} --limit 3", [("X", 3), ("X", 3)]),
     ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
     ("toy's options", "", [("X", 4)]),  # which mdu.py trains on, too
     ("person", "", [(PEOPLE[1], 2)] * 8), ("person", "--subject all --limit 1", [("ten", 1)] * 8),
@@ -1871,8 +1868,7 @@ def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
         places[name] = write_lines(tmp_path / name, rows)
     found = []
     args, source = typed_and_run(typed.format(**places), RUNS[run].format(**places))
-    settings = ev.find_settings(args, source.options)
-    for name, rows in ev.find_splits(settings, source).items():
+    for name, rows in ev.find_splits(ev.find_settings(args, source.options)).items():
         people = list(dict.fromkeys(row.get("subject") for row in rows))
         question = rows[0]["question"]
         source = {"Q": "tofu", "X": "X", "Y": "Y"}.get(question.split()[0], "toy")
@@ -1885,7 +1881,7 @@ def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
         found.append((source, len(rows) // len(people)))
     assert found == expected
 
-def test_prepare_asks_rows_that_are_scored_in_other_words(tmp_path):
+def test_prepare_asks_rows_that_are_scored_in_other_words(tmp_path, capsys):
     rows = [{"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."],
              "paraphrased_question": f"P{i}?"} for i in range(4)]
     del rows[1]["paraphrased_question"]
@@ -1895,6 +1891,9 @@ def test_prepare_asks_rows_that_are_scored_in_other_words(tmp_path):
     reworded = [{**rows[i], "question": f"P{i}?", "perturbed_answer": [], "number": i // 2}
                 for i in (0, 2)]
     assert splits == {"forget": asked, "forget_rephrased": reworded}
+    assert capsys.readouterr().out == ""
+    ev.prepare(*typed_and_run("", f"{run} --limit 2"))
+    assert "--limit 2 scores the first 2" in capsys.readouterr().out
 
 ADDED_BENCHMARK = {  # by eval.py's comment: {text of eval.py: what is put before it}
     "    # RWKU's, by the names of its configs.": """\
