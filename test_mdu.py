@@ -2468,7 +2468,7 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --resume {files}/foreign": "foreign: its run.json was not made by mdu.py",
     "mdu.py --resume {run} --seed 1": "--resume RUN takes no other option",
     "eval.py --report {files}/damaged": "summary.json is damaged",
-    "eval.py --report {files}/old": "scored by older code; score it again: python eval.py",
+    "eval.py --report {files}/old": "scored by other code; score it again: python eval.py",
     "eval.py --report {base}": "not scored yet; first run: python eval.py {base}",
     "eval.py {files}/unfinished/base": "mdu.py --resume {files}/unfinished/base",
     "eval.py --model {base} --data toy {run}": "is a run; give another folder",
