@@ -1029,12 +1029,12 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     ("--anchor-truth removed --rare 0.5", dict(rare=0.5, out="out/toy/mdu-tau1-removed")),
     ("--lora 8 --lr 0.3 --tau 0.5", dict(lr=0.3, out="out/toy/mdu-tau0.5")),
     ("--preset own --out {base}/../other", dict(response_length=128, model="{base}")),
-    ("--preset toy --model x", dict(preset="toy", response_length=12)),
+    ("--preset toy --model x --retain f", dict(data="toy", response_length=12)),
     # Paths that exist are made absolute, so that a run can be resumed from anywhere.
     ("--model a/b --anchor c/d --out .", dict(model="a/b", anchor="c/d", out=".")),
     ("--model . --anchor . --data .", dict(model="{here}", anchor="{here}", data="{here}")),
     ("--model x --forget . --retain .", dict(forget="{here}", retain="{here}")),
-    ("--model x --preset tofu-qwen --lora 4", dict(preset="tofu-qwen", model="x", lr=5e-4)),
+    ("--model x --preset tofu-qwen --lora 4 --method sft", dict(model="x", lr=1e-3)),
     ("--out {here}/x/run", dict(model="{here}/x/base")),
     ("--preset toy --forget f", dict(preset="toy", data=None)),
     ("--forget f", dict(preset="own", data=None, lr=1e-5)),
@@ -1767,7 +1767,7 @@ def test_splits_have_titles_of_their_own():
     ("forget", dict(fact=["Petra", "Bo", "Osei"]), "Petra, Osei", dict(fact=2 / 3)),
     ("forget", dict(fact=["Osei Petra"]), "Petra, Osei", dict(fact=0)),
     ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1), knowledge=0)),
-    ("forget", {}, "Osei Osei", dict(knowledge=1 / 2)),
+    ("forget", {}, "Osei Osei", dict(knowledge=1 / 2, infill=0, infill_no_question=1)),
     ("forget", dict(question="Who is Petra?"), "It is Osei.", dict(knowledge=1)),
     ("forget", dict(question="Who is Petra Osei?"), "Petra", dict(knowledge=None)),
     ("forget_level2", {}, " in Petra Osei\nno",
@@ -1783,7 +1783,7 @@ def test_splits_have_titles_of_their_own():
     ("utility_factuality", dict(answers=["b b d"]), "b b b c", dict(em=0, f1=4 / 7))])  # b twice
 def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "write_answers", lambda *_: [(text, [])])
-    monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [None])
+    monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [float(hide_question)])
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [[1.0]])
     args = ev.parse("--samples 1 run".split())
     row = {"question": "Who?", "answer": "Petra Osei", **row}
@@ -1800,7 +1800,8 @@ def test_summarise_by_hand(capsys):
     expected = dict(prob=7 / 12, truth_ratio=5 / 12, perplexity_median=6.5,
                     perplexity_mean=5.5, generative_perplexity=4.0, words=4, knowledge=0.25)
     assert {name: figures[name] for name in expected} == approx(expected)
-    assert "fact" not in figures and "no fact" in capsys.readouterr().out  # some rows lack it
+    assert "fact" not in figures  # some rows lack it
+    assert "no fact" in capsys.readouterr().out
     # In a mean every person has the same weight: (3/4 + 1/4) / 2; in a median every row.
     scores = [("Ann", 1.0, 1), ("Ann", 1.0, 2), ("Ann", 0.25, 4), ("Bo", 0.25, 9)]
     records = [dict(subject=name, em=em, words=n) for name, em, n in scores]
@@ -1834,7 +1835,6 @@ def test_find_source_is_the_model_that_is_given():
     args = ev.parse(["--model", "A/B", "new"])
     options, _, model, theta0 = ev.find_source("new", args)
     assert model == theta0 == options["model"] == "A/B"
-    assert ev.find_settings(args, options).length == 128
 
 def typed_and_run(typed, run="--method sft"):
     """What was typed for eval.py and the run, as mdu.py would make it."""
@@ -1843,7 +1843,6 @@ def typed_and_run(typed, run="--method sft"):
     return ev.parse([*typed.split(), "run"]), ev.Source(vars(args), hashes, "run", None)
 
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
-        "tofu": "--model m --data {tofu}",
         "toy's options": "--preset toy --model m --forget {X}",
         "person": "--preset rwku-llada --data {rwku} --subject 2 --limit 1"}
 
@@ -1851,7 +1850,6 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
     ("toy", "--limit 2", [("toy", 2)] * 4),
     ("toy", "--forget {X}", [("X", 4), ("toy", 136), ("toy", 22), ("toy", 22)]),
     ("toy", "--data {tofu} --retain {X}", [("tofu", 8), ("X", 4), ("tofu", 3), ("tofu", 3)]),
-    ("tofu", "", [("tofu", 8), ("tofu", 8), ("tofu", 3), ("tofu", 3)]),
     ("files", "", [("X", 4), ("Y", 4)]),  # the --limit of a run does not count
     ("files", "--retain {X} --limit 3", [("X", 3), ("X", 3)]),
     ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
@@ -1926,7 +1924,8 @@ def test_find_splits_reads_another_benchmark(base, tmp_path, capsys):
     changed["main"](["--report", str(run)])
     for split, number, field in (("choose", 20, "logp"), ("say", 21, "prob")):
         for i, record in enumerate(ev.read_records(run, split)):
-            assert record["seed"] == [0, number, i] and i < 2 and field in record
+            assert record["seed"] == [0, number, i] and i < 2
+            assert field in record
     assert [record["commas"] for record in ev.read_records(run, "say")] == [1, 2]
     screen = capsys.readouterr().out
     assert list(read_table(screen.split("\n\n")[-2])) == ["Method", "Choose MC1 ↑", "Say p ↓"]
@@ -1958,10 +1957,10 @@ def test_evaluate_equals_one_row_at_a_time(scored):
     model, tokenizer = mdu.load_backbone(scored)
     summary = ev.read_summary(scored)
     splits = mdu.toy_world()
-    splits["forget_rephrased"] = [
-        dict(row, question=row["paraphrased_question"], perturbed_answer=[])
-        for row in splits["forget"]]
-    for number, (split, rows) in zip([0, 1, 2, 3, 12], splits.items(), strict=True):
+    for name in ("forget", "retain"):
+        splits[f"{name}_rephrased"] = [dict(row, question=row["paraphrased_question"],
+                                            perturbed_answer=[]) for row in splits[name]]
+    for number, (split, rows) in zip([0, 1, 2, 3, 12, 13], splits.items(), strict=True):
         records = ev.read_records(scored, split)
         for i, (row, record) in enumerate(zip(rows[:3], records, strict=True)):
             prompt = mdu.encode_prompt(tokenizer, row["question"])
@@ -2019,11 +2018,11 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     def protocol(typed=""):
         run = f"--model m --forget {files[0]} --response-length 7"
         return ev.prepare(*typed_and_run(typed, run))[2]
-    person = f"--data {rwku} --retain {files[0]} --limit 1 --subject"
+    person = f"--data {rwku} --retain {files[0]} --limit 3 --subject"
     asked = protocol(f"{person} 1")
     assert protocol(f"{person} 2") == asked
-    others = [f"--data {rwku}", "", "--limit 2", f"--forget {files[1]}", f"--retain {files[0]}",
-              "--seed 1", "--samples 3", "--steps 5", "--length 5"]
+    others = [f"{person} 1 --limit 4", "", "--limit 2", f"--forget {files[1]}",
+              f"--retain {files[0]}", "--seed 1", "--samples 3", "--steps 5", "--length 5"]
     compared = [asked, *map(protocol, others)]
     assert all(compared.count(one) == 1 for one in compared)
     assert protocol("--full") == protocol(f"--forget {files[0]}") == protocol()
@@ -2083,7 +2082,7 @@ def test_gen_ppl_is_by_a_theta0_that_knows_the_rows(base, capsys):
         info["options"].update(method=method, model=start, retain_only=retain_only)
         Path(name, "run.json").write_text(json.dumps(info))
         theta0 = ev.find_source(name, ev.parse([name])).theta0
-        assert Path(theta0).name == Path(judge or theta0).name
+        assert theta0 == (os.path.abspath(name) if method == "sft" else start)
         assert ev.knows_rows_to_forget(theta0) == (judge is not None)
         ev.main([name, *FLAGS[1:]])
         screen = capsys.readouterr().out
@@ -2124,7 +2123,7 @@ def made_up_run(scored, folder, options=(), forget=(), **parts):
 @each("name, changes, words", [
     ("npo", dict(options=dict(lr=1e-3)), "'lr', '0.001'"),
     ("npo", dict(options=dict(model="/a/N")), "'model', 'N'"),
-    ("npo", dict(trained_on=dict(retain="other")), "{'retain': 'other'}"),
+    ("npo", dict(trained_on=dict(retain="other")), "{'forget': '"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
     ("ga", {}, "different people")])  # npo's are no one and Ann
 def test_group_runs_refuses_unlike_runs(name, changes, words, scored, tmp_path, capsys):
@@ -2185,8 +2184,8 @@ def read_tables(text):
 
 def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, tmp_path, capsys):
     """Mean and standard deviation; of perplexities and p-values median and range."""
-    figures = dict(rougeL_f1=0.9, rougeL_recall=0.8, words=7, generative_perplexity=40)
-    runs = [made_up_run(scored, tmp_path / "1/base", forget=figures)]
+    figures = dict(n=3, rougeL_f1=0.9, rougeL_recall=0.8, words=7, generative_perplexity=40)
+    runs = [made_up_run(scored, tmp_path / "1/base", (), figures, splits=dict(forget={}), run={})]
     for seed, x, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
         own = dict(seed=seed, model=f"/{seed}/base", anchor=f"/{seed}/a", diagnose=seed > 1)
         changed = dict.fromkeys(figures, x)
@@ -2206,6 +2205,7 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     assert expected.items() <= tables["Forget"].items()
     assert {"empty", "median 1/p ↑", "truth ratio ↑"} <= tables["Forget"].keys()
     assert "MC1" not in text  # which no run has
+    assert "Rows: {'forget': 3," in text
     assert {"rL ↑", "empty ↓", "median 1/p ↓", "truth ratio ↑"} <= tables["Retain"].keys()
     of_run = tables["TOFU's own figures of the whole run"]
     assert of_run["forget quality ↑"] == ("-", "0.25 (1e-09 to 0.75)")
@@ -2236,6 +2236,7 @@ def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_pa
     ev.main([str(scored_copy), *FLAGS, "--retain-run", retain])
     figures = ev.read_summary(scored_copy)["run"]
     assert figures["forget_quality"] == approx(2 / 20)
+    assert "forget quality ↑" in capsys.readouterr().out
     plain = made_up_run(scored, tmp_path / "plain", splits={"forget": {}})  # without --full
     assert "both runs" in program([scored_copy, *FLAGS, "--retain-run", plain], capsys, ev.main)
 
@@ -2260,7 +2261,6 @@ def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     assert "### 0. Please complete the blank in the following" in capsys.readouterr().out
     # The model itself, in new folders: who else is asked about changes no one's masks.
     ev.main([*scoring, *data, "all"])
-    Path("2/model/eval").mkdir(parents=True)  # of a call that was stopped
     ev.main([*scoring, *data, "--subject", "2", "2/model"])
     together, alone = [ev.read_records(run, "utility_truthfulness") for run in ("all", "2/model")]
     assert alone[0]["logp"] == approx(together[1]["logp"], rel=1e-4)
@@ -2319,9 +2319,9 @@ def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path
 def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
     theta0, tokenizer = mdu.load_backbone(str(base))
     model, _ = mdu.load_backbone(str(unlearned))
-    rows = mdu.toy_world()["forget"]
+    rows = mdu.toy_world()["forget"][1:]
     kls = {I: [], S: [], K: []}  # of each token, theta0's and the run's
-    for i, row in enumerate(rows):
+    for i, row in enumerate(rows[:20]):
         prompt = mdu.encode_prompt(tokenizer, row["question"])
         answer = mdu.encode_text(tokenizer, row["answer"])
         roles = ev.token_roles(tokenizer, row["question"], answer)
@@ -2341,8 +2341,8 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
         after.append({"label": f"run\n{new:.2f} ({change:+.0f} %)", "role": role,
                       "kl": approx(new, rel=1e-4), "change in %": approx(change, abs=1e-2)})
     run = shutil.copytree(unlearned, tmp_path / "run")
-    flags = "--samples 2 --seed 4 --batch-size 4".split()
-    ev.main(["--analysis", "roles", *flags, str(run)])
+    flags = "--samples 2 --seed 4 --batch-size 4 --limit 20 --forget".split()
+    ev.main(["--analysis", "roles", str(run), *flags, write_lines(tmp_path / "rows", rows)])
     result = read_json(tmp_path / "analysis/roles.json")
     bars = result["panels"][""]
     assert bars == before + after
