@@ -1884,7 +1884,7 @@ def test_prepare_asks_rows_that_are_scored_in_other_words(tmp_path, capsys):
              "paraphrased_question": f"P{i}?"} for i in range(4)]
     del rows[1]["paraphrased_question"]
     run = f"--model m --forget {write_lines(tmp_path / 'rows', rows)} --retain-weight 0"
-    splits, *_ = ev.prepare(*typed_and_run("--full --limit 3", run))
+    splits, *_ = ev.prepare(*typed_and_run("--full --limit 3", f"{run} --limit 2"))
     asked = [{**row, "number": i} for i, row in enumerate(rows[:3])]
     reworded = [{**rows[i], "question": f"P{i}?", "perturbed_answer": [], "number": i // 2}
                 for i in (0, 2)]
