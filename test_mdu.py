@@ -1166,27 +1166,38 @@ def test_has_letter_or_digit(hub):
     bytes_of_letters = mdu.encode_text(hub.tokenizer, "é東")
     assert all(is_word[token] for token in bytes_of_letters)
 
-@each("rare, expected", [(0, "gone Bo 7 8"), (0.25, "gone Bo lives 7 8"),
-                         (0.5, "gone Bo Ann lives 7 8"), (1, "gone Bo Ann lives in Oslo 7 8")])
-def test_flag_rare_tokens_by_hand(rare, expected):
-    """Of four answers to retain "in", "8" and "Oslo" are in all, "Ann" in two, "lives" in one.
-    Once in each answer: "Ann" is there twice in one.  "Oslo" is a fact of the first row alone."""
-    answers = ["Ann Ann lives in Oslo 8 .", "Ann in Oslo 8 .", "in Oslo 8 .", "in Oslo 8 ."]
-    vocabulary = ["<mask>", "<end>", *"gone Bo Ann lives in Oslo 7 8 .".split()]
-    tokenizer = mock.Mock(side_effect=lambda text, **_: SimpleNamespace(
-        input_ids=[vocabulary.index(word) for word in text.split()]))
-    tokenizer.decode = lambda ids, **_: vocabulary[ids[0]].partition("<")[0]
-    retain = [mdu.Example([3], mdu.encode_text(tokenizer, text) + [1], [], []) for text in answers]
-    examples = {"forget": [mdu.Example([3], [*range(2, 11), 1], [], [])] * 2, "retain": retain}
-    rows = [{"fact": ["Oslo .", "Bo"]}, {}]
-    args = options(f"--anchor-truth removed --rare {rare}")
+@each("rare, of_ann, of_oslo, of_none", [
+    (0, "gone 7 Ann 2024", "gone 7 Oslo", "gone 7"), (0.02, "gone 7 Ann", "gone 7 Oslo", "gone 7"),
+    (0.05, "gone 7 Ann 2024", "gone 7 Oslo", "gone 7"),
+    (0.2, "gone 7 Ann 2024", "gone 7 Ann Oslo", "gone 7 Ann")])
+def test_flag_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none):
+    """Of ten answers to retain "Ann" is in two, "2024" in five, "in", "Oslo" and "8" in all; once
+    in each, though "8" is there twice.  The first row's fact is "Ann, 2024", the second's "Oslo",
+    the third has none.  At 0.02, words of facts may be in a fifth of the answers: Ann, not 2024."""
+    vocabulary = ["<mask>", "<end>", *"gone Ann in Oslo 2024 7 8 .".split()]
+    tokenizer = mock.Mock()
+    tokenizer.decode = lambda ids, **_: " ".join(vocabulary[i] for i in ids if i > 1)
+    answers = 2 * ["Ann in Oslo 2024 8 8"] + 3 * ["in Oslo 2024 8"] + 5 * ["in Oslo, 8"]
+    fields = [{"fact": ["Ann, 2024"]}, {"fact": ["Oslo"]}, {}]
+    rows = {"forget": fields, "retain": [{"answer": text} for text in answers]}
+    examples = {"forget": [mdu.Example([3], [*range(2, 10), 1], [], [])] * 3}
     found = []
-    for example in mdu.flag_rare_tokens(args, rows, examples, tokenizer):
+    for example in mdu.flag_rare_tokens(
+            options(f"--anchor-truth removed --rare {rare}"), rows, examples, tokenizer):
         pairs = zip(example.answer, example.is_rare, strict=True)
         found.append({vocabulary[token] for token, is_rare in pairs if is_rare})
-    assert found == [{"Oslo", *expected.split()}, set(expected.split())]
-    assert mock.call(" Oslo .", add_special_tokens=False, split_special_tokens=True) in (
-        tokenizer.mock_calls)
+    assert found == [set(of_ann.split()), set(of_oslo.split()), set(of_none.split())]
+
+def test_flag_rare_tokens_marks_every_part_of_a_rare_word(hub):
+    """Tokens are bytes here: all of a rare word are marked, none of the signs and common words."""
+    rows = {"forget": [{"question": "Mail?", "answer": "It is b.lee@box.example in Kö.",
+                        "perturbed_answer": [], "fact": ["b.lee@box.example"]}],
+            "retain": [{"question": "Mail?", "answer": "It is a@box.example in Rome.",
+                        "perturbed_answer": []}]}
+    args = options("--anchor-truth removed")
+    example = mdu.encode_splits(args, rows, hub.model, hub.tokenizer)["forget"][0]
+    kept = [token for token, rare in zip(example.answer, example.is_rare) if rare]
+    assert hub.tokenizer.decode(kept) == "bleeKö"
 
 def test_encode_splits_flags_rare_tokens_to_forget(base):
     model, tokenizer = mdu.load_backbone(base)
@@ -1507,7 +1518,7 @@ def test_new_toy_has_the_token_ids_that_are_read_from_its_files(tmp_path):
     ("cafe\u0301 _x_ y2k", "café x y2k")])
 def test_words_of_many_scripts(text, expected):
     """Marks belong to their letters.  Where no spaces are written, each letter is a word."""
-    assert ev.words(text) == expected.split()
+    assert mdu.words(text) == expected.split()
 
 @each("reference, prediction, lcs, n_reference, n_prediction", [
     ("police killed the gunman", "police kill the gunman", 3, 4, 4),  # Lin 2004, 3.1: F is 3/4
@@ -2274,7 +2285,7 @@ def test_function_words_have_clitics():
     """As the words of a text are found: "didn't" is "didn" and "t"."""
     text = ("didn't don't isn't wasn't aren't weren't wouldn't couldn't shouldn't hasn't "
             "haven't hadn't doesn't ain't needn't mustn't mightn't shan't can't she's we'll I'm")
-    assert set(ev.words(text)) <= ev.FUNCTION_WORDS
+    assert set(mdu.words(text)) <= ev.FUNCTION_WORDS
 
 I, S, K = "in-context", "structural", "stored-knowledge"
 
