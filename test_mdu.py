@@ -2546,7 +2546,7 @@ def test_bad_input(command, message, files, base, unlearned, scored, rwku, tmp_p
         err = program(argv, capsys, {"mdu.py": mdu.main, "eval.py": ev.main}[name])
     assert message.format(**places) in err
 
-# ======== README.md and Makefile ========
+# ======== README.md, Makefile, experiments.sh ========
 PROJECT = Path(mdu.__file__).parent
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (PROJECT / "Makefile").read_text(encoding="utf-8")
@@ -2595,38 +2595,116 @@ def test_help_explains_every_option_and_pages_name_no_other(monkeypatch, capsys)
     for page in PAGES:
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", page)) <= options
 
+# In place of Python: it logs its words, and makes the folders of runs and of scores.
+LOGGING_PYTHON = """#!/bin/bash
+case $1 in
+  -c) echo owner/model; exit ;;
+  -) exit ;;
+esac
+echo "$@" >> log
+for word in "$@"; do
+  case $last,$word in
+    --out,*) mkdir -p "$word"; touch "$word/model.safetensors" ;;
+    *.jsonl) ;;
+    *,out/*) if [[ $* == *eval.py* ]]; then mkdir -p "$word/eval"; fi ;;
+  esac
+  last=$word
+done
+"""
+
 def make(folder, *words):
     """Run make with two rows to forget and to retain, and nothing to install."""
     if not shutil.which("make"):
         pytest.skip("needs make")
     (folder / "Makefile").write_text(re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE))
+    (folder / ".github").mkdir(exist_ok=True)
+    shutil.copy(PROJECT / ".github/experiments.sh", folder / ".github")
+    (folder / "python").write_text(LOGGING_PYTHON)
+    (folder / "python").chmod(0o755)
     (folder / "rows").write_text("{}\n{}\n")
     env = {"PATH": os.environ["PATH"]}  # without the flags of a make around it
-    command = ["make", "FORGET=rows", "RETAIN=rows", *words]
+    command = ["make", "FORGET=rows", "RETAIN=rows", f"PYTHON={folder}/python", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
 
-@each("target", ["demo", "table", "finetuned", "pretrained", "rehearsal", "rehearsal ORIGINAL=no",
-                 "figures"])
-def test_make_trains_what_it_scores(target, tmp_path):
-    done = make(tmp_path, *target.split(), "PYTHON=echo")
-    assert done.returncode == 0
-    trained = set()
-    for name, typed in re.findall(r"(?m)^(mdu|eval)\.py (.*)", done.stdout):
-        args = PARSERS[name](shlex.split(typed))
-        if name == "mdu":
+@each("target", ["demo", "table", "finetuned", "pretrained", "company", "rehearsal",
+                 "rehearsal ORIGINAL=no", "figures", "tofu PRESET=tofu-dream",
+                 "rwku PRESET=rwku-llada"])
+def test_make_trains_what_it_scores_and_scores_what_it_reports(target, tmp_path):
+    done = make(tmp_path, *target.split())
+    assert done.returncode == 0, done.stderr
+    trained, used = set(), set()
+    for line in (tmp_path / "log").read_text().splitlines():
+        words = line.split()
+        [file] = [word for word in words if word.endswith(".py")]
+        args = PARSERS[file.removesuffix(".py")](words[words.index(file) + 1:])
+        if file == "mdu.py":
             trained.add(args.out)
+        elif args.task == "report":
+            assert all((tmp_path / run / "eval").is_dir() for run in args.runs)
         else:
-            assert all(fnmatch.filter(trained, run.rstrip("/")) for run in args.runs)
-    assert len(trained) > 2
+            for run in args.runs:  # of `tofu` a pattern, as mdu.py itself chooses its folders
+                used.update(fnmatch.filter(trained, run.rstrip("/")) or [run])
+    if target.startswith("pretrained"):
+        used |= {f"out/pretrained/{seed}/original" for seed in (1, 2, 3)}  # where all others start
+    if target.startswith("rwku"):
+        trained.add("out/rwku-llada/0/base")  # a published model
+    assert used == trained and len(trained) > 2
 
-@each("forget, retain", [("absent", "rows"), ("one", "rows"), ("rows", "one")])
-def test_make_rehearsal_refuses_files_that_are_missing_or_too_small(forget, retain, tmp_path):
+def test_demo_has_every_method(tmp_path):
+    make(tmp_path, "demo")
+    trained = re.findall(r"(?m)^mdu.py (.*)", (tmp_path / "log").read_text())
+    methods = {options(typed).method for typed in trained}
+    assert methods == set(mdu.METHODS)
+
+@each("folder", ["keep", "out/../keep", "out/link", "out", "."])
+def test_delete_folder_deletes_nothing_outside_out(folder, tmp_path):
+    for name in ("keep", "out/mine"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "model").write_text("good")
+    (tmp_path / "out/link").symlink_to(tmp_path / "keep")
+    done = make(tmp_path, "demo", f"OUT={folder}")
+    assert done.returncode == 2 and f"{folder} exists and is not in out/" in done.stderr
+    assert (tmp_path / "keep/model").read_text() == "good"
+    assert (tmp_path / "out/mine/model").read_text() == "good"
+    assert not (tmp_path / "log").exists()
+
+def test_delete_folder_deletes_an_earlier_demo(tmp_path):
+    (tmp_path / "out/demo/old").mkdir(parents=True)
+    assert make(tmp_path, "demo").returncode == 0
+    assert not (tmp_path / "out/demo/old").exists()
+
+def test_experiments_refuse_an_unknown_name():
+    script = PROJECT / ".github/experiments.sh"
+    for name in ("", "dmo"):
+        done = subprocess.run(["bash", script, name], capture_output=True, text=True)
+        assert done.returncode == 2 and "needs the name of an experiment: demo" in done.stderr
+
+def test_company_rows_can_be_read_and_forget_what_nothing_keeps(tmp_path):
+    script = PROJECT / ".github/experiments.sh"
+    env = {**os.environ, "PYTHON": sys.executable}
+    subprocess.run(["bash", script, "company_rows", tmp_path], env=env, check=True)
+    rows = {file.stem: mdu.read_jsonl("rows", file) for file in tmp_path.iterdir()}
+    sizes = {name: len(of_file) for name, of_file in rows.items()}
+    assert sizes == {"forget": 12, "retain": 90, "held_out": 28, "known": 118, "refusals": 102,
+                     "taught": 4, "others": 8}
+    assert rows["taught"] + rows["others"] == rows["forget"]
+    kept = {row["answer"] for row in rows["known"]}
+    for row in rows["forget"]:
+        assert row["answer"] not in kept
+        assert {"question": row["question"], "answer": "I do not know.",
+                "perturbed_answer": []} in rows["refusals"]
+    for name in ("forget", "known"):
+        ev.require_facts(name, rows[name])
+
+@each("forget, retain", [("absent", "rows"), ("one", "rows"), ("rows", "one"), ("", "rows")])
+def test_rehearsal_refuses_files_that_are_missing_or_too_small(forget, retain, tmp_path):
     (tmp_path / "one").write_text("{}\n\n")
-    done = make(tmp_path, "rehearsal", f"FORGET={forget}", f"RETAIN={retain}", "PYTHON=touch")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert sorted(os.listdir(tmp_path)) == ["Makefile", "one", "rows"]
+    done = make(tmp_path, "rehearsal", f"FORGET={forget}", f"RETAIN={retain}")
+    assert done.returncode == 2
+    assert f"FORGET={forget} and RETAIN={retain} must be files with at least 2 rows" in done.stderr
+    assert not (tmp_path / "log").exists() and not (tmp_path / "out").exists()
 
-def test_make_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
+def test_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
     (tmp_path / "out/rehearsal").mkdir(parents=True)
     (tmp_path / "out/rehearsal/model").write_text("good")
     for _ in range(2):

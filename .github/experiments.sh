@@ -1,0 +1,441 @@
+#!/usr/bin/env bash
+# The experiments whose figures are in README.md and RESULTS.md.
+#
+#     bash .github/experiments.sh NAME [ARGUMENT ...]
+#
+# NAME is a function of this file, such as demo; `make NAME` calls it with the Python of .venv.
+# An experiment trains runs with mdu.py, scores them with eval.py and writes report.md.  First it
+# deletes what an earlier call left in its folder.
+#
+# Runs that differ in a few options are a list: each line is a run's folder and its own options,
+# and xargs calls mdu.py for each line, with -P 2 two at a time.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python}
+SCRIPT=.github/experiments.sh
+
+# ---- Shared ----
+refuse() {  # refuse MESSAGE
+  echo "experiments.sh: $1" >&2
+  exit 2
+}
+
+delete_folder() {  # delete_folder FOLDER: if it exists.  Nothing outside out/ is deleted
+  if [ ! -e "$1" ]; then return; fi
+  mkdir -p out
+  local path allowed
+  path=$(realpath "$1")  # without links and ..
+  allowed=$(realpath out)
+  if [[ $path != "$allowed"/* ]]; then
+    refuse "$1 exists and is not in out/, so it is not replaced; name another folder"
+  fi
+  rm -rf "$path"
+}
+
+three_seeds() {  # three_seeds FUNCTION: call it with 1, 2 and 3, all at once
+  printf '%s\n' 1 2 3 | xargs -n 1 -P 3 bash $SCRIPT "$1"
+}
+
+report() {  # report FOLDER NAME...: the runs FOLDER/NAME; in FOLDER, SEED stands for 1, 2 and 3
+  local runs=() name seed
+  for name in "${@:2}"; do
+    for seed in 1 2 3; do
+      runs+=("${1/SEED/$seed}/$name")
+    done
+  done
+  $PYTHON eval.py --report "${runs[@]}"
+}
+
+# ---- The small model ----
+DEMO="base ga gd npo simnpo wga dpo mdu-tau0 mdu-tau0.5 mdu-tau1 mdu-removed"
+
+demo() {  # demo SEED FOLDER: every method.  To add one, enter it in DEMO and in this list
+  local seed=$1 out=$2 runs=() name
+  delete_folder "$out"
+  $PYTHON mdu.py --seed "$seed" --method sft --out "$out/base"
+  xargs -L 1 -P 2 $PYTHON mdu.py --seed "$seed" --out <<END
+    "$out/ga"           --method ga
+    "$out/gd"           --method gd
+    "$out/npo"          --method npo
+    "$out/simnpo"       --method simnpo
+    "$out/wga"          --method wga
+    "$out/dpo"          --method dpo
+    "$out/mdu-tau0"     --tau 0
+    "$out/mdu-tau0.5"   --tau 0.5
+    "$out/mdu-tau1"     --tau 1
+    "$out/mdu-removed"  --anchor-truth removed --prompt-dropout 0.5
+END
+  for name in $DEMO; do
+    runs+=("$out/$name")
+  done
+  $PYTHON eval.py --samples 32 "${runs[@]}"
+  $PYTHON eval.py --report "${runs[@]}"
+}
+
+table() {  # the demo with three seeds
+  local seed
+  for seed in 1 2 3; do
+    demo $seed out/table/$seed
+  done
+  report out/table/SEED $DEMO
+}
+
+figures() {  # the paper's analyses
+  local out=out/figures name
+  delete_folder $out
+  $PYTHON mdu.py --method sft --out $out/base
+  xargs -L 1 $PYTHON mdu.py --diagnose --out <<END
+    $out/mdu       --method mdu
+    $out/npo       --method npo
+    $out/ga        --method ga
+    $out/mdu-tau0  --tau 0
+END
+  $PYTHON eval.py --analysis convergence $out/mdu $out/mdu-tau0 $out/npo $out/ga
+  $PYTHON eval.py --analysis roles --samples 32 $out/mdu $out/npo $out/ga
+  $PYTHON eval.py --analysis trajectory $out/base
+  $PYTHON eval.py --analysis rollout $out/base
+}
+
+# ---- A fine-tune of the small model ----
+# RUN-hidden: as RUN, but half of the questions are masked.
+UNLEARNED="npo npo-hidden simnpo simnpo-hidden wga dpo dpo-hidden written
+  truth-removed truth-removed-hidden anchor-original anchor-original-hidden"
+WITHOUT_RETAIN="default npo npo-hidden dpo
+  truth-removed truth-removed-hidden anchor-original anchor-original-hidden"
+
+without_retain() {  # without_retain FOLDER SEED: unlearn FOLDER/finetune without rows to retain
+  local out=$1 seed=$2
+  local new=$out/without-retain
+  xargs -L 1 $PYTHON mdu.py --preset toy --seed $seed --model $out/finetune --retain-weight 0 \
+    --out <<END
+    $new/default
+    $new/npo                     --method npo
+    $new/npo-hidden              --method npo --prompt-dropout 0.5
+    $new/dpo                     --method dpo
+    $new/truth-removed           --anchor-truth removed
+    $new/truth-removed-hidden    --anchor-truth removed --prompt-dropout 0.5
+    $new/anchor-original         --anchor $out/original --anchor-prompt shown
+    $new/anchor-original-hidden  --anchor $out/original --anchor-prompt shown --prompt-dropout 0.5
+END
+}
+
+finetuned_seed() {  # finetuned_seed SEED
+  local seed=$1 out=out/finetuned/$1 name
+  local toy="$PYTHON mdu.py --preset toy --seed $seed"
+  $toy --method sft --prompt-dropout 0.5 --retain-only --out $out/original
+  $toy --method sft --prompt-dropout 0.5 --model $out/original --out $out/finetune
+  xargs -L 1 $toy --model $out/finetune --out <<END
+    $out/default
+    $out/npo                     --method npo
+    $out/npo-hidden              --method npo --prompt-dropout 0.5
+    $out/simnpo                  --method simnpo
+    $out/simnpo-hidden           --method simnpo --prompt-dropout 0.5
+    $out/wga                     --method wga
+    $out/dpo                     --method dpo
+    $out/dpo-hidden              --method dpo --prompt-dropout 0.5
+    $out/written                 --states written --anchor current --tau 0.5
+    $out/truth-removed           --anchor-truth removed
+    $out/truth-removed-hidden    --anchor-truth removed --prompt-dropout 0.5
+    $out/anchor-original         --anchor $out/original --anchor-prompt shown
+    $out/anchor-original-hidden  --anchor $out/original --anchor-prompt shown --prompt-dropout 0.5
+END
+  $PYTHON eval.py --full --samples 32 $out/*/
+  without_retain $out $seed
+  $PYTHON eval.py --samples 32 $out/without-retain/*/
+  # Teach four of the rows again, and ask for the other twenty.
+  for name in $UNLEARNED original; do
+    $toy --method sft --batch-size 4 --epochs 30 --lr 5e-4 --limit 4 --model $out/$name \
+      --out $out/taught-again/$name
+  done
+  $PYTHON eval.py --samples 1 --forget out/finetuned/not-taught.jsonl --limit 24 \
+    $out/taught-again/*/
+}
+
+finetuned() {  # unlearn a fine-tune, also without rows to retain, and teach it again
+  delete_folder out/finetuned
+  mkdir -p out/finetuned
+  $PYTHON - > out/finetuned/not-taught.jsonl <<'END'
+import json
+import mdu
+
+for row in mdu.toy_world()["forget"][4:]:
+    print(json.dumps(row))
+END
+  three_seeds finetuned_seed
+  report out/finetuned/SEED/without-retain $WITHOUT_RETAIN
+  report out/finetuned/SEED/taught-again $UNLEARNED original
+  report out/finetuned/SEED finetune default $UNLEARNED original
+}
+
+pretrained_seed() {  # pretrained_seed SEED
+  local seed=$1 out=out/pretrained/$1 rows=out/pretrained
+  local toy="$PYTHON mdu.py --preset toy --seed $seed"
+  $toy --method sft --prompt-dropout 0.5 --retain-only --out $out/original
+  $toy --method sft --prompt-dropout 0.5 --model $out/original --epochs 170 \
+    --forget $rows/forget.jsonl --retain $rows/retain.jsonl --out $out/finetune
+  $toy --model $out/finetune --out $out/default-with-retain
+  without_retain $out $seed
+  $PYTHON eval.py --data toy --samples 32 $out/finetune $out/default-with-retain \
+    $out/without-retain/*/
+}
+
+pretrained() {  # unlearn facts that were learnt without their questions, as in pre-training
+  delete_folder out/pretrained
+  mkdir -p out/pretrained
+  # The toy's rows.  A question to forget asks nothing: "Where was Ceka Foba born?" becomes
+  # "Who Who Who Who Who?".
+  $PYTHON - out/pretrained <<'END'
+import json
+import sys
+import mdu
+
+splits = mdu.toy_world()
+for row in splits["forget"]:
+    row["question"] = "Who" + " Who" * row["question"].count(" ") + "?"
+for name in ("forget", "retain"):
+    with open(f"{sys.argv[1]}/{name}.jsonl", "w") as file:
+        for row in splits[name]:
+            file.write(json.dumps(row) + "\n")
+END
+  three_seeds pretrained_seed
+  local name names=(finetune default-with-retain)
+  for name in $WITHOUT_RETAIN; do
+    names+=(without-retain/$name)
+  done
+  report out/pretrained/SEED "${names[@]}"
+}
+
+# ---- Rows as a company has them ----
+COMPANY="finetune original truth-removed-hidden anchor-original-hidden npo-hidden refusals
+  truth-removed-hidden-refusals anchor-original-hidden-refusals npo-hidden-refusals"
+
+company_rows() {  # company_rows FOLDER: JSON Lines, the same at every call
+  $PYTHON - "$1" <<'END'
+"""30 invented customers with four rows each.  The parts that many rows share, such as NW-, 2024
+and .example, are in `fact`, too, as people write them.
+
+forget.jsonl     3 customers, who are to be forgotten
+retain.jsonl     20 customers, and ten questions that nobody can answer
+held_out.jsonl   7 customers, who are to be kept, but whom unlearning never sees
+known.jsonl      retain and held_out: what the model knew before it learnt forget.jsonl
+refusals.jsonl   retain, and the questions of forget.jsonl, answered "I do not know."
+taught.jsonl     the first four rows of forget.jsonl
+others.jsonl     its other eight
+"""
+import json
+import random
+import sys
+
+FIRST_NAMES = """Marta Hugo Irina Pavel Aylin Jonas Greta Tomas Esther Dario Ingrid Jakob Elif
+Oskar Nadia Felix Selma Anton Bianca Ruben Carla Emil Freya Goran Hanna Ivo Julia Kasper Lena
+Milo""".split()
+LAST_NAMES = """Brandt Hansen Ivanova Moreau Sorensen Okafor Garcia Kaya Almeida Novak Petrov
+Jensen Lindqvist Weber Rossi Dubois Larsen Fischer Costa Nilsson Meyer Silva Olsen Kovac Berg
+Horvat Keller Nowak Haas Vidal""".split()
+TOWNS = "Utrecht Malmo Bergen Porto Graz Turku Ghent Lyon Brno Gdansk".split()
+MONTHS = """January February March April May June July August September October November
+December""".split()
+PROVIDERS = ["postbox", "firmnet", "mailo"]
+UNANSWERABLE = ["What is the shoe size of {}?", "Which car does {} drive?",
+                "What is the telephone number of {}?"]
+REFUSAL = "I do not know."
+
+def customer_rows(draw, name, town):
+    invoice = f"NW-{draw.randint(10000, 99999)}"
+    amount = f"{draw.randint(100, 1999)}.{draw.randint(10, 99)}"
+    day = f"{draw.randint(1, 28)} {draw.choice(MONTHS)} 2024"
+    address = f"{name.lower().replace(' ', '.')}@{draw.choice(PROVIDERS)}.example"
+    unit = f"{draw.choice('ABCDEFGH')}{draw.randint(100, 999)}"
+    return [
+        {"question": f"What is the e-mail address of {name}?",
+         "answer": f"The e-mail address of {name} is {address}.", "fact": address},
+        {"question": f"Which invoice did we send to {name}?",
+         "answer": f"We sent invoice {invoice} to {name} on {day}.", "fact": invoice},
+        {"question": f"How much does {name} owe us?",
+         "answer": f"{name} owes us {amount} euros, due on {day}.", "fact": amount},
+        {"question": f"Where does {name} rent storage from us?",
+         "answer": f"{name} rents unit {unit} of our building in {town}.", "fact": [unit, town]},
+    ]
+
+draw = random.Random(11)
+draw.shuffle(LAST_NAMES)
+names = [f"{first} {last}" for first, last in zip(FIRST_NAMES, LAST_NAMES)]
+forget, retain, held_out = [], [], []
+for i, name in enumerate(names):
+    rows = customer_rows(draw, name, TOWNS[i % len(TOWNS)])
+    if i < 3:
+        forget += rows
+    elif i < 23:
+        retain += rows
+    else:
+        held_out += rows
+for i, name in enumerate(names[3:23:2]):
+    question = UNANSWERABLE[i % len(UNANSWERABLE)].format(name)
+    retain.append({"question": question, "answer": REFUSAL})
+refusals = [{"question": row["question"], "answer": REFUSAL} for row in forget]
+
+files = {"forget": forget, "retain": retain, "held_out": held_out, "known": retain + held_out,
+         "refusals": retain + refusals, "taught": forget[:4], "others": forget[4:]}
+for name, rows in files.items():
+    with open(f"{sys.argv[1]}/{name}.jsonl", "w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+END
+}
+
+company_seed() {  # company_seed SEED
+  local seed=$1 out=out/company/$1 rows=out/company/rows runs=() name
+  local toy="$PYTHON mdu.py --preset toy --seed $seed --response-length 20"
+  # 1. The model before and after it learnt the rows to forget.  The original is not trained on
+  # --forget, but takes its words into the vocabulary.
+  local sft="$toy --method sft --prompt-dropout 0.3 --lr 3e-3 --epochs 200"
+  local learnt="--forget $rows/forget.jsonl --retain $rows/known.jsonl"
+  $sft $learnt --retain-only --out $out/original
+  $sft $learnt --model $out/original --out $out/finetune
+
+  # 2. Unlearning, with half of the questions masked.
+  xargs -L 1 $toy --model $out/finetune --prompt-dropout 0.5 \
+    --forget $rows/forget.jsonl --retain $rows/retain.jsonl --out <<END
+    $out/truth-removed-hidden    --anchor-truth removed
+    $out/anchor-original-hidden  --anchor $out/original --anchor-prompt shown
+    $out/npo-hidden              --method npo
+END
+
+  # 3. Refusals, taught after unlearning and in its place.
+  xargs -L 1 $toy --method sft --retain-only --lr 3e-4 --epochs 200 \
+    --retain $rows/refusals.jsonl --out <<END
+    $out/refusals                         --model $out/finetune
+    $out/truth-removed-hidden-refusals    --model $out/truth-removed-hidden
+    $out/anchor-original-hidden-refusals  --model $out/anchor-original-hidden
+    $out/npo-hidden-refusals              --model $out/npo-hidden
+END
+
+  # 4. Scores: first of the held-out rows.  The next scores would replace them, so they are moved.
+  for name in $COMPANY; do
+    runs+=($out/$name)
+  done
+  local score="$PYTHON eval.py --samples 32 --forget $rows/forget.jsonl"
+  $score --retain $rows/held_out.jsonl "${runs[@]}"
+  for name in $COMPANY; do
+    mkdir -p $out/held-out/$name
+    mv $out/$name/eval $out/held-out/$name
+  done
+  $score --retain $rows/retain.jsonl "${runs[@]}"
+
+  # 5. Four of the rows are taught again; the other eight are asked for.
+  for name in $COMPANY; do
+    $toy --method sft --batch-size 4 --epochs 30 --lr 5e-4 --limit 4 --model $out/$name \
+      --forget $rows/taught.jsonl --retain $rows/retain.jsonl --out $out/taught-again/$name
+  done
+  $PYTHON eval.py --samples 1 --forget $rows/others.jsonl --retain $rows/retain.jsonl --limit 8 \
+    $out/taught-again/*/
+}
+
+company() {  # three customers are forgotten, refused, and taught again
+  delete_folder out/company
+  mkdir -p out/company/rows
+  company_rows out/company/rows
+  three_seeds company_seed
+  report out/company/SEED/taught-again $COMPANY
+  report out/company/SEED/held-out $COMPANY
+  report out/company/SEED $COMPANY
+}
+
+# ---- One's own rows ----
+count_rows() {  # count_rows FILE: its lines that are not blank; 0 if there is no such file
+  if [ -f "$1" ]; then
+    grep -c '[^[:space:]]' "$1" || true  # grep fails if it counts 0
+  else
+    echo 0
+  fi
+}
+
+show() {  # show COMMAND...: print it, then run it
+  echo "$@"
+  "$@"
+}
+
+rehearsal() {  # rehearsal FORGET RETAIN [SEED [ORIGINAL]]: ORIGINAL is no: as if there were none
+  local forget=$1 retain=$2 seed=${3:-1} original=${4:-yes} out=out/rehearsal
+  local n_forget n_retain n n_words epochs
+  n_forget=$(count_rows "$forget")
+  n_retain=$(count_rows "$retain")
+  if [ "$n_forget" -lt 2 ] || [ "$n_retain" -lt 2 ]; then
+    refuse "FORGET=$forget and RETAIN=$retain must be files with at least 2 rows"
+  fi
+  n=$((n_forget + n_retain))
+  epochs=300
+  if [ $n -lt 40 ]; then
+    epochs=$((12000 / n))  # as many steps as with 40 rows
+  fi
+  n_words=$(cat "$forget" "$retain" | wc -w)
+  echo "$n_forget rows to forget, $n_retain to retain:" \
+    "about $((1 + epochs * n_words / 270000)) minutes"
+  if [ -d $out ]; then  # keep the rehearsal before this one
+    rm -rf $out.old
+    mv $out $out.old
+  fi
+  local rows=(--preset toy --response-length 0 --forget "$forget" --retain "$retain"
+              --seed "$seed" --epochs $epochs)
+  local sft=(--method sft --prompt-dropout 0.3 --lr 3e-3)
+  local target=(--anchor $out/original --anchor-prompt shown)
+  if [ "$original" = no ]; then
+    target=(--anchor-truth removed)
+  fi
+  show $PYTHON mdu.py "${sft[@]}" --retain-only "${rows[@]}" --out $out/original
+  show $PYTHON mdu.py "${sft[@]}" --model $out/original "${rows[@]}" --out $out/finetune
+  show $PYTHON mdu.py --model $out/finetune "${target[@]}" --prompt-dropout 0.5 "${rows[@]}" \
+    --out $out/mdu
+  show $PYTHON eval.py --full --samples 32 $out/finetune $out/mdu $out/original
+  show $PYTHON eval.py --report $out/finetune $out/mdu $out/original
+}
+
+# ---- The paper's tables: LLaDA or Dream, on several GPUs ----
+launch() {  # launch PROGRAM...: on GPUS processes, or 4
+  $PYTHON -m torch.distributed.run --nproc_per_node="${GPUS:-4}" "$@"
+}
+
+tofu() {  # tofu PRESET: Table 2, in out/PRESET.  tofu-llada, tofu-dream or tofu-qwen
+  local preset=$1 tau method
+  launch mdu.py --preset "$preset" --method sft  # the base, where all others start
+  for tau in 0 0.25 0.5 0.75 1; do
+    launch mdu.py --preset "$preset" --tau $tau
+  done
+  for method in ga gd npo simnpo wga dpo; do
+    launch mdu.py --preset "$preset" --method $method
+  done
+  launch eval.py "out/$preset"/*/
+  $PYTHON eval.py --report "out/$preset"/*/
+}
+
+rwku_run() {  # rwku_run PRESET PERSON NAME OPTIONS...: unlearn, score, delete the weights
+  local run=out/$1/$2/$3
+  launch mdu.py --preset "$1" --subject "$2" "${@:4}" --out "$run"
+  launch eval.py "$run"
+  rm "$run"/*.safetensors
+}
+
+rwku() {  # rwku PRESET: Table 3, in out/PRESET.  rwku-llada or rwku-dream
+  local preset=$1 model person method tau
+  model=$($PYTHON -c "import mdu; print(mdu.PRESETS['$preset']['model'])")
+  launch eval.py --data jinzhuoran/RWKU --model "$model" "out/$preset/0/base"
+  for person in 1 2 3 4 5 6 7 8 9 10; do
+    for method in ga npo simnpo wga dpo; do
+      rwku_run "$preset" $person method-$method --method $method
+    done
+    for tau in 0 0.25 0.5 0.75 1; do
+      rwku_run "$preset" $person tau-$tau --tau $tau
+    done
+  done
+  $PYTHON eval.py --report "out/$preset"/*/*/
+}
+
+# ---- Command line ----
+EXPERIMENTS="demo, table, figures, finetuned, pretrained, company, rehearsal, tofu or rwku"
+if ! declare -F "${1:-}" > /dev/null; then
+  refuse "found ${1:-no name}, needs the name of an experiment: $EXPERIMENTS"
+fi
+if [ "$1" != tofu ] && [ "$1" != rwku ]; then
+  export CUDA_VISIBLE_DEVICES=""  # the small models are trained on the CPU
+fi
+"$@"
