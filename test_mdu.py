@@ -13,7 +13,6 @@ import math
 import os
 import re
 import resource
-import shlex
 import shutil
 import subprocess
 import sys
@@ -1486,7 +1485,8 @@ def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
 
 def test_toy_tokenizer_gives_back_every_text():
     """Where no spaces are written, a token is a letter."""
-    pieces = {"他的父亲是 Wu Li。": "▁ 他 的 父 亲 是 ▁Wu ▁Li 。", "ที่นี่, 2 हिन्दी": "▁ ที่ นี่ , ▁2 ▁हिन्दी",
+    pieces = {"他的父亲是 Wu Li。": "▁ 他 的 父 亲 是 ▁Wu ▁Li 。",
+              "ที่นี่, 2 हिन्दी": "▁ ที่ นี่ , ▁2 ▁हिन्दी",
               "He is 77, isn't he?": "▁He ▁is ▁77 , ▁isn ' t ▁he ?"}
     rows = [{"question": text, "answer": text, "perturbed_answer": []} for text in pieces]
     tokenizer = mdu.toy_tokenizer({"forget": rows})
