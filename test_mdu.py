@@ -405,7 +405,7 @@ def metrics(run):
     """The lines of metrics.jsonl, without what differs between two equal runs."""
     lines = ev.read_lines(Path(run) / "metrics.jsonl")
     for line in lines:
-        line.pop("rows/s", None)
+        line.pop("rows_per_s", None)
     return lines
 
 # ---- Tiny checkpoints in the layouts of the hub ----
@@ -911,6 +911,19 @@ def test_learning_rate_by_hand():
     assert rates == approx([0.1, 0.2, 0.3, 0.3, 0.225, 0.075, 0])
 
 # ---- The program and the models of a run ----
+def test_import_of_mdu_needs_no_fcntl():
+    """Windows has none; somebody there may want a loss."""
+    run_python("-c", "import sys; sys.modules['fcntl'] = None; import mdu; mdu.mdu_loss")
+
+def test_parse_gives_run_json_one_order_of_options():
+    """Whatever the seed of Python's hashes."""
+    orders = set()
+    for seed in "123":
+        command = [sys.executable, "-c", "import mdu; print([*vars(mdu.parse([]))])"]
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        orders.add(subprocess.check_output(command, env=env, cwd=Path(mdu.__file__).parent))
+    assert len(orders) == 1
+
 def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path, capsys):
     """What another one has made while we waited is not touched."""
     run = tmp_path / "run"
@@ -927,6 +940,13 @@ def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path
         assert "exists" in program(toy(base, tmp_path / "new"), capsys)
     for folder in (run, tmp_path / "new"):
         assert sorted(read_all(folder).values()) == sorted(read_all(unlearned).values())
+
+def test_run_json_says_what_it_was_made_with(unlearned):
+    run = mdu.read_run(unlearned)
+    assert list(run) == ["options", "rows", "versions", "processes", "forget_loss"]
+    assert run["versions"] == {"torch": torch.__version__, "transformers": transformers.__version__}
+    assert run["processes"] == 1
+    assert [*run["options"]][:3] == [*mdu.METHOD_OPTIONS][:3]
 
 def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch):
     def train_base(command, env):
@@ -976,6 +996,34 @@ def test_load_references_loads_no_model_in_vain(typed, loads, base, tmp_path, mo
     head = weights(tmp_path / "run")["lm_head.weight"]
     assert not torch.equal(head, head.bfloat16().float())  # it is trained and saved in float32
 
+@each("losses, steps, expected", [
+    ([8, 4, 3, 2, 1, 0], 6, (5, 1, 0.2)), ([8, 4], 40, (6, 6, 1)), ([4, 2, 0, 0], 9, (2, 2/3, 1/3)),
+    (20 * [10] + 160 * [7] + 20 * [1], 200, (10, 1, 0.1)), ([0, 0, 0, 0], 4, (0, 0, 0))])
+def test_forget_loss_left_by_hand(losses, steps, expected):
+    """Means of the first and the last tenth of the steps, at least three of each."""
+    assert mdu.forget_loss_left(losses, steps) == approx(expected)
+
+@each("method, factor, warned", [("mdu", 0.25, True), ("mdu", 0.15, False), ("npo", 0.9, False)])
+def test_record_forget_loss_says_whether_the_target_is_reached(
+        method, factor, warned, base, tmp_path, monkeypatch, capsys):
+    """A run that is stopped and resumed has the same figures as one that is not."""
+    losses = 3 * [[4.0, 0]] + 3 * [[2.0, 0]] + 3 * [[4.0 * factor, 0]]
+    argv = toy(base, tmp_path / "run", f"--method {method} --epochs 3 --checkpoint-every 4")
+    monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=losses[:5] + [KeyboardInterrupt]))
+    monkeypatch.setattr(mdu.nn.utils, "clip_grad_norm_", mock.Mock(return_value=torch.tensor(1.0)))
+    program(argv, capsys, code=130)
+    mdu.backward = mock.Mock(side_effect=losses[4:])
+    mdu.main(["--resume", f"{tmp_path}/run"])
+    screen = capsys.readouterr().out
+    found = mdu.read_run(tmp_path / "run").get("forget_loss")
+    if method == "mdu":
+        assert found == approx({"first": 4, "last": 4 * factor, "left": factor})
+        assert f"forget loss 4 -> {4 * factor:g} ({factor:.0%} left)" in screen
+    else:
+        assert found is None and "left)" not in screen
+    advice = "has not reached its target (20% or less).  Train longer, with --epochs 6, or"
+    assert (advice in screen) == warned
+
 def test_diagnose_equals_one_sequence_at_a_time():
     args = options("--batch-size 3 --seed 5")
     examples = make_examples()
@@ -1002,7 +1050,7 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     found = vars(options(f"--method {name}"))
     own = mdu.METHODS[name].options
     assert own.items() <= found.items()
-    for option in mdu.METHOD_OPTIONS - own.keys():
+    for option in mdu.METHOD_OPTIONS.keys() - own.keys():
         assert found[option] is None
         value = {"diagnose": "", "retain_only": "", "states": "random", "anchor_prompt": "masked",
                  "anchor_truth": "kept"}.get(option, "1")
@@ -1028,7 +1076,11 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     ("--method sft --retain-only --model x", dict(preset="own", lr=2e-5, out="out/own/retain")),
     ("--anchor-truth removed --rare 0.5", dict(rare=0.5, out="out/toy/mdu-tau1-removed")),
     ("--lora 8 --lr 0.3 --tau 0.5", dict(lr=0.3, out="out/toy/mdu-tau0.5")),
-    ("--preset own --out {base}/../other", dict(response_length=128, model="{base}")),
+    # A start model that is a run brings its response length, also over the preset's.
+    ("--preset own --out {base}/../other", dict(response_length=12, model="{base}")),
+    ("--method sft --model {base}", dict(preset="own", response_length=12, epochs=None)),
+    ("--preset rwku-llada --subject 1 --model {base}", dict(response_length=12)),
+    ("--model {base} --response-length 40", dict(response_length=40)),
     ("--preset toy --model x --retain f", dict(data="toy", response_length=12)),
     # Paths that exist are made absolute, so that a run can be resumed from anywhere.
     ("--model a/b --anchor c/d --out .", dict(model="a/b", anchor="c/d", out=".")),
@@ -1063,15 +1115,24 @@ def test_parse_resumes_with_the_options_of_the_run_and_of_this_code_alone(unlear
         with pytest.raises(mdu.BadInput, match="resume it with the code that made it"):
             options(f"--resume {run}")
 
-def test_fit_response_length_takes_the_longest_answer_for_0():
-    examples = make_examples()
-    examples["retain"][0] = examples["retain"][0]._replace(answer=[5] * 9)
-    for typed, fitted in [("--response-length 0", 9), ("--response-length 7", 7)]:
-        args = options(typed)
-        before = dict(vars(args))
-        assert vars(mdu.fit_response_length(args, examples)) == {
-            **before, "response_length": fitted}
-        assert vars(args) == before  # nothing is filled in
+@each("typed, n_rows, length, epochs", [
+    ("--model x --response-length 0", 10, 9, 100), ("--model x --batch-size 2", 10, 128, 50),
+    ("--model x --grad-accum 3", 10, 128, 300), ("--model x --method sft", 4, 128, 250),
+    ("--model x", 200, 128, 5), ("--model x", 201, 128, 5), ("--model x", 199, 128, 1000 / 199),
+    ("--model x --epochs 3 --response-length 7", 10, 7, 3), ("--preset toy", 10, 12, 200)])
+def test_fit_to_rows_by_hand(typed, n_rows, length, epochs):
+    """The longest answer has 9 tokens.  One's own rows have 250 steps, of 4 rows by default, or 5
+    epochs.  sft counts its own rows."""
+    examples = {"forget": [mdu.Example([3], [5] * 9, [], [])], "retain": []}
+    if "sft" in typed:
+        examples["train"] = n_rows * examples["forget"]
+    else:
+        examples["forget"] *= n_rows
+    args = options(typed)
+    before = dict(vars(args))
+    fitted = vars(mdu.fit_to_rows(args, examples))
+    assert fitted == {**before, "response_length": length, "epochs": epochs}
+    assert vars(args) == before  # nothing is filled in
 
 RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put before it
     "def dpo_loss(": "def kto_loss(nll, nll_ref, kappa):\n"
@@ -1123,11 +1184,27 @@ def test_read_jsonl_takes_both_names_of_columns(tmp_path):
         {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
         {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "r"]}]
 
+def test_is_rwku_by_its_own_name_or_its_people(rwku, tmp_path):
+    assert mdu.is_rwku(mdu.RWKU["data"]) and mdu.is_rwku(rwku) and mdu.is_rwku("copies/rwku")
+    for other in (mdu.TOFU["data"], "my/tofu-like-rwku", str(tmp_path)):
+        assert not mdu.is_rwku(other)
+
 def test_read_dataset_takes_a_name_to_the_hub():
-    assert mdu.is_rwku(mdu.RWKU["data"]) and not mdu.is_rwku(mdu.TOFU["data"])
     with mock.patch("datasets.load_dataset", return_value=iter([{"a": 1}])) as load:
         assert mdu.read_dataset("owner/name", "config", "test") == [{"a": 1}]
     load.assert_called_once_with("owner/name", "config", split="test", streaming=False)
+
+@each("rows, message", [
+    ([], "--data {}, retain90: a file is empty"),
+    ([{"question": "q", "answer": "a"}, {"question": "q", "answer": None}],
+     "--data {}, retain90, row 2: needs question and answer, or prompt and response, that are not "
+     "null; found question")])
+def test_load_data_names_the_bad_row_of_a_dataset(rows, message, tmp_path):
+    good = [{"question": "q", "answer": "a"}]
+    write_dataset(tmp_path, {"train": {"forget10_perturbed": good, "retain90": rows}})
+    with pytest.raises(mdu.BadInput) as error:
+        mdu.load_data(options(f"--model m --data {tmp_path}"))
+    assert str(error.value) == message.format(tmp_path)
 
 def test_read_dataset_sees_that_a_file_of_a_folder_has_changed(tmp_path):
     for row in ({"a": 1}, {"a": 2}):
@@ -2417,12 +2494,18 @@ BAD_ROWS = {  # a file of rows: (its text, part of the line)
     "malformed": (ROW + "\n" + ROW[:-3], "line 2: Unterminated string"),
     "none": ("\n", "{files}/none: no rows"),
     "columns": ('{"prompt": "p", "completion": "c"}',
-                "line 1: needs question and answer, or prompt and response; found prompt"),
+                "line 1: needs question and answer, or prompt and response, that are not null; "
+                "found prompt, completion (JSON Lines"),
+    "null": ('{"question": "q", "answer": null}', "not null; found question (JSON Lines"),
+    "sign": (ROW[:-1] + ', "fact": "♠"}', "line 1: fact: needs a letter or digit, found '♠'"),
+    "surrogate": (ROW + "\n" + ROW.replace("It", "\\ud83d It"),
+                  "line 2: answer: '\\ud83d It is {{}}.' has half of a surrogate pair"),
     "empty": (ROW + '\n\n{"question": "q", "answer": " "}',
               "line 3: answer: needs a text that is not empty, found ' '"),
     "number": (ROW[:-1] + ', "fact": 1.0}',
                "line 1: fact: needs a text that is not empty, found 1.0"),
-    "latin-1": (ROW + "\n\udce9", "line 2: 'utf-8' codec can't decode"),
+    "latin-1": (ROW + "\n\udce9", "latin-1: not UTF-8 ('utf-8' codec can't decode byte 0xe9"),
+    "utf-16": ("\udcff\udcfe{\0}\0\n\0", "utf-16: not UTF-8 ('utf-8' codec can't decode byte 0xff"),
     "nested": (99999 * "[", "line 1: maximum recursion depth"),
     "strange": (8 * '{"question": "xx", "answer": "yy zz"}\n',
                 "most words to forget are unknown to the model"),
@@ -2451,15 +2534,19 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --method sft --diagnose": "--diagnose is for unlearning, not for sft",
     "mdu.py --method ga --tau 1": "--method ga has no option --tau",
     "mdu.py {own} --method gd --retain-weight 0": "--method gd without a retain loss is ga",
-    "mdu.py --anchor-prompt shown": "shown needs another --anchor MODEL: with start",
-    "mdu.py --anchor current --anchor-prompt shown": "another --anchor MODEL: with current",
-    "mdu.py --data toy --model . --anchor . --anchor-prompt shown": "--anchor MODEL: with /",
-    "mdu.py {own} --retain {good}": "'Who is Bolti?' is to be forgotten and retained",
+    "mdu.py --anchor-prompt shown": "shown needs another --anchor MODEL, or --anchor-truth removed: with start",
+    "mdu.py --anchor current --anchor-prompt shown": "--anchor-truth removed: with current",
+    "mdu.py --data toy --model . --anchor . --anchor-prompt shown": "--anchor-truth removed: with /",
+    "mdu.py --model {base} --forget {files}/known --retain {files}/known":
+        "'Where was Ceka Foba born?' is to be forgotten and retained, with the same answer",
+    "mdu.py --model {base} --forget {files}/known --retain {files}/spaced":
+        "'Where was Ceka Foba born?' is to be forgotten and retained, with the same answer",
     "mdu.py --preset own --method sft --forget {good}": "needs a start model: --model; for a small",
     "mdu.py --preset toy --model {base} --anchor {files}/good-model": "its vocabulary differs",
     "mdu.py --method sft --lora 2": "--lora trains adapters of a start model",
+    "mdu.py --forget /dev/null": "--forget /dev/null is no regular file; save the rows in one",
     "mdu.py --forget absent": "No such file or directory: 'absent'",
-    "mdu.py --data {files} --model x": "--data {files}: BuilderConfig 'forget10_perturbed' not fou",
+    "mdu.py --data {files} --model x": "--data {files}, forget10_perturbed: BuilderConfig 'forget10",
     "mdu.py --data {rwku} --model x": "RWKU is about people; give one of them with --subject",
     "mdu.py --subject King": "--subject is for RWKU: --preset rwku-... or --data",
     "mdu.py --model {base}": "no rows to forget; give --forget or --data",
@@ -2521,6 +2608,9 @@ def files(base, tmp_path_factory):
     other = {"options": made, "rows": {"forget": "other"}}
     texts = {
         "good": 15 * f"{ROW}\n" + ROW[:-1] + ', "perturbed_answer": "x"}',  # too few for dpo
+        "known": '{"question": "Where was Ceka Foba born?", "answer": "Ceka Foba was born in Rome."}',
+        "spaced": '{"question": "Where was Ceka Foba born? ", '  # its tokens are those of `known`
+                  '"answer": "Ceka Foba was born in Rome.\\n"}',
         "fact": ROW[:-1] + ', "fact": ["is", "i"]}',  # of which one is in the answer
         "unfinished/base/run.json": json.dumps(other),
         "damaged/eval/summary.json": "{", "old/eval/summary.json": "{}",
