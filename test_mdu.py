@@ -152,7 +152,7 @@ RARE = [7, 8, 11]
 class FakeModel:
     """11 tokens, float64 logits (B, T, 11) that depend on all tokens and their order, or those
     that a script, a function of ids, returns.  boost: of the mask token."""
-    mask_id, pad_id, end_id, origin = MASK, PAD, 1, mdu.NEW_MODEL
+    mask_id, pad_id, end_id, origin = MASK, PAD, 1, mdu.Origin()
     lm = SimpleNamespace(config=SimpleNamespace(vocab_size=11, max_position_embeddings=99))
     table = torch.randn(11, 11, generator=torch.Generator().manual_seed(6)).double()
     boost, sure, by_entropy, script = -50.0, 1, False, None
