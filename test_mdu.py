@@ -1134,6 +1134,18 @@ def test_fit_to_rows_by_hand(typed, n_rows, length, epochs):
     assert fitted == {**before, "response_length": length, "epochs": epochs}
     assert vars(args) == before  # nothing is filled in
 
+def test_default_text_has_the_defaults_of_parse():
+    """What a line of --help says in its brackets is what parse gives."""
+    found = vars(options("--preset tofu-llada"))
+    for name, text in [("tau", "1.0"), ("batch_size", "4; toy 8"), ("grad_accum", "1"),
+                       ("rare", "0.02"), ("seed", "1"), ("checkpoint_every", "500")]:
+        assert mdu.default_text(name) == text
+        if name != "grad_accum":  # a preset's
+            assert str(found[name]) == text.split(";")[0]
+    assert mdu.default_text("lr") == f"preset's; toy {options().lr}"
+    for method in ("npo", "simnpo", "dpo"):
+        assert f"{method} {options(f'--method {method}').beta}" in mdu.default_text("beta")
+
 RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put before it
     "def dpo_loss(": "def kto_loss(nll, nll_ref, kappa):\n"
                      "    return kappa * (nll_ref.detach() - nll)\n\n\n",
@@ -1142,7 +1154,7 @@ RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put b
         "        return kto_loss(batch_nll(model, batch), nll_ref, args.kappa)\n",
     '    "dpo": Method(':
         '    "kto": Method(dict(kappa=2.0), with_theta0=True),\n',
-    '    add("--gamma"': '    add("--kappa", type=positive, help="factor")\n'}
+    '    add("--gamma"': '    add("--kappa", "factor", type=positive)\n'}
 
 def test_forget_loss_takes_another_loss_in_four_places(base, tmp_path):
     changed = extended(mdu, RECIPE)
@@ -2680,7 +2692,7 @@ def test_help_explains_every_option_and_pages_name_no_other(monkeypatch, capsys)
             module.main(["--help"])
         screen = capsys.readouterr().out
         options.update(re.findall(r"--[a-z-]+", screen))
-        explained = re.findall(r"(?m)^  (-.*(?:\n {20}.*)*)", screen.split("defaults:")[0])
+        explained = re.findall(r"(?m)^  (-.*(?:\n {20}.*)*)", screen.split("presets:")[0])
         assert len(explained) > 10 and all(re.search(r"\s{2}\S", text) for text in explained)
     for page in PAGES:
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", page)) <= options
