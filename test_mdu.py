@@ -905,6 +905,20 @@ def test_train_ends_in_one_line(effect, code, message, base, tmp_path, monkeypat
     err = program(toy(base, tmp_path / "run"), capsys, code=code)
     assert message in err and (err == "") == (code == 130)  # its line is on stdout
 
+def test_train_says_that_the_start_model_has_nan(base, tmp_path, monkeypatch, capsys):
+    """And of a later step, that the learning rate is too high."""
+    shutil.copytree(base, tmp_path / "nan")
+    tensors = weights(base)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = math.nan
+    safetensors.torch.save_file(tensors, tmp_path / "nan/model.safetensors", {"format": "pt"})
+    err = program(toy(tmp_path / "nan", tmp_path / "run"), capsys)
+    assert "; the start model (or --anchor MODEL) already has nan or inf in its weights" in err
+    assert "step 1: loss nan" in err and "--lr" not in err
+    steps = mock.Mock(side_effect=[[1.0, 1.0], [math.nan, 1.0]])
+    monkeypatch.setattr(mdu, "backward", steps)
+    err = program(toy(base, tmp_path / "later"), capsys)
+    assert "step 2: loss nan" in err and err.endswith("; lower --lr\n")
+
 def test_learning_rate_by_hand():
     args = options("--lr 0.3")
     rates = [mdu.learning_rate(args, step, 60) for step in (0, 1, 2, 3, 22, 41, 60)]
