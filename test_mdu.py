@@ -1247,6 +1247,36 @@ def test_encode_prompt_follows_the_chat_template_and_control_tokens_in_texts_sta
     not_rare = [False] * len(answer)
     assert examples["forget"] == [mdu.Example(prompt, answer, not_rare, [answer])]
 
+LLAMA_3 = """{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}
+        {%- set date_string = "26 Jul 2024" %}
+    {%- endif %}
+{%- endif %}
+{{- "Today Date: " + date_string + "\n" }}
+{%- for m in messages %}
+    {{- m.role + ": " + m.content + "\n" }}
+{%- endfor %}
+"""
+
+@each("template, text", [
+    (LLAMA_3, "Today Date: 26 Jul 2024\nuser: Who?\n"),
+    ("{{ strftime_now('%A, %B %d, %Y') }} {{ messages[0].content }}", "Friday, July 26, 2024 Who?"),
+    ("{% macro day() %}{{ strftime_now(format='%Y-%m-%dT%H:%M:%S') }}{% endmacro %}"
+     "{% for m in messages %}{{ m.content }} {{ day() }}{% endfor %}", "Who? 2024-07-26T00:00:00"),
+    # No word of a template without a date changes, nor a space or a new line.
+    ("{{ messages[0].content }}", "Who?"), ("\n\n{{ messages[0].content }}\n", "\n\nWho?"),
+    ("\n  {% if true %}\n\n  {{ messages[0].content }}  \n {% endif %}\n ", "\n\n  Who?  \n "),
+    ("  {% if true %}\n {{ messages[0].content }}{% endif %}", " Who?")])
+def test_encode_prompt_prints_a_fixed_date(template, text, tmp_path):
+    write_tokenizer(tmp_path, "llama")
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tokenizer.chat_template = template
+    plain = tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=False)
+    assert (plain == text) == ("strftime_now" not in template)
+    assert tokenizer.decode(mdu.encode_prompt(tokenizer, "Who?")) == text
+
 # ---- Backbones ----
 @each("name, revision", [("a/b", None), ("a/b@", None), ("a/b@c1d2", "c1d2")])
 def test_find_model_downloads_no_pickle_and_the_revision_that_is_asked_for(name, revision):
