@@ -151,7 +151,7 @@ RARE = [7, 8, 11]
 class FakeModel:
     """11 tokens, float64 logits (B, T, 11) that depend on all tokens and their order, or those
     that a script, a function of ids, returns.  boost: of the mask token."""
-    mask_id, pad_id, end_id, origin = MASK, PAD, 1, mdu.NEW_MODEL
+    mask_id, pad_id, end_id, origin = MASK, PAD, 1, mdu.Origin()
     lm = SimpleNamespace(config=SimpleNamespace(vocab_size=11, max_position_embeddings=99))
     table = torch.randn(11, 11, generator=torch.Generator().manual_seed(6)).double()
     boost, sure, by_entropy, script = -50.0, 1, False, None
@@ -404,7 +404,7 @@ def metrics(run):
     """The lines of metrics.jsonl, without what differs between two equal runs."""
     lines = ev.read_lines(Path(run) / "metrics.jsonl")
     for line in lines:
-        line.pop("rows/s", None)
+        line.pop("rows_per_s", None)
     return lines
 
 # ---- Tiny checkpoints in the layouts of the hub ----
@@ -423,10 +423,12 @@ LLADA = json.loads("""{
 "mlp_ratio": 2, "max_sequence_length": 256, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2,
 "pad_token_id": 257, "rms_norm_eps": 1e-5, "rope": true, "rope_theta": 5e5, "scale_logits": false,
 "vocab_size": 264}""")
+ILLADA = dict(NATIVE, rope_theta=5e5, layer_norm_eps=None, resid_pdrop=0.5, pad_token_id=256,
+              rope_scaling={"factor": 1.0, "rope_type": "default", "type": "default"})
 QWEN2 = dict(NATIVE, mask_token_id=258, pad_token_id=256)
 QWEN3 = dict(NATIVE, head_dim=16, attention_bias=False)  # ids: the tokenizer's
 CONFIGS = {  # model_type: config.json
-    "llada": LLADA, "Dream": dict(QWEN2, **WINDOW), "a2d-qwen2": QWEN2,
+    "llada": LLADA, "illada": ILLADA, "Dream": dict(QWEN2, **WINDOW), "a2d-qwen2": QWEN2,
     "qwen2": dict(QWEN2, is_causal=False), "qwen3": dict(QWEN3, is_causal=False),
     "a2d-qwen3": dict(QWEN3, **WINDOW),
     "a2d-llama": dict(NATIVE, rope_theta=5e5, mask_token_id=258),
@@ -444,14 +446,20 @@ HEADERS = (  # LLaDA's template ends with the assistant's header, asked for or n
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}<assistant>")
 THINKING = CHATML + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 TOKENS = {  # special tokens, ids from 256 on, after the bytes
     "llama": "<|startoftext|> <|endoftext|> <|mdm_mask|> <|start_header_id|> <|end_header_id|> "
              "<|eot_id|>".split(),
+    "illada": "<pad> </s> <[MASK]> <unk> <user> <assistant>".split(),
     "qwen": "<|endoftext|> <|beginoftext|> <|mask|> <|im_start|> <|im_end|> <think> "
             "</think>".split()}
 
 def family(kind):
+    if kind == "illada":
+        return kind
     return "qwen" if kind == "Dream" or "qwen" in kind else "llama"
 
 def write_tokenizer(folder, kind):
@@ -472,10 +480,13 @@ def write_tokenizer(folder, kind):
         bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
         bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = tokenizers.decoders.ByteLevel()
-        bpe.add_special_tokens(TOKENS["llama"])
+        bpe.add_special_tokens(TOKENS[family(kind)])
         bpe.save(str(folder / "tokenizer.json"))
         settings.update(tokenizer_class="PreTrainedTokenizerFast", chat_template=HEADERS,
                         bos_token="<|startoftext|>")
+        if kind == "illada":  # no token is named the mask token
+            settings = dict(chat_template=NO_SYSTEM, eos_token="</s>", pad_token="<pad>",
+                            unk_token="<unk>")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 def write_checkpoint(folder, kind, tied=False, file_size="5GB", **changes):
@@ -488,7 +499,8 @@ def write_checkpoint(folder, kind, tied=False, file_size="5GB", **changes):
     (folder / "modeling.py").write_text("raise RuntimeError('code of the folder was run')\n")
     (folder / "notes.json").touch()  # which belongs to no model
     write_tokenizer(folder, kind)
-    native = {"Dream": "qwen2", "llada": "llama"}.get(kind, kind.removeprefix("a2d-"))
+    native = {"Dream": "qwen2", "llada": "llama", "illada": "llama"}.get(
+        kind, kind.removeprefix("a2d-"))
     shapes = transformers.AutoConfig.for_model(
         native, **SIZES, head_dim=config.get("head_dim", 8), rope_theta=config["rope_theta"],
         rms_norm_eps=config["rms_norm_eps"], tie_word_embeddings=tied, is_causal=False)
@@ -507,7 +519,7 @@ def write_checkpoint(folder, kind, tied=False, file_size="5GB", **changes):
 
 @pytest.fixture(scope="session", params=[
     *itertools.product(CONFIGS, [False], ["5GB"]), ("llada", True, "40KB"),
-    ("a2d-qwen3", True, "40KB")])
+    ("a2d-qwen3", True, "40KB"), ("illada", True, "40KB")])
 def hub(request, tmp_path_factory):
     kind, tied, file_size = request.param
     folder = tmp_path_factory.mktemp("hub")
@@ -904,12 +916,39 @@ def test_train_ends_in_one_line(effect, code, message, base, tmp_path, monkeypat
     err = program(toy(base, tmp_path / "run"), capsys, code=code)
     assert message in err and (err == "") == (code == 130)  # its line is on stdout
 
+def test_train_says_that_the_start_model_has_nan(base, tmp_path, monkeypatch, capsys):
+    """And of a later step, that the learning rate is too high."""
+    shutil.copytree(base, tmp_path / "nan")
+    tensors = weights(base)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = math.nan
+    safetensors.torch.save_file(tensors, tmp_path / "nan/model.safetensors", {"format": "pt"})
+    err = program(toy(tmp_path / "nan", tmp_path / "run"), capsys)
+    assert "; the start model (or --anchor MODEL) already has nan or inf in its weights" in err
+    assert "step 1: loss nan" in err and "--lr" not in err
+    steps = mock.Mock(side_effect=[[1.0, 1.0], [math.nan, 1.0]])
+    monkeypatch.setattr(mdu, "backward", steps)
+    err = program(toy(base, tmp_path / "later"), capsys)
+    assert "step 2: loss nan" in err and err.endswith("; lower --lr\n")
+
 def test_learning_rate_by_hand():
     args = options("--lr 0.3")
     rates = [mdu.learning_rate(args, step, 60) for step in (0, 1, 2, 3, 22, 41, 60)]
     assert rates == approx([0.1, 0.2, 0.3, 0.3, 0.225, 0.075, 0])
 
 # ---- The program and the models of a run ----
+def test_import_of_mdu_needs_no_fcntl():
+    """Windows has none; somebody there may want a loss."""
+    run_python("-c", "import sys; sys.modules['fcntl'] = None; import mdu; mdu.mdu_loss")
+
+def test_parse_gives_run_json_one_order_of_options():
+    """Whatever the seed of Python's hashes."""
+    orders = set()
+    for seed in "123":
+        command = [sys.executable, "-c", "import mdu; print([*vars(mdu.parse([]))])"]
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        orders.add(subprocess.check_output(command, env=env, cwd=Path(mdu.__file__).parent))
+    assert len(orders) == 1
+
 def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path, capsys):
     """What another one has made while we waited is not touched."""
     run = tmp_path / "run"
@@ -926,6 +965,13 @@ def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path
         assert "exists" in program(toy(base, tmp_path / "new"), capsys)
     for folder in (run, tmp_path / "new"):
         assert sorted(read_all(folder).values()) == sorted(read_all(unlearned).values())
+
+def test_run_json_says_what_it_was_made_with(unlearned):
+    run = mdu.read_run(unlearned)
+    assert list(run) == ["options", "rows", "versions", "processes", "forget_loss"]
+    assert run["versions"] == {"torch": torch.__version__, "transformers": transformers.__version__}
+    assert run["processes"] == 1
+    assert [*run["options"]][:3] == [*mdu.METHOD_OPTIONS][:3]
 
 def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch):
     def train_base(command, env):
@@ -975,6 +1021,34 @@ def test_load_references_loads_no_model_in_vain(typed, loads, base, tmp_path, mo
     head = weights(tmp_path / "run")["lm_head.weight"]
     assert not torch.equal(head, head.bfloat16().float())  # it is trained and saved in float32
 
+@each("losses, steps, expected", [
+    ([8, 4, 3, 2, 1, 0], 6, (5, 1, 0.2)), ([8, 4], 40, (6, 6, 1)), ([4, 2, 0, 0], 9, (2, 2/3, 1/3)),
+    (20 * [10] + 160 * [7] + 20 * [1], 200, (10, 1, 0.1)), ([0, 0, 0, 0], 4, (0, 0, 0))])
+def test_forget_loss_left_by_hand(losses, steps, expected):
+    """Means of the first and the last tenth of the steps, at least three of each."""
+    assert mdu.forget_loss_left(losses, steps) == approx(expected)
+
+@each("method, factor, warned", [("mdu", 0.25, True), ("mdu", 0.15, False), ("npo", 0.9, False)])
+def test_record_forget_loss_says_whether_the_target_is_reached(
+        method, factor, warned, base, tmp_path, monkeypatch, capsys):
+    """A run that is stopped and resumed has the same figures as one that is not."""
+    losses = 3 * [[4.0, 0]] + 3 * [[2.0, 0]] + 3 * [[4.0 * factor, 0]]
+    argv = toy(base, tmp_path / "run", f"--method {method} --epochs 3 --checkpoint-every 4")
+    monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=losses[:5] + [KeyboardInterrupt]))
+    monkeypatch.setattr(mdu.nn.utils, "clip_grad_norm_", mock.Mock(return_value=torch.tensor(1.0)))
+    program(argv, capsys, code=130)
+    mdu.backward = mock.Mock(side_effect=losses[4:])
+    mdu.main(["--resume", f"{tmp_path}/run"])
+    screen = capsys.readouterr().out
+    found = mdu.read_run(tmp_path / "run").get("forget_loss")
+    if method == "mdu":
+        assert found == approx({"first": 4, "last": 4 * factor, "left": factor})
+        assert f"forget loss 4 -> {4 * factor:g} ({factor:.0%} left)" in screen
+    else:
+        assert found is None and "left)" not in screen
+    advice = "has not reached its target (20% or less).  Train longer, with --epochs 6, or"
+    assert (advice in screen) == warned
+
 def test_diagnose_equals_one_sequence_at_a_time():
     args = options("--batch-size 3 --seed 5")
     examples = make_examples()
@@ -1001,7 +1075,7 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     found = vars(options(f"--method {name}"))
     own = mdu.METHODS[name].options
     assert own.items() <= found.items()
-    for option in mdu.METHOD_OPTIONS - own.keys():
+    for option in mdu.METHOD_OPTIONS.keys() - own.keys():
         assert found[option] is None
         value = {"diagnose": "", "retain_only": "", "states": "random", "anchor_prompt": "masked",
                  "anchor_truth": "kept"}.get(option, "1")
@@ -1027,7 +1101,11 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     ("--method sft --retain-only --model x", dict(preset="own", lr=2e-5, out="out/own/retain")),
     ("--anchor-truth removed --rare 0.5", dict(rare=0.5, out="out/toy/mdu-tau1-removed")),
     ("--lora 8 --lr 0.3 --tau 0.5", dict(lr=0.3, out="out/toy/mdu-tau0.5")),
-    ("--preset own --out {base}/../other", dict(response_length=128, model="{base}")),
+    # A start model that is a run brings its response length, also over the preset's.
+    ("--preset own --out {base}/../other", dict(response_length=12, model="{base}")),
+    ("--method sft --model {base}", dict(preset="own", response_length=12, epochs=None)),
+    ("--preset rwku-llada --subject 1 --model {base}", dict(response_length=12)),
+    ("--model {base} --response-length 40", dict(response_length=40)),
     ("--preset toy --model x --retain f", dict(data="toy", response_length=12)),
     # Paths that exist are made absolute, so that a run can be resumed from anywhere.
     ("--model a/b --anchor c/d --out .", dict(model="a/b", anchor="c/d", out=".")),
@@ -1062,15 +1140,36 @@ def test_parse_resumes_with_the_options_of_the_run_and_of_this_code_alone(unlear
         with pytest.raises(mdu.BadInput, match="resume it with the code that made it"):
             options(f"--resume {run}")
 
-def test_fit_response_length_takes_the_longest_answer_for_0():
-    examples = make_examples()
-    examples["retain"][0] = examples["retain"][0]._replace(answer=[5] * 9)
-    for typed, fitted in [("--response-length 0", 9), ("--response-length 7", 7)]:
-        args = options(typed)
-        before = dict(vars(args))
-        assert vars(mdu.fit_response_length(args, examples)) == {
-            **before, "response_length": fitted}
-        assert vars(args) == before  # nothing is filled in
+@each("typed, n_rows, length, epochs", [
+    ("--model x --response-length 0", 10, 9, 100), ("--model x --batch-size 2", 10, 128, 50),
+    ("--model x --grad-accum 3", 10, 128, 300), ("--model x --method sft", 4, 128, 250),
+    ("--model x", 200, 128, 5), ("--model x", 201, 128, 5), ("--model x", 199, 128, 1000 / 199),
+    ("--model x --epochs 3 --response-length 7", 10, 7, 3), ("--preset toy", 10, 12, 200)])
+def test_fit_to_rows_by_hand(typed, n_rows, length, epochs):
+    """The longest answer has 9 tokens.  One's own rows have 250 steps, of 4 rows by default, or 5
+    epochs.  sft counts its own rows."""
+    examples = {"forget": [mdu.Example([3], [5] * 9, [], [])], "retain": []}
+    if "sft" in typed:
+        examples["train"] = n_rows * examples["forget"]
+    else:
+        examples["forget"] *= n_rows
+    args = options(typed)
+    before = dict(vars(args))
+    fitted = vars(mdu.fit_to_rows(args, examples))
+    assert fitted == {**before, "response_length": length, "epochs": epochs}
+    assert vars(args) == before  # nothing is filled in
+
+def test_default_text_has_the_defaults_of_parse():
+    """What a line of --help says in its brackets is what parse gives."""
+    found = vars(options("--preset tofu-llada"))
+    for name, text in [("tau", "1.0"), ("batch_size", "4; toy 8"), ("grad_accum", "1"),
+                       ("rare", "0.02"), ("seed", "1"), ("checkpoint_every", "500")]:
+        assert mdu.default_text(name) == text
+        if name != "grad_accum":  # a preset's
+            assert str(found[name]) == text.split(";")[0]
+    assert mdu.default_text("lr") == f"preset's; toy {options().lr}"
+    for method in ("npo", "simnpo", "dpo"):
+        assert f"{method} {options(f'--method {method}').beta}" in mdu.default_text("beta")
 
 RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put before it
     "def dpo_loss(": "def kto_loss(nll, nll_ref, kappa):\n"
@@ -1080,7 +1179,7 @@ RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put b
         "        return kto_loss(batch_nll(model, batch), nll_ref, args.kappa)\n",
     '    "dpo": Method(':
         '    "kto": Method(dict(kappa=2.0), with_theta0=True),\n',
-    '    add("--gamma"': '    add("--kappa", type=positive, help="factor")\n'}
+    '    add("--gamma"': '    add("--kappa", "factor", type=positive)\n'}
 
 def test_forget_loss_takes_another_loss_in_four_places(base, tmp_path):
     changed = extended(mdu, RECIPE)
@@ -1122,11 +1221,27 @@ def test_read_jsonl_takes_both_names_of_columns(tmp_path):
         {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
         {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "r"]}]
 
+def test_is_rwku_by_its_own_name_or_its_people(rwku, tmp_path):
+    assert mdu.is_rwku(mdu.RWKU["data"]) and mdu.is_rwku(rwku) and mdu.is_rwku("copies/rwku")
+    for other in (mdu.TOFU["data"], "my/tofu-like-rwku", str(tmp_path)):
+        assert not mdu.is_rwku(other)
+
 def test_read_dataset_takes_a_name_to_the_hub():
-    assert mdu.is_rwku(mdu.RWKU["data"]) and not mdu.is_rwku(mdu.TOFU["data"])
     with mock.patch("datasets.load_dataset", return_value=iter([{"a": 1}])) as load:
         assert mdu.read_dataset("owner/name", "config", "test") == [{"a": 1}]
     load.assert_called_once_with("owner/name", "config", split="test", streaming=False)
+
+@each("rows, message", [
+    ([], "--data {}, retain90: a file is empty"),
+    ([{"question": "q", "answer": "a"}, {"question": "q", "answer": None}],
+     "--data {}, retain90, row 2: needs question and answer, or prompt and response, that are not "
+     "null; found question")])
+def test_load_data_names_the_bad_row_of_a_dataset(rows, message, tmp_path):
+    good = [{"question": "q", "answer": "a"}]
+    write_dataset(tmp_path, {"train": {"forget10_perturbed": good, "retain90": rows}})
+    with pytest.raises(mdu.BadInput) as error:
+        mdu.load_data(options(f"--model m --data {tmp_path}"))
+    assert str(error.value) == message.format(tmp_path)
 
 def test_read_dataset_sees_that_a_file_of_a_folder_has_changed(tmp_path):
     for row in ({"a": 1}, {"a": 2}):
@@ -1206,16 +1321,17 @@ def test_encode_splits_flags_rare_tokens_to_forget(base):
 
 TURN = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
 AROUND = {  # a prompt's text before and after the question
+    "illada": ("<user>", "<assistant>"),
     "llama": ("<|startoftext|><|start_header_id|>user<|end_header_id|>\n\n",
               "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"),
     "Dream": TURN, "qwen": (TURN[0], f"{TURN[1]}<think>\n\n</think>\n\n")}
-END = {"llada": 261, "a2d-llama": 261, "llama": 257, "Dream": 260, "a2d-qwen2": 260,
+END = {"llada": 261, "illada": 257, "a2d-llama": 261, "llama": 257, "Dream": 260, "a2d-qwen2": 260,
        "a2d-qwen3": 260, "qwen2": 256, "qwen3": 256}  # the end-of-turn token
 
 def test_encode_prompt_follows_the_chat_template_and_control_tokens_in_texts_stay_text(hub):
     kind, model, tokenizer = hub.kind, hub.model, hub.tokenizer
     tokens = [model.mask_id, model.pad_id, model.end_id]
-    assert tokens == [258, {"llama": 257, "qwen": 256}[family(kind)], END[kind]]
+    assert tokens == [258, {"llama": 257, "illada": 256, "qwen": 256}[family(kind)], END[kind]]
     assert model.shift == model.by_entropy == (kind == "Dream")
     text = "\0 é".join(TOKENS[family(kind)][:5])
     text_ids = tokenizer(text, split_special_tokens=True).input_ids
@@ -1232,6 +1348,36 @@ def test_encode_prompt_follows_the_chat_template_and_control_tokens_in_texts_sta
     not_rare = [False] * len(answer)
     assert examples["forget"] == [mdu.Example(prompt, answer, not_rare, [answer])]
 
+LLAMA_3 = """{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- else %}
+        {%- set date_string = "26 Jul 2024" %}
+    {%- endif %}
+{%- endif %}
+{{- "Today Date: " + date_string + "\n" }}
+{%- for m in messages %}
+    {{- m.role + ": " + m.content + "\n" }}
+{%- endfor %}
+"""
+
+@each("template, text", [
+    (LLAMA_3, "Today Date: 26 Jul 2024\nuser: Who?\n"),
+    ("{{ strftime_now('%A, %B %d, %Y') }} {{ messages[0].content }}", "Friday, July 26, 2024 Who?"),
+    ("{% macro day() %}{{ strftime_now(format='%Y-%m-%dT%H:%M:%S') }}{% endmacro %}"
+     "{% for m in messages %}{{ m.content }} {{ day() }}{% endfor %}", "Who? 2024-07-26T00:00:00"),
+    # No word of a template without a date changes, nor a space or a new line.
+    ("{{ messages[0].content }}", "Who?"), ("\n\n{{ messages[0].content }}\n", "\n\nWho?"),
+    ("\n  {% if true %}\n\n  {{ messages[0].content }}  \n {% endif %}\n ", "\n\n  Who?  \n "),
+    ("  {% if true %}\n {{ messages[0].content }}{% endif %}", " Who?")])
+def test_encode_prompt_prints_a_fixed_date(template, text, tmp_path):
+    write_tokenizer(tmp_path, "llama")
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tokenizer.chat_template = template
+    plain = tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=False)
+    assert (plain == text) == ("strftime_now" not in template)
+    assert tokenizer.decode(mdu.encode_prompt(tokenizer, "Who?")) == text
+
 # ---- Backbones ----
 @each("name, revision", [("a/b", None), ("a/b@", None), ("a/b@c1d2", "c1d2")])
 def test_find_model_downloads_no_pickle_and_the_revision_that_is_asked_for(name, revision):
@@ -1240,7 +1386,7 @@ def test_find_model_downloads_no_pickle_and_the_revision_that_is_asked_for(name,
     patterns = download.call_args.kwargs["allow_patterns"]
     download.assert_called_once_with("a/b", revision=revision, allow_patterns=patterns)
     wanted = ["model-00001-of-00002.safetensors", "tokenizer.json", "model.safetensors.index.json",
-              "chat_template.jinja", "merges.txt"]
+              "chat_template.jinja", "merges.txt", "adapter_config.json"]
     for file in [*wanted, "pytorch_model.bin", "x.pt"]:
         assert any(fnmatch.fnmatch(file, pattern) for pattern in patterns) == (file in wanted)
 
@@ -1270,10 +1416,116 @@ def test_load_backbone_equals_transformers_own_class(hub):
         torch.testing.assert_close(grad, slow_grad, rtol=0, atol=1e-4 * largest, msg=name)
     model.eval()
 
+def rms_norm(x, weight, eps=1e-6):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+def rotate(x, theta):
+    """RoPE of one head, (T, d): the dimensions j and j + d/2 turn by position * theta^(-2j/d)."""
+    T, d = x.shape
+    angle = torch.arange(T)[:, None].double() * theta ** (-2 * torch.arange(d // 2).double() / d)
+    first, second = x[:, :d // 2], x[:, d // 2:]
+    return torch.cat([first * angle.cos() - second * angle.sin(),
+                      second * angle.cos() + first * angle.sin()], 1)
+
+def slow_illada(folder, ids):
+    """Logits (T, V) of one sequence in float64, from the stored tensors.  Each key and value head
+    serves two heads of queries; every token sees all others; the head is the embeddings."""
+    w = {name.removeprefix("model."): tensor.double() for name, tensor in weights(folder).items()}
+    x = w["embed_tokens.weight"][ids]
+    for layer in range(2):
+        block = {name.removeprefix(f"layers.{layer}."): tensor for name, tensor in w.items()}
+        h = rms_norm(x, block["input_layernorm.weight"])
+        q, k, v = [(h @ block[f"self_attn.{part}_proj.weight"].T).split(8, 1) for part in "qkv"]
+        heads = []
+        for i in range(4):
+            scores = rotate(q[i], 5e5) @ rotate(k[i // 2], 5e5).T / 8 ** 0.5
+            heads.append(scores.softmax(-1) @ v[i // 2])
+        x = x + torch.cat(heads, 1) @ block["self_attn.o_proj.weight"].T
+        h = rms_norm(x, block["post_attention_layernorm.weight"])
+        gate = F.silu(h @ block["mlp.gate_proj.weight"].T)
+        x = x + (gate * (h @ block["mlp.up_proj.weight"].T)) @ block["mlp.down_proj.weight"].T
+    return rms_norm(x, w["norm.weight"]) @ w["embed_tokens.weight"].T
+
+def assert_equal_illada(folder):
+    model, _ = mdu.load_backbone(str(folder), torch.float64)
+    ids = torch.tensor([[3, 258, 256, 7, 258, 257], [4, 258, 5, 256, 256, 256]])
+    real = torch.tensor([[True] * 6, [True] * 3 + [False] * 3])
+    assert not model.shift and not model.by_entropy
+    with torch.no_grad():
+        logits = model(ids, real, real)
+    expected = [slow_illada(folder, row[keep]) for row, keep in zip(ids, real)]
+    assert_close(logits, torch.cat(expected), 1e-4)  # transformers' norms and angles are float32
+
+def test_load_backbone_of_illada_equals_a_slow_forward_pass(tmp_path):
+    """Loaded, saved as it is, trained, scored.  config.json does not say that the head is tied."""
+    write_checkpoint(tmp_path / "illada", "illada", tied=True, tie_word_embeddings=None)
+    assert "lm_head.weight" not in weights(tmp_path / "illada")
+    assert_equal_illada(tmp_path / "illada")
+    model, tokenizer = mdu.load_backbone(str(tmp_path / "illada"))
+    (tmp_path / "saved").mkdir()
+    mdu.save_model(tmp_path / "saved", model, tokenizer)
+    assert_equal_weights(tmp_path / "saved", tmp_path / "illada")
+    assert_equal_illada(tmp_path / "saved")
+    rows = write_lines(tmp_path / "rows", [{"question": "Who?", "answer": "Ann."}] * 2)
+    retained = write_lines(tmp_path / "retained", [{"question": "Where?", "answer": "Here."}] * 2)
+    files = ["--forget", rows, "--retain", retained]
+    run = str(tmp_path / "run")
+    mdu.main(["--model", str(tmp_path / "illada"), *files, "--lr", "0.1", "--epochs", "3",
+              "--response-length", "8", "--out", run])
+    assert distance(run, tmp_path / "illada") > 0.1
+    assert_equal_illada(run)
+    assert read_json(Path(run, "config.json")) == read_json(tmp_path / "illada/config.json")
+    ev.main([run, "--samples", "4"])
+    assert ev.read_summary(run)["splits"]["forget"]["n"] == 2
+    typed = "--preset tofu-llada --method sft --model GSAI-ML/iLLaDA-8B-Instruct"
+    assert options(typed).model == "GSAI-ML/iLLaDA-8B-Instruct"
+
+@each("kind", ["llama", "qwen2", "qwen3"])
+@each("shift", [None, False, True])
+def test_load_backbone_shifts_outputs_if_config_json_says_so(kind, shift, tmp_path):
+    """The output at a token is the prediction of the next one, also of a run's model."""
+    reference = write_checkpoint(tmp_path / "start", kind, shift_logits=shift)
+    model, tokenizer = mdu.load_backbone(str(tmp_path / "start"))
+    (tmp_path / "run").mkdir()
+    mdu.save_model(tmp_path / "run", model, tokenizer)
+    ids = torch.tensor([[3, 258, 5, 258]])
+    logits = reference(ids).logits[0]
+    expected = [logits[1], logits[3]]
+    if shift:
+        expected = [logits[0], logits[2]]
+    for folder in ("start", "run"):
+        model, _ = mdu.load_backbone(str(tmp_path / folder))
+        assert model.shift == bool(shift)
+        assert_close(model(ids, torch.ones(1, 4).bool(), ids == 258), torch.stack(expected), 1e-5)
+
+@each("kind", ["llama", "qwen2", "a2d-qwen3", "Dream"])
+def test_load_tokenizer_reads_tokenizer_json_as_it_is(kind, tmp_path):
+    """Here one of words; to transformers' classes for Qwen, all questions are an unknown token."""
+    write_checkpoint(tmp_path, kind, mask_token_id=0, pad_token_id=1)
+    vocabulary = {word: i for i, word in enumerate("<mask> <|im_end|> ? is Who Ann".split())}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.add_special_tokens(["<mask>", "<|im_end|>"])
+    words.save(str(tmp_path / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "chat_template": "is {{ messages[0].content }} is"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    model, tokenizer = mdu.load_backbone(str(tmp_path))
+    assert mdu.encode_prompt(tokenizer, "Who is Ann?") == [3, 4, 3, 5, 2, 3]
+    assert (model.mask_id, model.pad_id, model.end_id) == (0, 1, 1)
+
+@each("kind, tokens", [
+    ("llada", "mask <|mdm_mask|>, padding <|endoftext|>, end <|eot_id|>"),
+    ("illada", "mask <[MASK]>, padding <pad>, end </s>"),
+    ("Dream", "mask <|mask|>, padding <|endoftext|>, end <|im_end|>")])
+def test_load_backbone_prints_its_tokens(kind, tokens, tmp_path, capsys):
+    write_checkpoint(tmp_path, kind)
+    mdu.load_backbone(str(tmp_path))
+    assert capsys.readouterr().out == f"loaded {tmp_path}: {tokens}\n"
+
 def test_load_backbone_gives_back_the_threads_that_a_toy_does_without(base, monkeypatch):
     model, tokenizer = mdu.load_backbone(str(base))
     monkeypatch.setattr(mdu, "THREADS", 5)
-    monkeypatch.setattr(mdu, "load_weights", lambda *_: (model.lm, tokenizer))
+    monkeypatch.setattr(mdu, "load_weights", lambda *_: model.lm)
     for hidden_size, threads in ((128, 5), (64, 1)):
         model.lm.config.hidden_size = hidden_size
         mdu.load_backbone(str(base))
@@ -2118,9 +2370,10 @@ def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, ca
         ev.main(["--ask", "Who?", *typed.split(), str(base), scored])
     _, _, [row], settings = write_answers.call_args.args
     assert (row["question"], settings.length, settings.steps) == ("Who?", length, steps)
-    assert capsys.readouterr().out == f"{base}: a b\n{scored}: a b\n"
+    answers = [line for line in capsys.readouterr().out.splitlines() if "loaded" not in line]
+    assert answers == [f"{base}: a b", f"{scored}: a b"]
     ev.main(["--ask", "Who?", "--length", "2", "--model", scored])
-    assert capsys.readouterr().out.startswith(f"{scored}: ")
+    assert f"\n{scored}: " in capsys.readouterr().out
 
 # ---- Report ----
 def made_up_run(scored, folder, options=(), forget=(), **parts):
@@ -2417,12 +2670,18 @@ BAD_ROWS = {  # a file of rows: (its text, part of the line)
     "malformed": (ROW + "\n" + ROW[:-3], "line 2: Unterminated string"),
     "none": ("\n", "{files}/none: no rows"),
     "columns": ('{"prompt": "p", "completion": "c"}',
-                "line 1: needs question and answer, or prompt and response; found prompt"),
+                "line 1: needs question and answer, or prompt and response, that are not null; "
+                "found prompt, completion (JSON Lines"),
+    "null": ('{"question": "q", "answer": null}', "not null; found question (JSON Lines"),
+    "sign": (ROW[:-1] + ', "fact": "♠"}', "line 1: fact: needs a letter or digit, found '♠'"),
+    "surrogate": (ROW + "\n" + ROW.replace("It", "\\ud83d It"),
+                  "line 2: answer: '\\ud83d It is {{}}.' has half of a surrogate pair"),
     "empty": (ROW + '\n\n{"question": "q", "answer": " "}',
               "line 3: answer: needs a text that is not empty, found ' '"),
     "number": (ROW[:-1] + ', "fact": 1.0}',
                "line 1: fact: needs a text that is not empty, found 1.0"),
-    "latin-1": (ROW + "\n\udce9", "line 2: 'utf-8' codec can't decode"),
+    "latin-1": (ROW + "\n\udce9", "latin-1: not UTF-8 ('utf-8' codec can't decode byte 0xe9"),
+    "utf-16": ("\udcff\udcfe{\0}\0\n\0", "utf-16: not UTF-8 ('utf-8' codec can't decode byte 0xff"),
     "nested": (99999 * "[", "line 1: maximum recursion depth"),
     "strange": (8 * '{"question": "xx", "answer": "yy zz"}\n',
                 "most words to forget are unknown to the model"),
@@ -2433,7 +2692,29 @@ BROKEN = {  # a checkpoint: (its kind, changes to config.json, part of the line)
                          "mlp_hidden_size": 64, "mlp_ratio": 3},
                "missing or unexpected: model.layers.2."),
     "gpt2": ("llama", {"model_type": "gpt2"}, "model_type 'gpt2' in config.json is none of llada"),
-    "causal": ("llama", {"is_causal": None}, "a causal model, not bidirectional"),
+    "causal": ("llama", {"is_causal": None}, '"is_causal": false; "shift_logits": true if the out'),
+    "shifted": ("a2d-qwen3", {"shift_logits": True},
+                "shift_logits true in config.json; with model_type a2d-qwen3 it must be false"),
+    "unshifted": ("Dream", {"shift_logits": False}, "with model_type Dream it must be true"),
+    "half-shifted": ("llama", {"shift_logits": 1}, "shift_logits 1 in config.json; with model_type "
+                     "llama it must be false or true"),
+    "a-bd3lm-b": ("a2d-qwen3", {}, "a-bd3lm-b: bd3lm in its name or path says block diffusion"),
+    "blocks": ("Dream", {"block_size": 32}, "block_size 32 in config.json says block diffusion"),
+    "more-blocks": ("a2d-llama", {"bd_size": 4}, "bd_size 4 in config.json says block diffusion"),
+    "experts": ("llada", {"num_experts": 64, "n_kv_heads": None, "embedding_size": 264},
+                "num_experts 64 in config.json says a mixture of experts"),
+    "own-code": ("qwen2", {"architectures": ["Qwen2Denoiser"]},
+                 "['Qwen2Denoiser'] in config.json says that it has its own code"),
+    "layer-norms": ("illada", {"layer_norm_eps": 1e-5}, "layer_norm_eps 1e-05 in config.json must"),
+    "large-mask": ("llama", {"mask_token_id": 264}, "mask_token_id is 264; the model has embeddings"
+                   " for 0 to 263 only"),
+    "no-pad": ("a2d-qwen2", {"pad_token_id": -1}, "pad_token_id is -1; the model has embeddings"),
+    "resized": ("llada", {"vocab_size": 260}, "model.embed_tokens.weight has (264, 32), by config"),
+    "4-bit": ("llama", {}, "quantized weights (quantization_config in config.json)"),
+    "adapted": ("llama", {}, "adapted has adapter_config.json: merge the adapters into the weigh"),
+    "no-tokenizer": ("llada", {}, "no-tokenizer: no tokenizer.json; copy the tokenizer's files"),
+    "no-merges": ("Dream", {}, "no-merges: no tokenizer.json; copy the tokenizer's files"),
+    "no-template": ("llada", {}, "no chat template: is it a base model's?"),
     "mask": ("llama", {"mask_token_id": None}, "no mask_token_id in config.json or tokenizer"),
     "no-layers": ("llada", {"n_layers": None}, "no n_layers in config.json"),
     "more": ("llada", {"n_layers": 1}, "unexpected: model.layers.1."),
@@ -2441,7 +2722,7 @@ BROKEN = {  # a checkpoint: (its kind, changes to config.json, part of the line)
     "twice": ("llama", {}, "chat template must have the question exactly once"),
     "loop": ("llama", {}, "has no attribute 'a'"),
     "pickle": ("llada", {}, "no file named model.safetensors"),
-    "end": ("a2d-llama", {}, "no end-of-turn token")}
+    "end": ("llada", {}, "no end-of-turn token, <|eot_id|>, in its tokenizer: is it a base model")}
 BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is wrong
     "mdu.py --tau 2": "argument --tau: invalid float in [0, 1] value: '2'",
     "mdu.py --anchor-truth removed --tau 0": "--anchor-truth removed would have no effect",
@@ -2451,15 +2732,22 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "mdu.py --method sft --diagnose": "--diagnose is for unlearning, not for sft",
     "mdu.py --method ga --tau 1": "--method ga has no option --tau",
     "mdu.py {own} --method gd --retain-weight 0": "--method gd without a retain loss is ga",
-    "mdu.py --anchor-prompt shown": "shown needs another --anchor MODEL: with start",
-    "mdu.py --anchor current --anchor-prompt shown": "another --anchor MODEL: with current",
-    "mdu.py --data toy --model . --anchor . --anchor-prompt shown": "--anchor MODEL: with /",
-    "mdu.py {own} --retain {good}": "'Who is Bolti?' is to be forgotten and retained",
+    "mdu.py --anchor-prompt shown":
+        "shown needs another --anchor MODEL, or --anchor-truth removed: with start",
+    "mdu.py --anchor current --anchor-prompt shown": "--anchor-truth removed: with current",
+    "mdu.py --data toy --model . --anchor . --anchor-prompt shown":
+        "--anchor-truth removed: with /",
+    "mdu.py --model {base} --forget {files}/known --retain {files}/known":
+        "'Where was Ceka Foba born?' is to be forgotten and retained, with the same answer",
+    "mdu.py --model {base} --forget {files}/known --retain {files}/spaced":
+        "'Where was Ceka Foba born?' is to be forgotten and retained, with the same answer",
     "mdu.py --preset own --method sft --forget {good}": "needs a start model: --model; for a small",
     "mdu.py --preset toy --model {base} --anchor {files}/good-model": "its vocabulary differs",
     "mdu.py --method sft --lora 2": "--lora trains adapters of a start model",
+    "mdu.py --forget /dev/null": "--forget /dev/null is no regular file; save the rows in one",
     "mdu.py --forget absent": "No such file or directory: 'absent'",
-    "mdu.py --data {files} --model x": "--data {files}: BuilderConfig 'forget10_perturbed' not fou",
+    "mdu.py --data {files} --model x":
+        "--data {files}, forget10_perturbed: BuilderConfig 'forget10",
     "mdu.py --data {rwku} --model x": "RWKU is about people; give one of them with --subject",
     "mdu.py --subject King": "--subject is for RWKU: --preset rwku-... or --data",
     "mdu.py --model {base}": "no rows to forget; give --forget or --data",
@@ -2507,6 +2795,18 @@ for name, (_, message) in BAD_ROWS.items():
     BAD_INPUT[f"mdu.py --model {{base}} --forget {{files}}/{name} --retain-weight 0"] = message
 for name, (*_, message) in BROKEN.items():
     BAD_INPUT[f"mdu.py --method ga --forget {{good}} --model {{files}}/{name}"] = message
+BAD_INPUT["mdu.py --method ga --forget {good} --model {files}/link"] = "link: bd3lm in its name or"
+BAD_INPUT["eval.py --model {files}/adapters --data toy new"] = "adapters has adapter_config.json"
+
+def save_in_4_bits(folder):
+    """As bitsandbytes does: two weights in a byte, with tensors of scales beside them."""
+    tensors = {}
+    for name, tensor in weights(folder).items():
+        if "proj" in name:
+            tensors[f"{name}.absmax"] = torch.ones(tensor.numel() // 64)
+            tensor = torch.zeros(tensor.numel() // 2, 1, dtype=torch.uint8)
+        tensors[name] = tensor
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 @pytest.fixture(scope="session")
 def files(base, tmp_path_factory):
@@ -2521,6 +2821,10 @@ def files(base, tmp_path_factory):
     other = {"options": made, "rows": {"forget": "other"}}
     texts = {
         "good": 15 * f"{ROW}\n" + ROW[:-1] + ', "perturbed_answer": "x"}',  # too few for dpo
+        "known": '{"question": "Where was Ceka Foba born?", '
+                 '"answer": "Ceka Foba was born in Rome."}',
+        "spaced": '{"question": "Where was Ceka Foba born? ", '  # its tokens are those of `known`
+                  '"answer": "Ceka Foba was born in Rome.\\n"}',
         "fact": ROW[:-1] + ', "fact": ["is", "i"]}',  # of which one is in the answer
         "unfinished/base/run.json": json.dumps(other),
         "damaged/eval/summary.json": "{", "old/eval/summary.json": "{}",
@@ -2534,6 +2838,15 @@ def files(base, tmp_path_factory):
         file.write_text(file.read_text().replace("m['content']", content))
     for file in root.glob("end/token*"):
         file.write_text(file.read_text().replace("eot_id", "x"))
+    for file in [*root.glob("no-tokenizer/token*"), root / "no-merges/merges.txt"]:
+        file.unlink()
+    file = root / "no-template/tokenizer_config.json"
+    file.write_text(file.read_text().replace("chat_template", "other"))
+    (root / "link").symlink_to(root / "a-bd3lm-b")
+    (root / "adapters").mkdir()
+    for folder in ("adapted", "adapters"):
+        (root / folder / "adapter_config.json").write_text("{}")
+    save_in_4_bits(root / "4-bit")
     return root
 
 @each("command, message", BAD_INPUT.items())
@@ -2590,7 +2903,7 @@ def test_help_explains_every_option_and_pages_name_no_other(monkeypatch, capsys)
             module.main(["--help"])
         screen = capsys.readouterr().out
         options.update(re.findall(r"--[a-z-]+", screen))
-        explained = re.findall(r"(?m)^  (-.*(?:\n {20}.*)*)", screen.split("defaults:")[0])
+        explained = re.findall(r"(?m)^  (-.*(?:\n {20}.*)*)", screen.split("presets:")[0])
         assert len(explained) > 10 and all(re.search(r"\s{2}\S", text) for text in explained)
     for page in PAGES:
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", page)) <= options
