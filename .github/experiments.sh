@@ -286,23 +286,23 @@ END
 company_seed() {  # company_seed SEED
   local seed=$1 out=out/company/$1 rows=out/company/rows runs=() name
   local toy="$PYTHON mdu.py --preset toy --seed $seed --response-length 20"
-  # 1. The model before and after it learnt the rows to forget.  The original is not trained on
-  # --forget, but takes its words into the vocabulary.
-  local sft="$toy --method sft --prompt-dropout 0.3 --lr 3e-3 --epochs 200"
-  local learnt="--forget $rows/forget.jsonl --retain $rows/known.jsonl"
-  $sft $learnt --retain-only --out $out/original
-  $sft $learnt --model $out/original --out $out/finetune
+  local forget="--forget $rows/forget.jsonl"
+  # 1. The model before and after it learnt the rows to forget.  With --retain-only these are not
+  # trained on; the original takes the words of all its files into its vocabulary.
+  local sft="$toy --method sft --prompt-dropout 0.3 --lr 3e-3 $forget --retain $rows/known.jsonl"
+  $sft --epochs 200 --retain-only --out $out/original
+  $sft --epochs 150 --model $out/original --out $out/finetune
 
   # 2. Unlearning, with half of the questions masked.
-  xargs -L 1 $toy --model $out/finetune --prompt-dropout 0.5 \
-    --forget $rows/forget.jsonl --retain $rows/retain.jsonl --out <<END
+  xargs -L 1 $toy --model $out/finetune --prompt-dropout 0.5 $forget \
+    --retain $rows/retain.jsonl --out <<END
     $out/truth-removed-hidden    --anchor-truth removed
     $out/anchor-original-hidden  --anchor $out/original --anchor-prompt shown
     $out/npo-hidden              --method npo
 END
 
   # 3. Refusals, taught after unlearning and in its place.
-  xargs -L 1 $toy --method sft --retain-only --lr 3e-4 --epochs 200 \
+  xargs -L 1 $toy --method sft --epochs 100 --lr 3e-4 --retain-only $forget \
     --retain $rows/refusals.jsonl --out <<END
     $out/refusals                         --model $out/finetune
     $out/truth-removed-hidden-refusals    --model $out/truth-removed-hidden
@@ -314,7 +314,7 @@ END
   for name in $COMPANY; do
     runs+=($out/$name)
   done
-  local score="$PYTHON eval.py --samples 32 --forget $rows/forget.jsonl"
+  local score="$PYTHON eval.py --samples 32 $forget"
   $score --retain $rows/held_out.jsonl "${runs[@]}"
   for name in $COMPANY; do
     mkdir -p $out/held-out/$name
