@@ -7,6 +7,7 @@ import contextlib
 import fnmatch
 import hashlib
 import inspect
+import io
 import itertools
 import json
 import math
@@ -951,6 +952,16 @@ def test_run_program_ends_the_group_and_shows_the_traceback_of_a_bug(base, tmp_p
     err = capsys.readouterr().err
     assert "Traceback" in err and "ValueError: a bug" in err
     assert not mdu.dist.is_initialized()
+
+@each("encoding, shown", [("utf-8", "↓ Łuk é"), ("latin-1", "\\u2193 \\u0141uk é"),
+                          ("ascii", "\\u2193 \\u0141uk \\xe9")])
+def test_run_program_prints_also_where_letters_cannot_be_shown(encoding, shown, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
+    with pytest.raises(SystemExit) as stop:
+        mdu.run_program("eval.py", partial(print, "↓ Łuk é", flush=True))
+    assert stop.value.code == 0
+    assert written.getvalue().decode(encoding) == f"{shown}\n"
 
 def test_load_model_draws_weights_and_adapters_by_the_seed(base):
     for typed in ("--method sft", f"--model {base} --lora 2 --checkpoint-activations"):
