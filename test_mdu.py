@@ -1549,7 +1549,7 @@ def test_rouge_l(reference, prediction, lcs, n_reference, n_prediction):
 
 # ---- Batches and Eq. 7 ----
 PROMPTS = [prompt for prompt, _ in PAIRS]
-ARGS = ev.parse("--full --length 8 --steps 4 --samples 16 --batch-size 3 run".split())
+ARGS = ev.parse("--full --response-length 8 --steps 4 --samples 16 --batch-size 3 run".split())
 
 def test_masked_batches_have_few_enough_sequences_and_logits(monkeypatch):
     """Of similar length; FakeModel has 11 tokens, so 33 logits are of 3 masked positions."""
@@ -2045,13 +2045,14 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     asked = protocol(f"{person} 1")
     assert protocol(f"{person} 2") == asked
     others = [f"{person} 1 --limit 4", "", "--limit 2", f"--forget {files[1]}",
-              f"--retain {files[0]}", "--seed 1", "--samples 3", "--steps 5", "--length 5"]
+              f"--retain {files[0]}", "--seed 1", "--samples 3", "--steps 5",
+              "--response-length 5"]
     compared = [asked, *map(protocol, others)]
     assert all(compared.count(one) == 1 for one in compared)
     assert protocol("--full") == protocol(f"--forget {files[0]}") == protocol()
-    assert asked["length"] == asked["steps"] == 30
-    other = protocol(f"--data {rwku} --length 5 --steps 6")
-    assert other["length"] == other["steps"] == 5  # no step without a token
+    assert asked["response_length"] == asked["steps"] == 30
+    other = protocol(f"--data {rwku} --response-length 5 --steps 6")
+    assert other["response_length"] == other["steps"] == 5  # no step without a token
 
 def test_check_lengths_refuses_texts_that_the_model_cannot_read(base):
     """With an end token behind the answer, as gaps are filled."""
@@ -2123,14 +2124,15 @@ def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
         assert np.array(found, float) == approx(np.array(expected, float), rel=1e-4, abs=1e-6)
     assert ev.score_answers(FakeModel(), None, [], ARGS) == []  # a process may have no row
 
-@each("typed, length, steps", [("", 12, 12), ("--length 8 --steps 1", 8, 1)])
+@each("typed, length, steps", [("", 12, 12), ("--response-length 8 --steps 1", 8, 1)])
 def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, capsys):
     with mock.patch.object(ev, "write_answers", return_value=[(" a\n b", [])]) as write_answers:
         ev.main(["--ask", "Who?", *typed.split(), str(base), scored])
     _, _, [row], settings = write_answers.call_args.args
-    assert (row["question"], settings.length, settings.steps) == ("Who?", length, steps)
+    assert row["question"] == "Who?"
+    assert (settings.response_length, settings.steps) == (length, steps)
     assert capsys.readouterr().out == f"{base}: a b\n{scored}: a b\n"
-    ev.main(["--ask", "Who?", "--length", "2", "--model", scored])
+    ev.main(["--ask", "Who?", "--response-length", "2", "--model", scored])
     assert capsys.readouterr().out.startswith(f"{scored}: ")
 
 # ---- Report ----
@@ -2360,9 +2362,10 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
         old, new = np.mean(pairs, axis=0)
         change = 100 * new / old - 100
         before.append({"label": f"base\n{old:.2f} (+0 %)", "role": role,
-                       "kl": approx(old, rel=1e-4), "change in %": 0})
+                       "kl": approx(old, rel=1e-4), "change_percent": 0})
         after.append({"label": f"run\n{new:.2f} ({change:+.0f} %)", "role": role,
-                      "kl": approx(new, rel=1e-4), "change in %": approx(change, abs=1e-2)})
+                      "kl": approx(new, rel=1e-4),
+                      "change_percent": approx(change, abs=1e-2)})
     run = shutil.copytree(unlearned, tmp_path / "run")
     flags = "--samples 2 --seed 4 --batch-size 4 --limit 20 --forget".split()
     ev.main(["--analysis", "roles", str(run), *flags, write_lines(tmp_path / "rows", rows)])
@@ -2402,7 +2405,7 @@ def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch)
     monkeypatch.setattr(
         mdu, "load_backbone", lambda name, dtype: (models.get(name, theta), tokenizer))
     run = shutil.copytree(unlearned, tmp_path / "run")
-    flags = [*"--steps 3 --length 6".split(), str(run)]
+    flags = [*"--steps 3 --response-length 6".split(), str(run)]
     ev.main(["--analysis", "trajectory", *flags])
     assert (tmp_path / "analysis/trajectory.png").exists()
     panels = read_json(tmp_path / "analysis/trajectory.json")["panels"]
@@ -2503,9 +2506,9 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py --analysis roles --retain {good} {run}": "--retain is for score, not for roles",
     "eval.py --analysis convergence --samples 3 {base}": "for score, roles, not for convergence",
     "eval.py --data toy --subject King {base}": "--subject is for RWKU, which has people",
-    "eval.py --analysis trajectory --length 2048 {run}": "too many for the model; it takes 2048",
-    "eval.py --analysis rollout --length 2048 {run}": "too many for the model; it takes 2048",
-    "eval.py --samples 1 --steps 1 --length 2048 {base}": "2048 (--length 2048)",
+    "eval.py --analysis trajectory --response-length 2048 {run}": "the model; it takes 2048",
+    "eval.py --analysis rollout --response-length 2048 {run}": "the model; it takes 2048",
+    "eval.py --samples 1 --steps 1 --response-length 2048 {base}": "2048 (--response-length 2048)",
     "eval.py --analysis convergence {base}": "train it with --diagnose",
     "eval.py --analysis roles {base} {files}/unfinished/base": "one folder name",
     "eval.py --analysis roles {run} {scored}": "the runs started from different models",
