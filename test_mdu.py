@@ -1859,6 +1859,16 @@ def test_find_source_is_the_model_that_is_given():
     options, _, model, theta0 = ev.find_source("new", args)
     assert model == theta0 == options["model"] == "A/B"
 
+@each("typed, run, length", [("", "base", 12), ("--response-length 5", "base", 5),
+                             ("", "foreign", 128), ("", "A/B", 128)])
+def test_find_source_of_a_run_as_model_has_the_response_length_of_the_run(typed, run, length, base):
+    """A published model has the default; so has one with a run.json of another program."""
+    Path("foreign").mkdir()
+    Path("foreign/run.json").write_text('{"options": {}}')
+    args = ev.parse([*typed.split(), "--model", run.replace("base", str(base)), "new"])
+    source = ev.find_source("new", args)
+    assert ev.find_settings(args, source.options).response_length == length
+
 def typed_and_run(typed, run="--method sft"):
     """What was typed for eval.py and the run, as mdu.py would make it."""
     args = options(run)
