@@ -1926,6 +1926,25 @@ def test_prepare_asks_rows_that_are_scored_in_other_words(tmp_path, capsys):
     ev.prepare(*typed_and_run("", f"{run} --limit 2"))
     assert "--limit 2 scores the first 2" in capsys.readouterr().out
 
+def test_prepare_says_which_file_has_changed_since_the_training(tmp_path, capsys):
+    rows = [{"question": f"Q{i}?", "answer": f"A{i}."} for i in range(3)]
+    files = [write_lines(tmp_path / name, rows) for name in ("forget", "retain")]
+    run = "--model m --forget {} --retain {} --limit 2".format(*files)
+    _, source = typed_and_run("", run)
+
+    def said(typed):
+        ev.prepare(ev.parse(["--limit", "2", *typed.split(), "run"]), source)
+        return capsys.readouterr().out
+    write_lines(tmp_path / "retain", rows[:2])  # it was trained on the first two
+    assert said("") == ""
+    write_lines(tmp_path / "forget", rows[1:])
+    assert said("") == (f"run: {files[0]} has changed since the training; what is scored are the "
+                        "rows that it has now\n")
+    assert said(f"--forget {files[0]}") == said("--data toy") == ""
+    write_lines(tmp_path / "retain", rows[::-1])
+    assert said("").count("has changed") == 2
+    assert said(f"--retain {files[0]}").count(f"{files[0]} has changed") == 1
+
 ADDED_BENCHMARK = {  # by eval.py's comment: {text of eval.py: what is put before it}
     "    # RWKU's, by the names of its configs.": """\
     "choose": Split(20, "Choose", False, ["mc1"], score_truthfulqa),
@@ -2265,7 +2284,8 @@ def test_report_and_analysis_lie_beside_a_run(scored, unlearned, tmp_path, monke
 
 def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_path, capsys):
     """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
-    retain = made_up_run(scored, tmp_path / "retain")
+    retain_only = dict(method="sft", retain_only=True, model="A/B")
+    retain = made_up_run(scored, tmp_path / "retain", retain_only)
     records = [dict(row, log_ratio=-99) for row in ev.read_records(retain, "forget")]
     write_lines(Path(retain, "eval/forget.jsonl"), records)
     ev.main([str(scored_copy), *FLAGS, "--retain-run", retain])
@@ -2274,6 +2294,24 @@ def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_pa
     assert "forget quality ↑" in capsys.readouterr().out
     plain = made_up_run(scored, tmp_path / "plain", splits={"forget": {}})  # without --full
     assert "both runs" in program([scored_copy, *FLAGS, "--retain-run", plain], capsys, ev.main)
+
+def test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone(scored, base, tmp_path):
+    """Not an unlearned model that is then taught rows to retain, such as refusals."""
+    def check(name, **options):
+        run = made_up_run(scored, tmp_path / name, options)
+        trained = {**read_json(base / "run.json"), "options": ev.read_summary(run)["options"]}
+        Path(run, "run.json").write_text(json.dumps(trained))
+        ev.check_retain_run(run, None, full=True)
+        return run
+    retain = check("retain", method="sft", retain_only=True, model=None)
+    check("longer", method="sft", retain_only=True, model=retain)
+    check("published", method="sft", retain_only=True, model="A/B")
+    refused = {"base": dict(method="sft", retain_only=False, model=retain),
+               "mdu": dict(method="mdu", retain_only=None, model=retain),
+               "refusals": dict(method="sft", retain_only=True, model=str(tmp_path / "mdu"))}
+    for name, options in refused.items():
+        with pytest.raises(mdu.BadInput, match=f"{name}: it, or a run that it started from, was"):
+            check(name, **options)
 
 def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     write_checkpoint(Path("model"), "llada", max_sequence_length=999)
@@ -2526,7 +2564,10 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py --full --samples 4 --seed 5 --steps 4 --retain-run {scored} {base}": "the same rows",
     "eval.py --full --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}": "'samples': 128",
     "eval.py --samples 4 --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}":
-        "both runs scored with --full"}
+        "both runs scored with --full",
+    "eval.py --full --samples 4 --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}":
+        "was not trained with --method sft --retain-only; give a model that learnt rows",
+    "eval.py --ask caf\udce9? --model {base}": "--ask: 'caf\\udce9?' is not text in UTF-8"}
 for name, (_, message) in BAD_ROWS.items():
     BAD_INPUT[f"mdu.py --model {{base}} --forget {{files}}/{name} --retain-weight 0"] = message
 for name, (*_, message) in BROKEN.items():
