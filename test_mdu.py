@@ -2045,7 +2045,9 @@ def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     before = read_all(folder)
     with unchanged(scored_copy), mock.patch.object(ev, "score_rows", partial(stop_in, scored_copy)):
         assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
-    with unchanged(scored_copy), largest_file(max(map(len, before.values())) - 99):
+    too_small = largest_file(max(map(len, before.values())) - 99)
+    reserved = mock.patch.object(ev, "reserve_space")  # another program takes what was reserved
+    with unchanged(scored_copy), too_small, reserved:
         assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
@@ -2062,6 +2064,38 @@ def test_evaluate_refuses_a_folder_in_which_it_cannot_write(scored_copy, capsys,
     (scored_copy / "config.json").unlink()  # as if it were still trained
     with mdu.locked(scored_copy):
         assert "in use" in program([scored_copy, *FLAGS], capsys, ev.main)
+
+def test_evaluate_refuses_a_full_disk_before_the_first_pass(scored_copy, capsys, monkeypatch):
+    """An empty file fits on it, but not the scores.  The scores of before stay."""
+    largest = max(file.stat().st_size for file in (scored_copy / "eval").iterdir())
+    with monkeypatch.context() as patch, unchanged(scored_copy), largest_file(largest):
+        patch.setattr(ev, "score_splits", None)
+        err = program([scored_copy, *FLAGS], capsys, ev.main)
+    assert re.search(r"run/eval: the scores may need [\d,]+ bytes, but: .*too large", err)
+
+def test_evaluate_keeps_the_reserved_space_until_the_scores_are_there(scored_copy, monkeypatch):
+    """It is as much as these scores took, and is free again when they are written."""
+    reserve_space = ev.reserve_space
+    reserved = []
+
+    def remember(*given):
+        reserved.append(reserve_space(*given))
+        return reserved[0]
+
+    def score_splits(*_):
+        assert os.fstat(reserved[0].fileno()).st_size >= n_bytes
+        return {}
+
+    def publish(*_):
+        assert reserved[0].closed
+    n_bytes = sum(file.stat().st_size for file in (scored_copy / "eval").iterdir())
+    for stage in (remember, score_splits, publish):
+        name = stage.__name__.replace("remember", "reserve_space")
+        monkeypatch.setattr(ev, name, stage)
+    monkeypatch.setattr(ev, "summarise_run", lambda *_: dict(splits={}, run={}))
+    with unchanged(scored_copy):
+        ev.main([str(scored_copy), *FLAGS])
+    assert reserved[0].closed
 
 def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     """The rows; on RWKU, where they differ from person to person, their source and --limit."""
