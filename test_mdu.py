@@ -117,7 +117,8 @@ def write_lines(file, rows):
     return str(file)
 
 def read_json(file):
-    return json.loads(file.read_text())
+    """Strictly: NaN and Infinity are no JSON."""
+    return json.loads(file.read_text(), parse_constant=pytest.fail)
 
 def weights(run):
     tensors = {}
@@ -1832,7 +1833,7 @@ def test_summarise_by_hand(capsys):
     assert ev.summarise([dict(knowledge=None)]) == {}
 
 def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
-    """Also in JSON and back; "-" in tables, whose columns stay."""
+    """It is "-" in tables, whose columns stay."""
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [3 * [math.nan]])
     monkeypatch.setattr(ev, "write_answers", lambda *_: [("a b", [5, 6])])
     monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [None])
@@ -1842,7 +1843,7 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     for to_forget in (True, False):
         records = ev.score_answers(None, None, [dict(row, to_forget=to_forget)], ARGS) * 3
         records[1] = dict(records[1], perplexity=2.0)  # nan anywhere makes a median nan
-        figures = json.loads(json.dumps(ev.summarise(records)))
+        figures = ev.summarise(records)
         found = [figures[name] for name in ("truth_ratio", "prob_options", "perplexity_median")]
         assert np.isnan(found).all()
     assert math.isnan(ev.model_utility(dict.fromkeys(ev.UTILITY, figures)))
@@ -2036,6 +2037,40 @@ def test_evaluate_equals_one_row_at_a_time(scored):
             assert record["generation"] == tokenizer.decode(written).strip()
         assert {**ev.summarise(records), "n": 3}.items() <= summary["splits"][split].items()
     assert summary["run"] == {"model_utility": ev.model_utility(summary["splits"])}
+
+def test_publish_writes_null_for_nan_and_read_summary_reads_it(scored_copy):
+    """As strict JSON.  The figure is "-" in a table, and what a run lacks stays missing."""
+    records = {"forget": [{"nll": math.nan, "nll_wrong": [1.0, math.inf], "logp": {"a": math.nan}}]}
+    figures = {"n": 1, "prob": math.nan, "fact": np.float64(math.nan), "words": np.float64(2)}
+    summary = {**ev.read_summary(scored_copy), "splits": {"forget": figures},
+               "run": {"model_utility": math.nan}}
+    ev.publish(scored_copy / "eval", records, summary)
+    assert read_json(scored_copy / "eval/forget.jsonl") == {
+        "nll": None, "nll_wrong": [1.0, None], "logp": {"a": None}}
+    written = read_json(scored_copy / "eval/summary.json")
+    assert written["splits"]["forget"] == {"n": 1, "prob": None, "fact": None, "words": 2}
+    read = ev.read_summary(scored_copy)
+    assert math.isnan(read["run"]["model_utility"])
+    cells = [ev.cell([read], "forget", name) for name in ("prob", "fact", "words", "infill")]
+    assert cells == ["-", "-", "2.0", ""]
+
+def keys_of(value):
+    """All names of fields in what was read from JSON."""
+    if isinstance(value, dict):
+        return {*value, *itertools.chain(*map(keys_of, value.values()))}
+    if isinstance(value, list):
+        return set(itertools.chain(*map(keys_of, value)))
+    return set()
+
+def test_scores_have_snake_case_keys(scored, rwku, tmp_path):
+    """Also with --limit on RWKU.  The L of ROUGE-L is a capital letter in its own package, too."""
+    summary = read_json(Path(scored, "eval/summary.json"))
+    protocol = ev.prepare(*typed_and_run(f"--data {rwku} --limit 1"))[2]
+    records = [ev.read_records(scored, split) for split in summary["splits"]]
+    keys = keys_of([summary, protocol, records])
+    assert {"rows_per_person", "response_length", "n", "generation_ids"} <= keys
+    for key in keys:
+        assert re.fullmatch("[a-z0-9_]+", key.replace("rougeL", "rouge_l")), key
 
 def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     """By Ctrl-C while it is locked, or by a full disk.  The user's own files stay, too."""
