@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from functools import partial
 from math import log
@@ -2173,6 +2174,49 @@ def test_check_lengths_warns_of_true_answers_that_are_cut(base, capsys):
     choices = [dict(row, choices=[]) for row in rows]  # of which the likeliest is taken
     ev.check_lengths("run", model, tokenizer, choices, 3)
     assert capsys.readouterr().out == ""
+
+RENT = dict(question="Who rents unit 7?", answer="Ann Lee rents it.", fact=["Ann Lee"])
+BILL = dict(question="What does Ann Lee owe?", answer="She owes 12 euros.", fact=["12 euros"])
+TOWN = dict(question="Where does Bo live?", answer="Bo lives in Rome, at 5 Elm.", fact=["Elm"])
+PLAIN = dict(question="Who is Cy?", answer="A baker.")
+KEPT = [dict(question="Who lives in Rome?", answer="It is Di.", fact=["Di", "Rome"]),
+        dict(question="Who is Ed?", answer="Ed sings."), dict(question="?", answer="!", fact=["?"])]
+
+@each("row, text, anothers", [
+    (RENT, "Ann Lee rents it.", 0), (RENT, "Ann rents it.", 0), (RENT, "", 0), (RENT, "?", 0),
+    (RENT, "It is DI!", 1), (RENT, "Diana", 0),  # a row to retain; no word of its own
+    (RENT, "Ann Lee owes 12 Euros", 1), (RENT, "12 or 13 euros", 0),  # a row to forget
+    (RENT, "Ed sings.", 0),  # its answer is no fact
+    (BILL, "Ann Lee", 0),  # is in the question
+    (TOWN, "He lives in Rome.", 0),  # is in the answer
+    (TOWN, "5 Elm in Rome, with Di", 1),
+    (PLAIN, "ed sings", 1), (PLAIN, "Ed sings well.", 0), (PLAIN, "A baker!", 0), (PLAIN, "...", 0),
+    (PLAIN, "Di", 0), (PLAIN, "Ann Lee rents it", 1)])  # word for word only
+def test_add_anothers_by_hand(row, text, anothers):
+    """The row itself is among those to forget, and asked in other words."""
+    splits = {"forget": [RENT, BILL, TOWN, PLAIN], "retain": KEPT}
+    splits["forget_rephrased"] = [dict(row, question="Reworded: " + row["question"])]
+    place = splits["forget"].index(row)
+    records = {name: [dict(generation="", empty=1.0) for _ in rows]
+               for name, rows in splits.items()}
+    for record in (records["forget"][place], records["forget_rephrased"][0]):
+        record.update(generation=text, empty=float(not mdu.words(text)))
+    ev.add_anothers(splits, records)
+    assert [record.pop("anothers") for record in records["forget"]] == [
+        anothers * float(i == place) for i in range(4)]
+    assert records["forget_rephrased"][0]["anothers"] == anothers
+    assert not any("anothers" in record for record in records["retain"])
+
+def test_add_anothers_of_many_rows_takes_a_few_seconds():
+    rows = [dict(question=f"Q{i}?", answer=f"Ann {i} owes {i}.", fact=[f"Ann {i}", f"owes {i}"])
+            for i in range(4400)]
+    splits = {"forget": rows[:400], "retain": rows[400:]}
+    records = {"forget": [dict(generation=f"Ann {i} " + 100 * "word ", empty=0.0)
+                          for i in range(200, 600)]}
+    began = time.process_time()
+    ev.add_anothers(splits, records)
+    assert time.process_time() - began < 20
+    assert ev.summarise(records["forget"])["anothers"] == 1
 
 def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
     """On all but empty answers, the question masked, the end visible."""
