@@ -1716,6 +1716,8 @@ def test_forget_quality_and_ks_test_by_hand_and_as_published():
                 for x in range(4)]
     assert ev.forget_quality(records(0, 0, 3), records(1, 1)) == 1
     assert ev.forget_quality(records(0, 0, 3), records(1, 1.5)) == approx(2 / 70)
+    without = [dict(prob=1.0)]  # a row that has no wrong answers
+    assert ev.forget_quality(without + records(0, 0, 3), without + records(1, 1)) == 1
     assert ev.ks_test([1, 2], [3, 4, 5]) == approx(2 / 10)
     assert ev.ks_test([1, 1, 3], [1, 3, 3]) == approx(1)
     published = 1.834066410994743e-21
@@ -1817,7 +1819,7 @@ def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     assert {name: record[name] for name in expected} == approx(expected)
 
 # ---- Rows to score, and a summary of their scores ----
-def test_summarise_by_hand(capsys):
+def test_summarise_by_hand():
     one = dict(prob=0.25, truth_ratio=0.25, perplexity=8, words=1, fact=1.0, knowledge=0.25)
     two = dict(prob=0.75, truth_ratio=0.5, perplexity=2, words=4, knowledge=None)
     records = [dict(row, generative_perplexity=x)
@@ -1825,8 +1827,9 @@ def test_summarise_by_hand(capsys):
     figures = ev.summarise(records)
     expected = dict(prob=7 / 12, truth_ratio=5 / 12, perplexity_median=6.5,
                     perplexity_mean=5.5, generative_perplexity=4.0, words=4, knowledge=0.25)
-    assert {name: figures[name] for name in expected} == approx(expected)
-    assert "fact" not in figures and "no fact" in capsys.readouterr().out  # some rows lack it
+    # Two rows lack the fact, one an answer with words, two any knowledge.
+    expected.update(fact=1.0, n_fact=1, n_generative_perplexity=2, n_knowledge=1)
+    assert figures == approx(expected)
     # In a mean every person has the same weight: (3/4 + 1/4) / 2; in a median every row.
     scores = [("Ann", 1.0, 1), ("Ann", 1.0, 2), ("Ann", 0.25, 4), ("Bo", 0.25, 9)]
     records = [dict(subject=name, em=em, words=n) for name, em, n in scores]
@@ -1849,6 +1852,7 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
         assert np.isnan(found).all()
     assert math.isnan(ev.model_utility(dict.fromkeys(ev.UTILITY, figures)))
     assert math.isnan(ev.forget_quality(records, [{"log_ratio": 1.0}]))
+    assert math.isnan(ev.forget_quality([{"log_ratio": 1.0}], [{"log_ratio": None}]))  # of a file
     [record] = ev.score_truthfulqa(None, None, [row], ARGS)
     assert math.isnan(record["mc1"])
     forget = {"prob": math.nan, "perplexity_mean": 1e50}
