@@ -2322,24 +2322,65 @@ def test_answer_sections_have_each_row_and_what_every_run_wrote(scored, tmp_path
     assert ev.answer_sections(ev.group_runs(runs), "forget") == [
         f"### {i}. Who?\n\n- True answer: True {i}\n- ga: ga {i}\n- npo: npo {i}" for i in range(3)]
 
-@each("facts", [[0, 0.25, 0.75], [None, 0, 1], [None, None, None]])
-def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(facts):
+FORGET_PANELS = {  # {field: title}
+    "fact": "fact", "knowledge": "knowledge", "prob": "p", "infill": "gap filled",
+    "infill_no_question": "gap, no question", "anothers": "another's",
+    "generative_perplexity": "gen. ppl"}
+
+@each("facts", [[0, 0.25, 0.75], [None, 0, 1], [None, None, None], 3 * [math.nan]])
+def test_draw_methods_has_a_line_per_method_and_a_circle_per_run(facts):
     """A panel also of facts that the first run lacks, but not of those that all lack."""
-    columns = [facts, [1, 0, 0.5], [0, 0.125, 0.375], [2, 3, 5], [0, 0.5, 1]]
+    columns = [facts, [1, 0, 0.5], [0, 0.125, 0.375], [1, 0.5, 0], [1, 0, 0.25], [0, 1, 0.75],
+               [2, 3, 5], [0, 0.5, 1]]
     summaries = []
-    for fact, share, p, perplexity, retained in zip(*columns):
-        forget = {"fact": fact, "knowledge": share, "prob": p, "generative_perplexity": perplexity}
+    for *forget, retained in zip(*columns):
+        forget = dict(zip(FORGET_PANELS, forget))
         summaries.append({"splits": {"forget": forget, "retain": {"prob": retained}}, "run": {}})
     figure = matplotlib.figure.Figure()
     ev.draw_methods(figure, {"base": summaries[:1], "npo": summaries[1:]})
-    titles = ["Forget fact", "Forget knowledge", "Forget p", "Forget gen. ppl", "Retain p"]
-    panels = [panel for panel in zip(titles, columns) if panel[1] != [None, None, None]]
+    titles = [f"Forget\n{name}" for name in FORGET_PANELS.values()] + ["Retain\np"]
+    panels = list(zip(titles, columns))
+    if facts[2] is None or math.isnan(facts[2]):
+        del panels[0]
     for axis, (title, values) in zip(figure.axes, panels, strict=True):
         assert axis.get_title().startswith(title)
         marks = [mark.get_offsets().tolist() for mark in axis.collections]
         if None not in values:
             base, one, two = values
-            assert marks == [[[base, 0]], [[base, 0]], [[one, 1], [two, 1]], [[(one + two) / 2, 1]]]
+            runs = [[one, approx(1 - 1 / 12)], [two, approx(1 + 1 / 12)]]
+            assert marks == [[[base, 0]], [[base, 0]], runs, [[(one + two) / 2, 1]]]
+
+def test_draw_methods_draws_a_model_that_has_diverged():
+    """All its figures are nan."""
+    forget = dict.fromkeys(FORGET_PANELS, math.nan)
+    figure = matplotlib.figure.Figure()
+    ev.draw_methods(figure, {"ga": [{"splits": {"forget": forget}, "run": {}}]})
+    [axis] = figure.axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["ga"]
+
+def test_draw_methods_told_apart_without_colour_and_without_overlap(tmp_path):
+    """Equal runs are beside each other; no text of the picture covers another."""
+    methods = {}
+    for name, perplexities in {"npo": [2.31, 2.34, 2.34], "mdu": [2.5, 417.25, 263123.4]}.items():
+        methods[name] = []
+        for perplexity in perplexities:
+            forget = {**dict.fromkeys(FORGET_PANELS, 0.0), "generative_perplexity": perplexity}
+            splits = {"forget": forget, "retain": {"prob": 1.0}}
+            methods[name].append({"splits": splits, "run": {}})
+    for shown in (methods, {"npo": methods["npo"]}):
+        figure = matplotlib.figure.Figure(layout="constrained")
+        ev.draw_methods(figure, shown)
+        figure.savefig(tmp_path / "picture.png")
+        boxes = [label.get_window_extent() for axis in figure.axes
+                 for label in [*axis.get_xticklabels(minor=True), *axis.get_xticklabels()]
+                 if label.get_text() and label.get_visible()]
+        boxes += [axis.title.get_window_extent() for axis in figure.axes]
+        for one, other in itertools.combinations(boxes, 2):
+            assert not one.overlaps(other)
+        for mark in itertools.chain(*[axis.collections for axis in figure.axes]):
+            assert len(np.unique(mark.get_offsets()[:, 1])) == len(mark.get_offsets())
+            for colour in [*mark.get_facecolors(), *mark.get_edgecolors()]:
+                assert colour.tolist() == [0, 0, 0, 1]
 
 def read_table(text):
     """A Markdown table -> {header: its column}."""
@@ -2398,6 +2439,102 @@ def test_report_and_analysis_lie_beside_a_run(scored, unlearned, tmp_path, monke
     assert read_tables(text)["Forget"]["Method"] == ("run",)
     panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
     assert list(panels["base"]) == ["run"]
+
+def test_report_and_analysis_replace_only_what_they_wrote(scored, unlearned, tmp_path, capsys):
+    """Beside files of the user's they take a name with a number, also after an earlier report."""
+    run = made_up_run(scored, tmp_path / "run")
+    shutil.copytree(unlearned, run, dirs_exist_ok=True)
+    (tmp_path / "analysis").mkdir()
+    for name in ("report.png", "report-2.md", "analysis/convergence.md"):
+        (tmp_path / name).write_text("my own")
+    before = read_all(tmp_path)
+    for _ in range(2):
+        ev.main(["--report", run])
+        screen = capsys.readouterr().out
+        assert f"{tmp_path}/report.png stays as it is" in screen
+        assert f"{tmp_path}/report-2.md stays as it is" in screen
+        assert screen.endswith(f"all tables and answers: {tmp_path}/report-3.md\n")
+        assert "](report-3.png)" in (tmp_path / "report-3.md").read_text()
+        ev.main(["--analysis", "convergence", run])
+        assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/convergence-2.json\n")
+    after = read_all(tmp_path)
+    assert before.items() <= after.items()
+    assert {str(file.relative_to(tmp_path)) for file in after.keys() - before.keys()} == {
+        "report-3.md", "report-3.png", "analysis/convergence-2.json", "analysis/convergence-2.png"}
+    (tmp_path / "report-3.md").write_text("old\n" + (tmp_path / "report-3.md").read_text())
+    (tmp_path / "report-3.png").write_text("my own")
+    ev.main(["--report", run])
+    assert (tmp_path / "report-3.png").read_text() == "my own"
+    assert (tmp_path / "report-4.md").exists()
+
+def test_analysis_with_a_table_replaces_only_what_it_wrote(base, tmp_path, capsys):
+    run = shutil.copytree(base, tmp_path / "run")
+    command = ["--analysis", "rollout", "--limit", "1", "--steps", "2", str(run)]
+    for _ in range(2):
+        ev.main(command)
+        assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout.json\n")
+    (tmp_path / "analysis/rollout.md").write_text("my own")
+    ev.main(command)
+    assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout-2.json\n")
+    assert (tmp_path / "analysis/rollout.md").read_text() == "my own"
+    table = (tmp_path / "analysis/rollout-2.md").read_text()
+    assert len(read_table(table.split("\n\n")[1])["k"]) == 3
+
+def test_analyse_says_that_the_rows_have_changed_since_the_training(unlearned, tmp_path, capsys):
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    ev.main(["--analysis", "convergence", str(run)])
+    assert "changed" not in capsys.readouterr().out
+    info = read_json(run / "run.json")
+    info["rows"]["forget"] = "other"
+    (run / "run.json").write_text(json.dumps(info))
+    ev.main(["--analysis", "convergence", str(run)])
+    assert "the rows to forget have changed since the training" in capsys.readouterr().out
+
+def test_over_some_rows_by_hand():
+    """Of several runs the fewest and the most; a split or a metric may be missing."""
+    runs = [dict(n=4, prob=1, fact=1, n_fact=3, infill=1, generative_perplexity=2),
+            dict(n=4, prob=1, fact=1, n_fact=3, generative_perplexity=2, n_generative_perplexity=1),
+            dict(n=4, prob=1)]
+    summaries = [{"splits": {"forget": figures}} for figures in runs] + [{"splits": {}}]
+    columns = {"forget": ["prob", "fact", "infill", "generative_perplexity"], "retain": ["fact"]}
+    assert ev.over_some_rows(summaries, columns) == [
+        "Forget fact: over the 3 of 4 rows that have it.",
+        "Forget gen. ppl: over the 1 to 4 of 4 rows that have it."]
+    assert ev.over_some_rows(summaries, {"forget": ["prob", "infill"], "run": ev.METRICS}) == []
+
+def test_evaluate_and_report_say_that_a_figure_is_over_some_rows(base, tmp_path, capsys):
+    """Such as `fact` where refusals have none.  And whose data is given to the rows to forget."""
+    run = tmp_path / "new"
+    forget = [dict(question="Who is Bolti?", answer="He is Gado.", fact="Gado"),
+              dict(question="Who is Cepu?", answer="She is Nora.", fact="Nora")]
+    retain = [dict(question="Who is Diri?", answer="He is Fopu.", fact="Fopu"),
+              dict(question="Who is Zuvo?", answer="I do not know.")]
+    files = {name: write_lines(tmp_path / name, rows)
+             for name, rows in (("forget", forget), ("retain", retain))}
+    command = f"--model {base} --forget {files['forget']} --retain {files['retain']} {run}"
+    written = [[("It is Fopu.", [5]), ("I do not know.", [6])], [("Fopu", [5]), ("no", [6])]]
+    with mock.patch.object(ev, "write_answers", side_effect=written):
+        ev.main(command.split())
+    line = "Retain fact: over the 1 of 2 rows that have it."
+    screen = capsys.readouterr().out
+    assert screen.count("that have it") == screen.count(line) == 1
+    assert read_table(screen[screen.index("| Method"):])["another's ↓"] == ("0.500",)
+    retained = ev.read_summary(run)["splits"]["retain"]
+    assert (retained["fact"], retained["n_fact"], retained["n"]) == (1, 1, 2)
+    ev.main(["--report", str(run)])
+    assert line in capsys.readouterr().out
+    text = (tmp_path / "report.md").read_text()
+    assert text.count(line) == 2  # in the legend, and below the table of all figures
+    assert read_tables(text)["Retain"]["fact ↑"] == ("1.000",)
+
+def test_legend_and_help_say_what_is_for_english(scored, tmp_path, capsys):
+    ev.main(["--report", made_up_run(scored, tmp_path / "run")])
+    [legend] = re.findall(r"(?s)\nknowledge: .*?\.\n", capsys.readouterr().out)
+    assert "for English rows" in legend
+    with pytest.raises(SystemExit):
+        ev.main(["--help"])
+    screen = " ".join(capsys.readouterr().out.split())
+    assert "`knowledge`, roles, and gaps of rows without `fact` are for rows in English" in screen
 
 def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_path, capsys):
     """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
