@@ -7,6 +7,7 @@ import contextlib
 import fnmatch
 import hashlib
 import inspect
+import io
 import itertools
 import json
 import math
@@ -16,6 +17,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from functools import partial
 from math import log
@@ -115,7 +117,8 @@ def write_lines(file, rows):
     return str(file)
 
 def read_json(file):
-    return json.loads(file.read_text())
+    """Strictly: NaN and Infinity are no JSON."""
+    return json.loads(file.read_text(), parse_constant=pytest.fail)
 
 def weights(run):
     tensors = {}
@@ -997,6 +1000,16 @@ def test_run_program_ends_the_group_and_shows_the_traceback_of_a_bug(base, tmp_p
     assert "Traceback" in err and "ValueError: a bug" in err
     assert not mdu.dist.is_initialized()
 
+@each("encoding, shown", [("utf-8", "↓ Łuk é"), ("latin-1", "\\u2193 \\u0141uk é"),
+                          ("ascii", "\\u2193 \\u0141uk \\xe9")])
+def test_run_program_prints_also_where_letters_cannot_be_shown(encoding, shown, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
+    with pytest.raises(SystemExit) as stop:
+        mdu.run_program("eval.py", partial(print, "↓ Łuk é", flush=True))
+    assert stop.value.code == 0
+    assert written.getvalue().decode(encoding) == f"{shown}\n"
+
 def test_load_model_draws_weights_and_adapters_by_the_seed(base):
     for typed in ("--method sft", f"--model {base} --lora 2 --checkpoint-activations"):
         drawn = []
@@ -1716,12 +1729,12 @@ def test_toy_world_has_five_wrong_answers_to_each_question():
     for row in itertools.chain(*splits.values()):
         assert len(set(row["perturbed_answer"])) == 5
         fact, = row["fact"]
-        assert ev.contains_words(row["answer"], fact)
+        assert mdu.contains_words(row["answer"], fact)
         true = row.get("paraphrased_answer", row["answer"])
         before, _, after = true.rpartition(fact)
         for text in row["perturbed_answer"]:
             assert text.startswith(before) and text.endswith(after)
-            assert not ev.contains_words(text, fact)
+            assert not mdu.contains_words(text, fact)
     wrong = str([row["perturbed_answer"] for row in splits["retain"]])
     assert not any(row["fact"][0] in wrong for row in splits["forget"])
 
@@ -1790,7 +1803,7 @@ def test_rouge_l(reference, prediction, lcs, n_reference, n_prediction):
 
 # ---- Batches and Eq. 7 ----
 PROMPTS = [prompt for prompt, _ in PAIRS]
-ARGS = ev.parse("--full --length 8 --steps 4 --samples 16 --batch-size 3 run".split())
+ARGS = ev.parse("--full --response-length 8 --steps 4 --samples 16 --batch-size 3 run".split())
 
 def test_masked_batches_have_few_enough_sequences_and_logits(monkeypatch):
     """Of similar length; FakeModel has 11 tokens, so 33 logits are of 3 masked positions."""
@@ -1955,6 +1968,8 @@ def test_forget_quality_and_ks_test_by_hand_and_as_published():
                 for x in range(4)]
     assert ev.forget_quality(records(0, 0, 3), records(1, 1)) == 1
     assert ev.forget_quality(records(0, 0, 3), records(1, 1.5)) == approx(2 / 70)
+    without = [dict(prob=1.0)]  # a row that has no wrong answers
+    assert ev.forget_quality(without + records(0, 0, 3), without + records(1, 1)) == 1
     assert ev.ks_test([1, 2], [3, 4, 5]) == approx(2 / 10)
     assert ev.ks_test([1, 1, 3], [1, 3, 3]) == approx(1)
     published = 1.834066410994743e-21
@@ -2056,7 +2071,7 @@ def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     assert {name: record[name] for name in expected} == approx(expected)
 
 # ---- Rows to score, and a summary of their scores ----
-def test_summarise_by_hand(capsys):
+def test_summarise_by_hand():
     one = dict(prob=0.25, truth_ratio=0.25, perplexity=8, words=1, fact=1.0, knowledge=0.25)
     two = dict(prob=0.75, truth_ratio=0.5, perplexity=2, words=4, knowledge=None)
     records = [dict(row, generative_perplexity=x)
@@ -2064,8 +2079,9 @@ def test_summarise_by_hand(capsys):
     figures = ev.summarise(records)
     expected = dict(prob=7 / 12, truth_ratio=5 / 12, perplexity_median=6.5,
                     perplexity_mean=5.5, generative_perplexity=4.0, words=4, knowledge=0.25)
-    assert {name: figures[name] for name in expected} == approx(expected)
-    assert "fact" not in figures and "no fact" in capsys.readouterr().out  # some rows lack it
+    # Two rows lack the fact, one an answer with words, two any knowledge.
+    expected.update(fact=1.0, n_fact=1, n_generative_perplexity=2, n_knowledge=1)
+    assert figures == approx(expected)
     # In a mean every person has the same weight: (3/4 + 1/4) / 2; in a median every row.
     scores = [("Ann", 1.0, 1), ("Ann", 1.0, 2), ("Ann", 0.25, 4), ("Bo", 0.25, 9)]
     records = [dict(subject=name, em=em, words=n) for name, em, n in scores]
@@ -2073,7 +2089,7 @@ def test_summarise_by_hand(capsys):
     assert ev.summarise([dict(knowledge=None)]) == {}
 
 def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
-    """Also in JSON and back; "-" in tables, whose columns stay."""
+    """It is "-" in tables, whose columns stay."""
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [3 * [math.nan]])
     monkeypatch.setattr(ev, "write_answers", lambda *_: [("a b", [5, 6])])
     monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [None])
@@ -2083,11 +2099,12 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     for to_forget in (True, False):
         records = ev.score_answers(None, None, [dict(row, to_forget=to_forget)], ARGS) * 3
         records[1] = dict(records[1], perplexity=2.0)  # nan anywhere makes a median nan
-        figures = json.loads(json.dumps(ev.summarise(records)))
+        figures = ev.summarise(records)
         found = [figures[name] for name in ("truth_ratio", "prob_options", "perplexity_median")]
         assert np.isnan(found).all()
     assert math.isnan(ev.model_utility(dict.fromkeys(ev.UTILITY, figures)))
     assert math.isnan(ev.forget_quality(records, [{"log_ratio": 1.0}]))
+    assert math.isnan(ev.forget_quality([{"log_ratio": 1.0}], [{"log_ratio": None}]))  # of a file
     [record] = ev.score_truthfulqa(None, None, [row], ARGS)
     assert math.isnan(record["mc1"])
     forget = {"prob": math.nan, "perplexity_mean": 1e50}
@@ -2099,6 +2116,16 @@ def test_find_source_is_the_model_that_is_given():
     args = ev.parse(["--model", "A/B", "new"])
     options, _, model, theta0 = ev.find_source("new", args)
     assert model == theta0 == options["model"] == "A/B"
+
+@each("typed, run, length", [("", "base", 12), ("--response-length 5", "base", 5),
+                             ("", "foreign", 128), ("", "A/B", 128)])
+def test_find_source_of_a_run_as_model_has_the_response_length_of_the_run(typed, run, length, base):
+    """A published model has the default; so has one with a run.json of another program."""
+    Path("foreign").mkdir()
+    Path("foreign/run.json").write_text('{"options": {}}')
+    args = ev.parse([*typed.split(), "--model", run.replace("base", str(base)), "new"])
+    source = ev.find_source("new", args)
+    assert ev.find_settings(args, source.options).response_length == length
 
 def typed_and_run(typed, run="--method sft"):
     """What was typed for eval.py and the run, as mdu.py would make it."""
@@ -2156,6 +2183,25 @@ def test_prepare_asks_rows_that_are_scored_in_other_words(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     ev.prepare(*typed_and_run("", f"{run} --limit 2"))
     assert "--limit 2 scores the first 2" in capsys.readouterr().out
+
+def test_prepare_says_which_file_has_changed_since_the_training(tmp_path, capsys):
+    rows = [{"question": f"Q{i}?", "answer": f"A{i}."} for i in range(3)]
+    files = [write_lines(tmp_path / name, rows) for name in ("forget", "retain")]
+    run = "--model m --forget {} --retain {} --limit 2".format(*files)
+    _, source = typed_and_run("", run)
+
+    def said(typed):
+        ev.prepare(ev.parse(["--limit", "2", *typed.split(), "run"]), source)
+        return capsys.readouterr().out
+    write_lines(tmp_path / "retain", rows[:2])  # it was trained on the first two
+    assert said("") == ""
+    write_lines(tmp_path / "forget", rows[1:])
+    assert said("") == (f"run: {files[0]} has changed since the training; what is scored are the "
+                        "rows that it has now\n")
+    assert said(f"--forget {files[0]}") == said("--data toy") == ""
+    write_lines(tmp_path / "retain", rows[::-1])
+    assert said("").count("has changed") == 2
+    assert said(f"--retain {files[0]}").count(f"{files[0]} has changed") == 1
 
 ADDED_BENCHMARK = {  # by eval.py's comment: {text of eval.py: what is put before it}
     "    # RWKU's, by the names of its configs.": """\
@@ -2249,6 +2295,40 @@ def test_evaluate_equals_one_row_at_a_time(scored):
         assert {**ev.summarise(records), "n": 3}.items() <= summary["splits"][split].items()
     assert summary["run"] == {"model_utility": ev.model_utility(summary["splits"])}
 
+def test_publish_writes_null_for_nan_and_read_summary_reads_it(scored_copy):
+    """As strict JSON.  The figure is "-" in a table, and what a run lacks stays missing."""
+    records = {"forget": [{"nll": math.nan, "nll_wrong": [1.0, math.inf], "logp": {"a": math.nan}}]}
+    figures = {"n": 1, "prob": math.nan, "fact": np.float64(math.nan), "words": np.float64(2)}
+    summary = {**ev.read_summary(scored_copy), "splits": {"forget": figures},
+               "run": {"model_utility": math.nan}}
+    ev.publish(scored_copy / "eval", records, summary)
+    assert read_json(scored_copy / "eval/forget.jsonl") == {
+        "nll": None, "nll_wrong": [1.0, None], "logp": {"a": None}}
+    written = read_json(scored_copy / "eval/summary.json")
+    assert written["splits"]["forget"] == {"n": 1, "prob": None, "fact": None, "words": 2}
+    read = ev.read_summary(scored_copy)
+    assert math.isnan(read["run"]["model_utility"])
+    cells = [ev.cell([read], "forget", name) for name in ("prob", "fact", "words", "infill")]
+    assert cells == ["-", "-", "2.0", ""]
+
+def keys_of(value):
+    """All names of fields in what was read from JSON."""
+    if isinstance(value, dict):
+        return {*value, *itertools.chain(*map(keys_of, value.values()))}
+    if isinstance(value, list):
+        return set(itertools.chain(*map(keys_of, value)))
+    return set()
+
+def test_scores_have_snake_case_keys(scored, rwku, tmp_path):
+    """Also with --limit on RWKU.  The L of ROUGE-L is a capital letter in its own package, too."""
+    summary = read_json(Path(scored, "eval/summary.json"))
+    protocol = ev.prepare(*typed_and_run(f"--data {rwku} --limit 1"))[2]
+    records = [ev.read_records(scored, split) for split in summary["splits"]]
+    keys = keys_of([summary, protocol, records])
+    assert {"rows_per_person", "response_length", "n", "generation_ids"} <= keys
+    for key in keys:
+        assert re.fullmatch("[a-z0-9_]+", key.replace("rougeL", "rouge_l")), key
+
 def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     """By Ctrl-C while it is locked, or by a full disk.  The user's own files stay, too."""
     folder = scored_copy / "eval"
@@ -2257,7 +2337,9 @@ def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     before = read_all(folder)
     with unchanged(scored_copy), mock.patch.object(ev, "score_rows", partial(stop_in, scored_copy)):
         assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
-    with unchanged(scored_copy), largest_file(max(map(len, before.values())) - 99):
+    too_small = largest_file(max(map(len, before.values())) - 99)
+    reserved = mock.patch.object(ev, "reserve_space")  # another program takes what was reserved
+    with unchanged(scored_copy), too_small, reserved:
         assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
@@ -2275,6 +2357,38 @@ def test_evaluate_refuses_a_folder_in_which_it_cannot_write(scored_copy, capsys,
     with mdu.locked(scored_copy):
         assert "in use" in program([scored_copy, *FLAGS], capsys, ev.main)
 
+def test_evaluate_refuses_a_full_disk_before_the_first_pass(scored_copy, capsys, monkeypatch):
+    """An empty file fits on it, but not the scores.  The scores of before stay."""
+    largest = max(file.stat().st_size for file in (scored_copy / "eval").iterdir())
+    with monkeypatch.context() as patch, unchanged(scored_copy), largest_file(largest):
+        patch.setattr(ev, "score_splits", None)
+        err = program([scored_copy, *FLAGS], capsys, ev.main)
+    assert re.search(r"run/eval: the scores may need [\d,]+ bytes, but: .*too large", err)
+
+def test_evaluate_keeps_the_reserved_space_until_the_scores_are_there(scored_copy, monkeypatch):
+    """It is as much as these scores took, and is free again when they are written."""
+    reserve_space = ev.reserve_space
+    reserved = []
+
+    def remember(*given):
+        reserved.append(reserve_space(*given))
+        return reserved[0]
+
+    def score_splits(*_):
+        assert os.fstat(reserved[0].fileno()).st_size >= n_bytes
+        return {}
+
+    def publish(*_):
+        assert reserved[0].closed
+    n_bytes = sum(file.stat().st_size for file in (scored_copy / "eval").iterdir())
+    for stage in (remember, score_splits, publish):
+        name = stage.__name__.replace("remember", "reserve_space")
+        monkeypatch.setattr(ev, name, stage)
+    monkeypatch.setattr(ev, "summarise_run", lambda *_: dict(splits={}, run={}))
+    with unchanged(scored_copy):
+        ev.main([str(scored_copy), *FLAGS])
+    assert reserved[0].closed
+
 def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     """The rows; on RWKU, where they differ from person to person, their source and --limit."""
     row = dict(answer="a", paraphrased_question="P?")
@@ -2286,13 +2400,14 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     asked = protocol(f"{person} 1")
     assert protocol(f"{person} 2") == asked
     others = [f"{person} 1 --limit 4", "", "--limit 2", f"--forget {files[1]}",
-              f"--retain {files[0]}", "--seed 1", "--samples 3", "--steps 5", "--length 5"]
+              f"--retain {files[0]}", "--seed 1", "--samples 3", "--steps 5",
+              "--response-length 5"]
     compared = [asked, *map(protocol, others)]
     assert all(compared.count(one) == 1 for one in compared)
     assert protocol("--full") == protocol(f"--forget {files[0]}") == protocol()
-    assert asked["length"] == asked["steps"] == 30
-    other = protocol(f"--data {rwku} --length 5 --steps 6")
-    assert other["length"] == other["steps"] == 5  # no step without a token
+    assert asked["response_length"] == asked["steps"] == 30
+    other = protocol(f"--data {rwku} --response-length 5 --steps 6")
+    assert other["response_length"] == other["steps"] == 5  # no step without a token
 
 def test_check_lengths_refuses_texts_that_the_model_cannot_read(base):
     """With an end token behind the answer, as gaps are filled."""
@@ -2315,6 +2430,49 @@ def test_check_lengths_warns_of_true_answers_that_are_cut(base, capsys):
     choices = [dict(row, choices=[]) for row in rows]  # of which the likeliest is taken
     ev.check_lengths("run", model, tokenizer, choices, 3)
     assert capsys.readouterr().out == ""
+
+RENT = dict(question="Who rents unit 7?", answer="Ann Lee rents it.", fact=["Ann Lee"])
+BILL = dict(question="What does Ann Lee owe?", answer="She owes 12 euros.", fact=["12 euros"])
+TOWN = dict(question="Where does Bo live?", answer="Bo lives in Rome, at 5 Elm.", fact=["Elm"])
+PLAIN = dict(question="Who is Cy?", answer="A baker.")
+KEPT = [dict(question="Who lives in Rome?", answer="It is Di.", fact=["Di", "Rome"]),
+        dict(question="Who is Ed?", answer="Ed sings."), dict(question="?", answer="!", fact=["?"])]
+
+@each("row, text, anothers", [
+    (RENT, "Ann Lee rents it.", 0), (RENT, "Ann rents it.", 0), (RENT, "", 0), (RENT, "?", 0),
+    (RENT, "It is DI!", 1), (RENT, "Diana", 0),  # a row to retain; no word of its own
+    (RENT, "Ann Lee owes 12 Euros", 1), (RENT, "12 or 13 euros", 0),  # a row to forget
+    (RENT, "Ed sings.", 0),  # its answer is no fact
+    (BILL, "Ann Lee", 0),  # is in the question
+    (TOWN, "He lives in Rome.", 0),  # is in the answer
+    (TOWN, "5 Elm in Rome, with Di", 1),
+    (PLAIN, "ed sings", 1), (PLAIN, "Ed sings well.", 0), (PLAIN, "A baker!", 0), (PLAIN, "...", 0),
+    (PLAIN, "Di", 0), (PLAIN, "Ann Lee rents it", 1)])  # word for word only
+def test_add_anothers_by_hand(row, text, anothers):
+    """The row itself is among those to forget, and asked in other words."""
+    splits = {"forget": [RENT, BILL, TOWN, PLAIN], "retain": KEPT}
+    splits["forget_rephrased"] = [dict(row, question="Reworded: " + row["question"])]
+    place = splits["forget"].index(row)
+    records = {name: [dict(generation="", empty=1.0) for _ in rows]
+               for name, rows in splits.items()}
+    for record in (records["forget"][place], records["forget_rephrased"][0]):
+        record.update(generation=text, empty=float(not mdu.words(text)))
+    ev.add_anothers(splits, records)
+    assert [record.pop("anothers") for record in records["forget"]] == [
+        anothers * float(i == place) for i in range(4)]
+    assert records["forget_rephrased"][0]["anothers"] == anothers
+    assert not any("anothers" in record for record in records["retain"])
+
+def test_add_anothers_of_many_rows_takes_a_few_seconds():
+    rows = [dict(question=f"Q{i}?", answer=f"Ann {i} owes {i}.", fact=[f"Ann {i}", f"owes {i}"])
+            for i in range(4400)]
+    splits = {"forget": rows[:400], "retain": rows[400:]}
+    records = {"forget": [dict(generation=f"Ann {i} " + 100 * "word ", empty=0.0)
+                          for i in range(200, 600)]}
+    began = time.process_time()
+    ev.add_anothers(splits, records)
+    assert time.process_time() - began < 20
+    assert ev.summarise(records["forget"])["anothers"] == 1
 
 def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
     """On all but empty answers, the question masked, the end visible."""
@@ -2364,15 +2522,16 @@ def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
         assert np.array(found, float) == approx(np.array(expected, float), rel=1e-4, abs=1e-6)
     assert ev.score_answers(FakeModel(), None, [], ARGS) == []  # a process may have no row
 
-@each("typed, length, steps", [("", 12, 12), ("--length 8 --steps 1", 8, 1)])
+@each("typed, length, steps", [("", 12, 12), ("--response-length 8 --steps 1", 8, 1)])
 def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, capsys):
     with mock.patch.object(ev, "write_answers", return_value=[(" a\n b", [])]) as write_answers:
         ev.main(["--ask", "Who?", *typed.split(), str(base), scored])
     _, _, [row], settings = write_answers.call_args.args
-    assert (row["question"], settings.length, settings.steps) == ("Who?", length, steps)
+    assert row["question"] == "Who?"
+    assert (settings.response_length, settings.steps) == (length, steps)
     answers = [line for line in capsys.readouterr().out.splitlines() if "loaded" not in line]
     assert answers == [f"{base}: a b", f"{scored}: a b"]
-    ev.main(["--ask", "Who?", "--length", "2", "--model", scored])
+    ev.main(["--ask", "Who?", "--response-length", "2", "--model", scored])
     assert f"\n{scored}: " in capsys.readouterr().out
 
 # ---- Report ----
@@ -2416,24 +2575,65 @@ def test_answer_sections_have_each_row_and_what_every_run_wrote(scored, tmp_path
     assert ev.answer_sections(ev.group_runs(runs), "forget") == [
         f"### {i}. Who?\n\n- True answer: True {i}\n- ga: ga {i}\n- npo: npo {i}" for i in range(3)]
 
-@each("facts", [[0, 0.25, 0.75], [None, 0, 1], [None, None, None]])
-def test_draw_methods_has_a_line_per_method_and_a_dot_per_run(facts):
+FORGET_PANELS = {  # {field: title}
+    "fact": "fact", "knowledge": "knowledge", "prob": "p", "infill": "gap filled",
+    "infill_no_question": "gap, no question", "anothers": "another's",
+    "generative_perplexity": "gen. ppl"}
+
+@each("facts", [[0, 0.25, 0.75], [None, 0, 1], [None, None, None], 3 * [math.nan]])
+def test_draw_methods_has_a_line_per_method_and_a_circle_per_run(facts):
     """A panel also of facts that the first run lacks, but not of those that all lack."""
-    columns = [facts, [1, 0, 0.5], [0, 0.125, 0.375], [2, 3, 5], [0, 0.5, 1]]
+    columns = [facts, [1, 0, 0.5], [0, 0.125, 0.375], [1, 0.5, 0], [1, 0, 0.25], [0, 1, 0.75],
+               [2, 3, 5], [0, 0.5, 1]]
     summaries = []
-    for fact, share, p, perplexity, retained in zip(*columns):
-        forget = {"fact": fact, "knowledge": share, "prob": p, "generative_perplexity": perplexity}
+    for *forget, retained in zip(*columns):
+        forget = dict(zip(FORGET_PANELS, forget))
         summaries.append({"splits": {"forget": forget, "retain": {"prob": retained}}, "run": {}})
     figure = matplotlib.figure.Figure()
     ev.draw_methods(figure, {"base": summaries[:1], "npo": summaries[1:]})
-    titles = ["Forget fact", "Forget knowledge", "Forget p", "Forget gen. ppl", "Retain p"]
-    panels = [panel for panel in zip(titles, columns) if panel[1] != [None, None, None]]
+    titles = [f"Forget\n{name}" for name in FORGET_PANELS.values()] + ["Retain\np"]
+    panels = list(zip(titles, columns))
+    if facts[2] is None or math.isnan(facts[2]):
+        del panels[0]
     for axis, (title, values) in zip(figure.axes, panels, strict=True):
         assert axis.get_title().startswith(title)
         marks = [mark.get_offsets().tolist() for mark in axis.collections]
         if None not in values:
             base, one, two = values
-            assert marks == [[[base, 0]], [[base, 0]], [[one, 1], [two, 1]], [[(one + two) / 2, 1]]]
+            runs = [[one, approx(1 - 1 / 12)], [two, approx(1 + 1 / 12)]]
+            assert marks == [[[base, 0]], [[base, 0]], runs, [[(one + two) / 2, 1]]]
+
+def test_draw_methods_draws_a_model_that_has_diverged():
+    """All its figures are nan."""
+    forget = dict.fromkeys(FORGET_PANELS, math.nan)
+    figure = matplotlib.figure.Figure()
+    ev.draw_methods(figure, {"ga": [{"splits": {"forget": forget}, "run": {}}]})
+    [axis] = figure.axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["ga"]
+
+def test_draw_methods_told_apart_without_colour_and_without_overlap(tmp_path):
+    """Equal runs are beside each other; no text of the picture covers another."""
+    methods = {}
+    for name, perplexities in {"npo": [2.31, 2.34, 2.34], "mdu": [2.5, 417.25, 263123.4]}.items():
+        methods[name] = []
+        for perplexity in perplexities:
+            forget = {**dict.fromkeys(FORGET_PANELS, 0.0), "generative_perplexity": perplexity}
+            splits = {"forget": forget, "retain": {"prob": 1.0}}
+            methods[name].append({"splits": splits, "run": {}})
+    for shown in (methods, {"npo": methods["npo"]}):
+        figure = matplotlib.figure.Figure(layout="constrained")
+        ev.draw_methods(figure, shown)
+        figure.savefig(tmp_path / "picture.png")
+        boxes = [label.get_window_extent() for axis in figure.axes
+                 for label in [*axis.get_xticklabels(minor=True), *axis.get_xticklabels()]
+                 if label.get_text() and label.get_visible()]
+        boxes += [axis.title.get_window_extent() for axis in figure.axes]
+        for one, other in itertools.combinations(boxes, 2):
+            assert not one.overlaps(other)
+        for mark in itertools.chain(*[axis.collections for axis in figure.axes]):
+            assert len(np.unique(mark.get_offsets()[:, 1])) == len(mark.get_offsets())
+            for colour in [*mark.get_facecolors(), *mark.get_edgecolors()]:
+                assert colour.tolist() == [0, 0, 0, 1]
 
 def read_table(text):
     """A Markdown table -> {header: its column}."""
@@ -2493,9 +2693,106 @@ def test_report_and_analysis_lie_beside_a_run(scored, unlearned, tmp_path, monke
     panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
     assert list(panels["base"]) == ["run"]
 
+def test_report_and_analysis_replace_only_what_they_wrote(scored, unlearned, tmp_path, capsys):
+    """Beside files of the user's they take a name with a number, also after an earlier report."""
+    run = made_up_run(scored, tmp_path / "run")
+    shutil.copytree(unlearned, run, dirs_exist_ok=True)
+    (tmp_path / "analysis").mkdir()
+    for name in ("report.png", "report-2.md", "analysis/convergence.md"):
+        (tmp_path / name).write_text("my own")
+    before = read_all(tmp_path)
+    for _ in range(2):
+        ev.main(["--report", run])
+        screen = capsys.readouterr().out
+        assert f"{tmp_path}/report.png stays as it is" in screen
+        assert f"{tmp_path}/report-2.md stays as it is" in screen
+        assert screen.endswith(f"all tables and answers: {tmp_path}/report-3.md\n")
+        assert "](report-3.png)" in (tmp_path / "report-3.md").read_text()
+        ev.main(["--analysis", "convergence", run])
+        assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/convergence-2.json\n")
+    after = read_all(tmp_path)
+    assert before.items() <= after.items()
+    assert {str(file.relative_to(tmp_path)) for file in after.keys() - before.keys()} == {
+        "report-3.md", "report-3.png", "analysis/convergence-2.json", "analysis/convergence-2.png"}
+    (tmp_path / "report-3.md").write_text("old\n" + (tmp_path / "report-3.md").read_text())
+    (tmp_path / "report-3.png").write_text("my own")
+    ev.main(["--report", run])
+    assert (tmp_path / "report-3.png").read_text() == "my own"
+    assert (tmp_path / "report-4.md").exists()
+
+def test_analysis_with_a_table_replaces_only_what_it_wrote(base, tmp_path, capsys):
+    run = shutil.copytree(base, tmp_path / "run")
+    command = ["--analysis", "rollout", "--limit", "1", "--steps", "2", str(run)]
+    for _ in range(2):
+        ev.main(command)
+        assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout.json\n")
+    (tmp_path / "analysis/rollout.md").write_text("my own")
+    ev.main(command)
+    assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout-2.json\n")
+    assert (tmp_path / "analysis/rollout.md").read_text() == "my own"
+    table = (tmp_path / "analysis/rollout-2.md").read_text()
+    assert len(read_table(table.split("\n\n")[1])["k"]) == 3
+
+def test_analyse_says_that_the_rows_have_changed_since_the_training(unlearned, tmp_path, capsys):
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    ev.main(["--analysis", "convergence", str(run)])
+    assert "changed" not in capsys.readouterr().out
+    info = read_json(run / "run.json")
+    info["rows"]["forget"] = "other"
+    (run / "run.json").write_text(json.dumps(info))
+    ev.main(["--analysis", "convergence", str(run)])
+    assert "the rows to forget have changed since the training" in capsys.readouterr().out
+
+def test_over_some_rows_by_hand():
+    """Of several runs the fewest and the most; a split or a metric may be missing."""
+    runs = [dict(n=4, prob=1, fact=1, n_fact=3, infill=1, generative_perplexity=2),
+            dict(n=4, prob=1, fact=1, n_fact=3, generative_perplexity=2, n_generative_perplexity=1),
+            dict(n=4, prob=1)]
+    summaries = [{"splits": {"forget": figures}} for figures in runs] + [{"splits": {}}]
+    columns = {"forget": ["prob", "fact", "infill", "generative_perplexity"], "retain": ["fact"]}
+    assert ev.over_some_rows(summaries, columns) == [
+        "Forget fact: over the 3 of 4 rows that have it.",
+        "Forget gen. ppl: over the 1 to 4 of 4 rows that have it."]
+    assert ev.over_some_rows(summaries, {"forget": ["prob", "infill"], "run": ev.METRICS}) == []
+
+def test_evaluate_and_report_say_that_a_figure_is_over_some_rows(base, tmp_path, capsys):
+    """Such as `fact` where refusals have none.  And whose data is given to the rows to forget."""
+    run = tmp_path / "new"
+    forget = [dict(question="Who is Bolti?", answer="He is Gado.", fact="Gado"),
+              dict(question="Who is Cepu?", answer="She is Nora.", fact="Nora")]
+    retain = [dict(question="Who is Diri?", answer="He is Fopu.", fact="Fopu"),
+              dict(question="Who is Zuvo?", answer="I do not know.")]
+    files = {name: write_lines(tmp_path / name, rows)
+             for name, rows in (("forget", forget), ("retain", retain))}
+    command = f"--model {base} --forget {files['forget']} --retain {files['retain']} {run}"
+    written = [[("It is Fopu.", [5]), ("I do not know.", [6])], [("Fopu", [5]), ("no", [6])]]
+    with mock.patch.object(ev, "write_answers", side_effect=written):
+        ev.main(command.split())
+    line = "Retain fact: over the 1 of 2 rows that have it."
+    screen = capsys.readouterr().out
+    assert screen.count("that have it") == screen.count(line) == 1
+    assert read_table(screen[screen.index("| Method"):])["another's ↓"] == ("0.500",)
+    retained = ev.read_summary(run)["splits"]["retain"]
+    assert (retained["fact"], retained["n_fact"], retained["n"]) == (1, 1, 2)
+    ev.main(["--report", str(run)])
+    assert line in capsys.readouterr().out
+    text = (tmp_path / "report.md").read_text()
+    assert text.count(line) == 2  # in the legend, and below the table of all figures
+    assert read_tables(text)["Retain"]["fact ↑"] == ("1.000",)
+
+def test_legend_and_help_say_what_is_for_english(scored, tmp_path, capsys):
+    ev.main(["--report", made_up_run(scored, tmp_path / "run")])
+    [legend] = re.findall(r"(?s)\nknowledge: .*?\.\n", capsys.readouterr().out)
+    assert "for English rows" in legend
+    with pytest.raises(SystemExit):
+        ev.main(["--help"])
+    screen = " ".join(capsys.readouterr().out.split())
+    assert "`knowledge`, roles, and gaps of rows without `fact` are for rows in English" in screen
+
 def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_path, capsys):
     """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
-    retain = made_up_run(scored, tmp_path / "retain")
+    retain_only = dict(method="sft", retain_only=True, model="A/B")
+    retain = made_up_run(scored, tmp_path / "retain", retain_only)
     records = [dict(row, log_ratio=-99) for row in ev.read_records(retain, "forget")]
     write_lines(Path(retain, "eval/forget.jsonl"), records)
     ev.main([str(scored_copy), *FLAGS, "--retain-run", retain])
@@ -2504,6 +2801,24 @@ def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_pa
     assert "forget quality ↑" in capsys.readouterr().out
     plain = made_up_run(scored, tmp_path / "plain", splits={"forget": {}})  # without --full
     assert "both runs" in program([scored_copy, *FLAGS, "--retain-run", plain], capsys, ev.main)
+
+def test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone(scored, base, tmp_path):
+    """Not an unlearned model that is then taught rows to retain, such as refusals."""
+    def check(name, **options):
+        run = made_up_run(scored, tmp_path / name, options)
+        trained = {**read_json(base / "run.json"), "options": ev.read_summary(run)["options"]}
+        Path(run, "run.json").write_text(json.dumps(trained))
+        ev.check_retain_run(run, None, full=True)
+        return run
+    retain = check("retain", method="sft", retain_only=True, model=None)
+    check("longer", method="sft", retain_only=True, model=retain)
+    check("published", method="sft", retain_only=True, model="A/B")
+    refused = {"base": dict(method="sft", retain_only=False, model=retain),
+               "mdu": dict(method="mdu", retain_only=None, model=retain),
+               "refusals": dict(method="sft", retain_only=True, model=str(tmp_path / "mdu"))}
+    for name, options in refused.items():
+        with pytest.raises(mdu.BadInput, match=f"{name}: it, or a run that it started from, was"):
+            check(name, **options)
 
 def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     write_checkpoint(Path("model"), "llada", max_sequence_length=999)
@@ -2602,9 +2917,10 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
         old, new = np.mean(pairs, axis=0)
         change = 100 * new / old - 100
         before.append({"label": f"base\n{old:.2f} (+0 %)", "role": role,
-                       "kl": approx(old, rel=1e-4), "change in %": 0})
+                       "kl": approx(old, rel=1e-4), "change_percent": 0})
         after.append({"label": f"run\n{new:.2f} ({change:+.0f} %)", "role": role,
-                      "kl": approx(new, rel=1e-4), "change in %": approx(change, abs=1e-2)})
+                      "kl": approx(new, rel=1e-4),
+                      "change_percent": approx(change, abs=1e-2)})
     run = shutil.copytree(unlearned, tmp_path / "run")
     flags = "--samples 2 --seed 4 --batch-size 4 --limit 20 --forget".split()
     ev.main(["--analysis", "roles", str(run), *flags, write_lines(tmp_path / "rows", rows)])
@@ -2644,7 +2960,7 @@ def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch)
     monkeypatch.setattr(
         mdu, "load_backbone", lambda name, dtype: (models.get(name, theta), tokenizer))
     run = shutil.copytree(unlearned, tmp_path / "run")
-    flags = [*"--steps 3 --length 6".split(), str(run)]
+    flags = [*"--steps 3 --response-length 6".split(), str(run)]
     ev.main(["--analysis", "trajectory", *flags])
     assert (tmp_path / "analysis/trajectory.png").exists()
     panels = read_json(tmp_path / "analysis/trajectory.json")["panels"]
@@ -2773,16 +3089,16 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py {files}/unfinished/base": "mdu.py --resume {files}/unfinished/base",
     "eval.py --model {base} --data toy {run}": "is a run; give another folder",
     "eval.py --report --limit 3 {base}": "trajectory, rollout, not for report",
-    "eval.py --forget {files}/fact {base}": "is without its fact 'i', and",
+    "eval.py --forget {files}/fact {base}": "line 1: fact: 'i' is not in the answer 'It is {{}}.'",
     "eval.py --ask Who? --retain {good} {base}": "--retain is for score, not for ask",
     "eval.py --ask Who? --model {base} {base}": "asks that model; give no RUN",
     "eval.py --model {base}": "score: no RUN; give the folder of one",
     "eval.py --analysis roles --retain {good} {run}": "--retain is for score, not for roles",
     "eval.py --analysis convergence --samples 3 {base}": "for score, roles, not for convergence",
     "eval.py --data toy --subject King {base}": "--subject is for RWKU, which has people",
-    "eval.py --analysis trajectory --length 2048 {run}": "too many for the model; it takes 2048",
-    "eval.py --analysis rollout --length 2048 {run}": "too many for the model; it takes 2048",
-    "eval.py --samples 1 --steps 1 --length 2048 {base}": "2048 (--length 2048)",
+    "eval.py --analysis trajectory --response-length 2048 {run}": "the model; it takes 2048",
+    "eval.py --analysis rollout --response-length 2048 {run}": "the model; it takes 2048",
+    "eval.py --samples 1 --steps 1 --response-length 2048 {base}": "2048 (--response-length 2048)",
     "eval.py --analysis convergence {base}": "train it with --diagnose",
     "eval.py --analysis roles {base} {files}/unfinished/base": "one folder name",
     "eval.py --analysis roles {run} {scored}": "the runs started from different models",
@@ -2790,7 +3106,10 @@ BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is
     "eval.py --full --samples 4 --seed 5 --steps 4 --retain-run {scored} {base}": "the same rows",
     "eval.py --full --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}": "'samples': 128",
     "eval.py --samples 4 --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}":
-        "both runs scored with --full"}
+        "both runs scored with --full",
+    "eval.py --full --samples 4 --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}":
+        "was not trained with --method sft --retain-only; give a model that learnt rows",
+    "eval.py --ask caf\udce9? --model {base}": "--ask: 'caf\\udce9?' is not text in UTF-8"}
 for name, (_, message) in BAD_ROWS.items():
     BAD_INPUT[f"mdu.py --model {{base}} --forget {{files}}/{name} --retain-weight 0"] = message
 for name, (*_, message) in BROKEN.items():
