@@ -3234,6 +3234,7 @@ case $1 in
   -) exit ;;
 esac
 echo "$@" >> log
+if [ -f fails ] && [[ " $* " == *" $(< fails) "* ]]; then exit 1; fi
 for word in "$@"; do
   case $last,$word in
     --out,*) mkdir -p "$word"; touch "$word/model.safetensors" ;;
@@ -3281,6 +3282,12 @@ def test_make_trains_what_it_scores_and_scores_what_it_reports(target, tmp_path)
     if target.startswith("rwku"):
         trained.add("out/rwku-llada/0/base")  # a published model
     assert used == trained and len(trained) > 2
+
+@each("target", ["demo", "finetuned"])
+def test_an_experiment_ends_without_scores_where_a_run_fails(target, tmp_path):
+    (tmp_path / "fails").write_text("wga")
+    assert make(tmp_path, target).returncode == 2
+    assert "eval.py" not in (tmp_path / "log").read_text()
 
 def test_demo_has_every_method(tmp_path):
     make(tmp_path, "demo")

@@ -284,7 +284,7 @@ END
 }
 
 company_seed() {  # company_seed SEED
-  local seed=$1 out=out/company/$1 rows=out/company/rows runs=() name
+  local seed=$1 out=out/company/$1 rows=out/company/rows name
   local toy="$PYTHON mdu.py --preset toy --seed $seed --response-length 20"
   local forget="--forget $rows/forget.jsonl"
   # 1. The model before and after it learnt the rows to forget.  With --retain-only these are not
@@ -310,19 +310,10 @@ END
     $out/npo-hidden-refusals              --model $out/npo-hidden
 END
 
-  # 4. Scores: first of the held-out rows.  The next scores would replace them, so they are moved.
-  for name in $COMPANY; do
-    runs+=($out/$name)
-  done
-  local score="$PYTHON eval.py --samples 32 $forget"
-  $score --retain $rows/held_out.jsonl "${runs[@]}"
-  for name in $COMPANY; do
-    mkdir -p $out/held-out/$name
-    mv $out/$name/eval $out/held-out/$name
-  done
-  $score --retain $rows/retain.jsonl "${runs[@]}"
+  $PYTHON eval.py --samples 32 $forget --retain $rows/retain.jsonl \
+    --held-out $rows/held_out.jsonl $out/*/
 
-  # 5. Four of the rows are taught again; the other eight are asked for.
+  # 4. Four of the rows are taught again; the other eight are asked for.
   for name in $COMPANY; do
     $toy --method sft --batch-size 4 --epochs 30 --lr 5e-4 --limit 4 --model $out/$name \
       --forget $rows/taught.jsonl --retain $rows/retain.jsonl --out $out/taught-again/$name
@@ -337,7 +328,6 @@ company() {  # three customers are forgotten, refused, and taught again
   company_rows out/company/rows
   three_seeds company_seed
   report out/company/SEED/taught-again $COMPANY
-  report out/company/SEED/held-out $COMPANY
   report out/company/SEED $COMPANY
 }
 
