@@ -2114,8 +2114,8 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
 
 def test_find_source_is_the_model_that_is_given():
     args = ev.parse(["--model", "A/B", "new"])
-    options, _, model, theta0 = ev.find_source("new", args)
-    assert model == theta0 == options["model"] == "A/B"
+    source = ev.find_source("new", args)
+    assert source.model == source.theta0 == source.options["model"] == "A/B"
 
 @each("typed, run, length", [("", "base", 12), ("--response-length 5", "base", 5),
                              ("", "foreign", 128), ("", "A/B", 128)])
@@ -2143,6 +2143,8 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
     ("toy", "--data {tofu} --retain {X}", [("tofu", 8), ("X", 4), ("tofu", 3), ("tofu", 3)]),
     ("files", "", [("X", 4), ("Y", 4)]),  # the --limit of a run does not count
     ("files", "--retain {X} --limit 3", [("X", 3), ("X", 3)]),
+    ("files", "--held-out {X} --never {Y} --limit 3", [("X", 3), ("Y", 3), ("X", 3), ("Y", 3)]),
+    ("toy", "--data toy --limit 1 --never {X}", [("toy", 1)] * 4 + [("X", 1)]),
     ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
     ("toy's options", "", [("X", 4)]),  # which mdu.py trains on, too
     ("person", "", [(PEOPLE[1], 2)] * 8), ("person", "--subject all --limit 1", [("ten", 1)] * 8),
@@ -2243,6 +2245,11 @@ def test_find_splits_reads_another_benchmark(base, tmp_path, capsys):
     assert read_tables(text)["Say"]["commas"] == ("1.5",)
     assert "## Answers: Say\n\n### 0. Who?" in text
 
+def test_heading_of_rows_that_nobody_trained_on_has_no_arrow():
+    """Their figures are a yardstick: neither high nor low ones are good."""
+    headings = [ev.heading(split, "fact") for split in ("forget", "retain", "held_out", "never")]
+    assert headings == ["fact ↓", "fact ↑", "fact ↑", "fact"]
+
 # ---- One run ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --steps 4".split()
 
@@ -2261,6 +2268,17 @@ def scored(base, tmp_path_factory):
 @pytest.fixture
 def scored_copy(scored, tmp_path):
     return shutil.copytree(scored, tmp_path / "run")
+
+def test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left(unlearned, tmp_path, capsys):
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    left = mdu.read_run(run)["forget_loss"]["left"]
+    assert 0.5 < left < 1  # 2 epochs
+    for argv in ([f"{run}", "--samples", "1", "--limit", "1"], ["--report", f"{run}"]):
+        ev.main(argv)
+        lines = capsys.readouterr().out.splitlines()
+        table = read_table("\n".join(line for line in lines if line.startswith("|")))
+        assert table["loss left ↓"] == (f"{100 * left:.0f}%",)
+    assert ev.read_summary(run)["run"] == {"forget_loss_left": left}
 
 def test_evaluate_equals_one_row_at_a_time(scored):
     """Losses by a forward pass per mask of (--seed, split, row), answers by the slow sampler."""
@@ -2436,7 +2454,8 @@ BILL = dict(question="What does Ann Lee owe?", answer="She owes 12 euros.", fact
 TOWN = dict(question="Where does Bo live?", answer="Bo lives in Rome, at 5 Elm.", fact=["Elm"])
 PLAIN = dict(question="Who is Cy?", answer="A baker.")
 KEPT = [dict(question="Who lives in Rome?", answer="It is Di.", fact=["Di", "Rome"]),
-        dict(question="Who is Ed?", answer="Ed sings."), dict(question="?", answer="!", fact=["?"])]
+        dict(question="Who is Ed?", answer="Ed sings."), dict(question="?", answer="!", fact=["?"]),
+        dict(question="Who is Al?", answer="Unknown."), dict(question="Who is Om?", answer="Unknown.")]
 
 @each("row, text, anothers", [
     (RENT, "Ann Lee rents it.", 0), (RENT, "Ann rents it.", 0), (RENT, "", 0), (RENT, "?", 0),
@@ -2447,10 +2466,13 @@ KEPT = [dict(question="Who lives in Rome?", answer="It is Di.", fact=["Di", "Rom
     (TOWN, "He lives in Rome.", 0),  # is in the answer
     (TOWN, "5 Elm in Rome, with Di", 1),
     (PLAIN, "ed sings", 1), (PLAIN, "Ed sings well.", 0), (PLAIN, "A baker!", 0), (PLAIN, "...", 0),
-    (PLAIN, "Di", 0), (PLAIN, "Ann Lee rents it", 1)])  # word for word only
+    (PLAIN, "Di", 0), (PLAIN, "Ann Lee rents it", 1),  # word for word only
+    (PLAIN, "unknown", 0),  # two rows have it: it is nobody's
+    (RENT, "Fay", 1), (PLAIN, "Fay.", 1)])  # of a row that is held out
 def test_add_anothers_by_hand(row, text, anothers):
     """The row itself is among those to forget, and asked in other words."""
-    splits = {"forget": [RENT, BILL, TOWN, PLAIN], "retain": KEPT}
+    splits = {"forget": [RENT, BILL, TOWN, PLAIN], "retain": KEPT,
+              "held_out": [dict(question="Who dances?", answer="Fay.", fact=["Fay"])]}
     splits["forget_rephrased"] = [dict(row, question="Reworded: " + row["question"])]
     place = splits["forget"].index(row)
     records = {name: [dict(generation="", empty=1.0) for _ in rows]
@@ -2462,17 +2484,6 @@ def test_add_anothers_by_hand(row, text, anothers):
         anothers * float(i == place) for i in range(4)]
     assert records["forget_rephrased"][0]["anothers"] == anothers
     assert not any("anothers" in record for record in records["retain"])
-
-def test_add_anothers_of_many_rows_takes_a_few_seconds():
-    rows = [dict(question=f"Q{i}?", answer=f"Ann {i} owes {i}.", fact=[f"Ann {i}", f"owes {i}"])
-            for i in range(4400)]
-    splits = {"forget": rows[:400], "retain": rows[400:]}
-    records = {"forget": [dict(generation=f"Ann {i} " + 100 * "word ", empty=0.0)
-                          for i in range(200, 600)]}
-    began = time.process_time()
-    ev.add_anothers(splits, records)
-    assert time.process_time() - began < 20
-    assert ev.summarise(records["forget"])["anothers"] == 1
 
 def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
     """On all but empty answers, the question masked, the end visible."""
@@ -2672,7 +2683,7 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     assert "MC1" not in text  # which no run has
     assert "Rows: {'forget': 3," in text
     assert {"rL ↑", "empty ↓", "median 1/p ↓", "truth ratio ↑"} <= tables["Retain"].keys()
-    of_run = tables["TOFU's own figures of the whole run"]
+    of_run = tables["Figures of the whole run"]
     assert of_run["forget quality ↑"] == ("-", "0.25 (1e-09 to 0.75)")
     main = read_table(screen.split("\n\n")[-2])
     assert main["gen. ppl"] == expected["gen. ppl"] and "recall ↓" not in main
