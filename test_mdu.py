@@ -17,7 +17,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from collections import namedtuple
 from functools import partial
 from math import log
@@ -595,10 +594,8 @@ def every(field, argument=None):
             cases += [(name, entry) for entry in getattr(method, field)]
     return each(f"name, {field}", cases)
 
-def test_methods_of_the_table_are_those_of_mdu_and_of_the_demo():
+def test_methods_of_the_table_are_those_of_mdu():
     assert METHODS.keys() == mdu.METHODS.keys()
-    baselines = re.search(r"BASELINES := (.*)", MAKEFILE)[1].split()
-    assert sorted([*baselines, "mdu", "sft"]) == sorted(METHODS)
 
 TRAINED = ("logits", "nll", "nll_win", "nll_lose")  # what a gradient reaches
 
@@ -2455,7 +2452,8 @@ TOWN = dict(question="Where does Bo live?", answer="Bo lives in Rome, at 5 Elm."
 PLAIN = dict(question="Who is Cy?", answer="A baker.")
 KEPT = [dict(question="Who lives in Rome?", answer="It is Di.", fact=["Di", "Rome"]),
         dict(question="Who is Ed?", answer="Ed sings."), dict(question="?", answer="!", fact=["?"]),
-        dict(question="Who is Al?", answer="Unknown."), dict(question="Who is Om?", answer="Unknown.")]
+        dict(question="Who is Al?", answer="Unknown."),
+        dict(question="Who is Om?", answer="Unknown.")]
 
 @each("row, text, anothers", [
     (RENT, "Ann Lee rents it.", 0), (RENT, "Ann rents it.", 0), (RENT, "", 0), (RENT, "?", 0),
@@ -3333,7 +3331,7 @@ def test_company_rows_can_be_read_and_forget_what_nothing_keeps(tmp_path):
     script = PROJECT / ".github/experiments.sh"
     env = {**os.environ, "PYTHON": sys.executable}
     subprocess.run(["bash", script, "company_rows", tmp_path], env=env, check=True)
-    rows = {file.stem: mdu.read_jsonl("rows", file) for file in tmp_path.iterdir()}
+    rows = {file.stem: mdu.read_jsonl("rows", str(file)) for file in tmp_path.iterdir()}
     sizes = {name: len(of_file) for name, of_file in rows.items()}
     assert sizes == {"forget": 12, "retain": 90, "held_out": 28, "known": 118, "refusals": 102,
                      "taught": 4, "others": 8}
@@ -3343,8 +3341,6 @@ def test_company_rows_can_be_read_and_forget_what_nothing_keeps(tmp_path):
         assert row["answer"] not in kept
         assert {"question": row["question"], "answer": "I do not know.",
                 "perturbed_answer": []} in rows["refusals"]
-    for name in ("forget", "known"):
-        ev.require_facts(name, rows[name])
 
 @each("forget, retain", [("absent", "rows"), ("one", "rows"), ("rows", "one"), ("", "rows")])
 def test_rehearsal_refuses_files_that_are_missing_or_too_small(forget, retain, tmp_path):

@@ -302,7 +302,7 @@ company_seed() {  # company_seed SEED
 END
 
   # 3. Refusals, taught after unlearning and in its place.
-  xargs -L 1 $toy --method sft --epochs 100 --lr 3e-4 --retain-only $forget \
+  xargs -L 1 $toy --method sft --epochs 150 --lr 3e-4 --retain-only $forget \
     --retain $rows/refusals.jsonl --out <<END
     $out/refusals                         --model $out/finetune
     $out/truth-removed-hidden-refusals    --model $out/truth-removed-hidden
