@@ -382,17 +382,17 @@ rehearsal() {  # rehearsal FORGET RETAIN [SEED [ORIGINAL [HELD_OUT [NEVER]]]]
     rm -rf $out.old
     mv $out $out.old
   fi
-  mkdir -p $out/rows
+  mkdir -p $out.rows
   local score=(--full --samples 32)
   if [ -n "$held_out" ]; then
-    known=$out/rows/known.jsonl
+    known=$out.rows/known.jsonl
     join_rows "$retain" "$held_out" > $known
     score+=(--held-out "$held_out")
   fi
   if [ -n "$never" ]; then
     # The original takes the words of its --forget into its vocabulary and, by --retain-only, learns
     # none of its rows.
-    words=$out/rows/words.jsonl
+    words=$out.rows/words.jsonl
     join_rows "$forget" "$never" > $words
     score+=(--never "$never")
   fi
