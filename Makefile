@@ -21,8 +21,8 @@ pretrained: install  ## facts learnt without their questions, three seeds: out/p
 	$(EXPERIMENT) pretrained
 company: install  ## rows of customers: unlearn, refuse, teach again, three seeds: out/company/1
 	$(EXPERIMENT) company
-rehearsal: install  ## your rows, a small model: FORGET=, RETAIN= (files), ORIGINAL=no: have none
-	$(EXPERIMENT) rehearsal "$(FORGET)" "$(RETAIN)" $(SEED) $(ORIGINAL)
+rehearsal: install  ## your rows, a small model: FORGET=, RETAIN=, HELD_OUT=, NEVER=, ORIGINAL=no
+	$(EXPERIMENT) rehearsal "$(FORGET)" "$(RETAIN)" $(SEED) "$(ORIGINAL)" "$(HELD_OUT)" "$(NEVER)"
 figures: install  ## the paper's analyses of the small model: out/figures/analysis
 	$(EXPERIMENT) figures
 tofu: install  ## the paper's Table 2, GPUs: PRESET=tofu-llada, tofu-dream or tofu-qwen

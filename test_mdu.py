@@ -3342,13 +3342,38 @@ def test_company_rows_can_be_read_and_forget_what_nothing_keeps(tmp_path):
         assert {"question": row["question"], "answer": "I do not know.",
                 "perturbed_answer": []} in rows["refusals"]
 
-@each("forget, retain", [("absent", "rows"), ("one", "rows"), ("rows", "one"), ("", "rows")])
-def test_rehearsal_refuses_files_that_are_missing_or_too_small(forget, retain, tmp_path):
+@each("typed, found", [("FORGET=absent", "absent"), ("FORGET=one", "one"), ("RETAIN=one", "one"),
+                       ("FORGET=", ""), ("HELD_OUT=one", "one"), ("NEVER=absent", "absent")])
+def test_rehearsal_refuses_files_that_are_missing_or_too_small(typed, found, tmp_path):
     (tmp_path / "one").write_text("{}\n\n")
-    done = make(tmp_path, "rehearsal", f"FORGET={forget}", f"RETAIN={retain}")
+    done = make(tmp_path, "rehearsal", typed)
     assert done.returncode == 2
-    assert f"FORGET={forget} and RETAIN={retain} must be files with at least 2 rows" in done.stderr
+    assert f"NEVER: '{found}' must be a file with at least 2 rows" in done.stderr
     assert not (tmp_path / "log").exists() and not (tmp_path / "out").exists()
+
+def test_rehearsal_learns_held_out_rows_and_no_row_that_nobody_is_to_learn(tmp_path):
+    """The original has all words, and learns what is kept; the fine-tune learns the rows to forget,
+    too; unlearning sees no row that is held out."""
+    for name in ("held", "never"):
+        (tmp_path / name).write_text(f'\ufeff"{name} 1"\n"{name} 2"', encoding="utf-8")
+    done = make(tmp_path, "rehearsal", "HELD_OUT=held", "NEVER=never")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    learns = []
+    for words in lines:
+        if "mdu.py" in words:
+            args = mdu.parse(words[words.index("mdu.py") + 1:])
+            learns.append((Path(args.out).name, args.forget, args.retain, args.retain_only))
+        elif "--report" not in words:
+            scored = ev.parse(words[words.index("eval.py") + 1:])
+    rows = tmp_path / "out/rehearsal.rows"
+    assert learns == [("original", f"{rows}/words.jsonl", f"{rows}/known.jsonl", True),
+                      ("finetune", f"{tmp_path}/rows", f"{rows}/known.jsonl", False),
+                      ("mdu", f"{tmp_path}/rows", f"{tmp_path}/rows", None)]
+    assert (scored.held_out, scored.never) == ("held", "never")
+    texts = {file.stem: file.read_text().split("\n") for file in rows.iterdir()}
+    assert texts["known"] == ["{}", "{}", "", '"held 1"', '"held 2"', ""]
+    assert texts["words"] == ["{}", "{}", "", '"never 1"', '"never 2"', ""]
 
 def test_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
     (tmp_path / "out/rehearsal").mkdir(parents=True)

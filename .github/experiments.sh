@@ -345,39 +345,82 @@ show() {  # show COMMAND...: print it, then run it
   "$@"
 }
 
-rehearsal() {  # rehearsal FORGET RETAIN [SEED [ORIGINAL]]: ORIGINAL is no: as if there were none
-  local forget=$1 retain=$2 seed=${3:-1} original=${4:-yes} out=out/rehearsal
-  local n_forget n_retain n n_words epochs
-  n_forget=$(count_rows "$forget")
-  n_retain=$(count_rows "$retain")
-  if [ "$n_forget" -lt 2 ] || [ "$n_retain" -lt 2 ]; then
-    refuse "FORGET=$forget and RETAIN=$retain must be files with at least 2 rows"
+join_rows() {  # join_rows FILE...: the lines of JSONL files, without a byte order mark
+  local file
+  for file in "$@"; do
+    sed $'1s/^\xef\xbb\xbf//' "$file"
+    echo  # the last line of a file may have no end; empty lines are skipped
+  done
+}
+
+rehearsal() {  # rehearsal FORGET RETAIN [SEED [ORIGINAL [HELD_OUT [NEVER]]]]
+  # ORIGINAL is no: the original is not used as the anchor.  HELD_OUT: rows that the fine-tune
+  # learns and unlearning never sees.  NEVER: rows of the same form that no model learns.
+  local forget=$1 retain=$2 seed=${3:-1} original=${4:-yes} held_out=${5:-} never=${6:-}
+  local out=out/rehearsal known=$retain words=$forget file n n_words epochs
+  local learnt=("$forget" "$retain") files
+  if [ -n "$held_out" ]; then
+    learnt+=("$held_out")
   fi
-  n=$((n_forget + n_retain))
+  files=("${learnt[@]}")
+  if [ -n "$never" ]; then
+    files+=("$never")
+  fi
+  for file in "${files[@]}"; do
+    if [ "$(count_rows "$file")" -lt 2 ]; then
+      refuse "FORGET, RETAIN, HELD_OUT, NEVER: '$file' must be a file with at least 2 rows"
+    fi
+  done
+  n=$(join_rows "${learnt[@]}" | grep -c '[^[:space:]]')
   epochs=300
-  if [ $n -lt 40 ]; then
+  if [ "$n" -lt 40 ]; then
     epochs=$((12000 / n))  # as many steps as with 40 rows
   fi
-  n_words=$(cat "$forget" "$retain" | wc -w)
-  echo "$n_forget rows to forget, $n_retain to retain:" \
-    "about $((1 + epochs * n_words / 270000)) minutes"
+  n_words=$(join_rows "${learnt[@]}" | wc -w)
+  echo "$n rows: about $((1 + epochs * n_words / 270000)) minutes"
   if [ -d $out ]; then  # keep the rehearsal before this one
     rm -rf $out.old
     mv $out $out.old
   fi
-  local rows=(--preset toy --response-length 0 --forget "$forget" --retain "$retain"
-              --seed "$seed" --epochs $epochs)
-  local sft=(--method sft --prompt-dropout 0.3 --lr 3e-3)
+  mkdir -p $out.rows
+  local score=(--full --samples 32)
+  if [ -n "$held_out" ]; then
+    known=$out.rows/known.jsonl
+    join_rows "$retain" "$held_out" > $known
+    score+=(--held-out "$held_out")
+  fi
+  if [ -n "$never" ]; then
+    # The original takes the words of its --forget into its vocabulary and, by --retain-only, learns
+    # none of its rows.
+    words=$out.rows/words.jsonl
+    join_rows "$forget" "$never" > $words
+    score+=(--never "$never")
+  fi
+  local toy=(--preset toy --response-length 0 --seed "$seed" --epochs $epochs)
+  local sft=(--method sft --prompt-dropout 0.3 --lr 3e-3 --retain "$known")
   local target=(--anchor $out/original --anchor-prompt shown)
   if [ "$original" = no ]; then
     target=(--anchor-truth removed)
   fi
-  show $PYTHON mdu.py "${sft[@]}" --retain-only "${rows[@]}" --out $out/original
-  show $PYTHON mdu.py "${sft[@]}" --model $out/original "${rows[@]}" --out $out/finetune
-  show $PYTHON mdu.py --model $out/finetune "${target[@]}" --prompt-dropout 0.5 "${rows[@]}" \
-    --out $out/mdu
-  show $PYTHON eval.py --full --samples 32 $out/finetune $out/mdu $out/original
-  show $PYTHON eval.py --report $out/finetune $out/mdu $out/original
+  show $PYTHON mdu.py "${sft[@]}" --retain-only --forget "$words" "${toy[@]}" --out $out/original
+  show $PYTHON mdu.py "${sft[@]}" --forget "$forget" --model $out/original "${toy[@]}" \
+    --out $out/finetune
+  show $PYTHON mdu.py --forget "$forget" --retain "$retain" --model $out/finetune "${target[@]}" \
+    --prompt-dropout 0.5 "${toy[@]}" --out $out/mdu
+  show $PYTHON eval.py --forget "$forget" --retain "$retain" "${score[@]}" \
+    $out/finetune $out/original $out/mdu
+  $PYTHON eval.py --report $out/finetune $out/original $out/mdu > $out/screen.txt
+  $PYTHON - $out/finetune $out/original $out/mdu <<'END'
+import sys
+
+import eval
+
+columns = {"forget": ["fact", "prob", "infill", "infill_no_question", "anothers"],
+           "retain": ["fact", "prob"], "held_out": ["fact", "prob"],
+           "never": ["fact", "prob", "infill", "infill_no_question"]}
+print(eval.figures_table(eval.group_runs(sys.argv[1:]), columns))
+END
+  echo "the whole report: $out/report.md"
 }
 
 # ---- The paper's tables: LLaDA or Dream, on several GPUs ----
