@@ -1225,11 +1225,11 @@ def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
 def test_read_jsonl_takes_both_names_of_columns(tmp_path):
     (tmp_path / "rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
         {"prompt": "p", "response": "é", "perturbed_answer": "w", "fact": "é"}
-        {"prompt": "p", "response": "é", "perturbed_answer": null, "fact": ["é", "r"]}""".encode())
+        {"prompt": "p", "response": "é", "perturbed_answer": null, "fact": ["é", "É"]}""".encode())
     assert mdu.read_jsonl("forget", tmp_path / "rows") == [
         {"question": "q", "answer": "a", "perturbed_answer": []},
         {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
-        {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "r"]}]
+        {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "É"]}]
 
 def test_is_rwku_by_its_own_name_or_its_people(rwku, tmp_path):
     assert mdu.is_rwku(mdu.RWKU["data"]) and mdu.is_rwku(rwku) and mdu.is_rwku("copies/rwku")

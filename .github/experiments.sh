@@ -206,8 +206,10 @@ END
 }
 
 # ---- Rows as a company has them ----
-COMPANY="finetune original truth-removed-hidden anchor-original-hidden npo-hidden refusals
-  truth-removed-hidden-refusals anchor-original-hidden-refusals npo-hidden-refusals"
+COMPANY="finetune original
+  truth-removed-hidden truth-removed-lora anchor-original-hidden npo-hidden
+  refusals truth-removed-hidden-refusals truth-removed-lora-refusals
+  anchor-original-hidden-refusals npo-hidden-refusals refusals-truth-removed"
 
 company_rows() {  # company_rows FOLDER: JSON Lines, the same at every call
   $PYTHON - "$1" <<'END'
@@ -297,6 +299,7 @@ company_seed() {  # company_seed SEED
   xargs -L 1 $toy --model $out/finetune --prompt-dropout 0.5 $forget \
     --retain $rows/retain.jsonl --out <<END
     $out/truth-removed-hidden    --anchor-truth removed
+    $out/truth-removed-lora      --anchor-truth removed --lora 8
     $out/anchor-original-hidden  --anchor $out/original --anchor-prompt shown
     $out/npo-hidden              --method npo
 END
@@ -306,9 +309,13 @@ END
     --retain $rows/refusals.jsonl --out <<END
     $out/refusals                         --model $out/finetune
     $out/truth-removed-hidden-refusals    --model $out/truth-removed-hidden
+    $out/truth-removed-lora-refusals      --model $out/truth-removed-lora --lora 8 --lr 3e-3
     $out/anchor-original-hidden-refusals  --model $out/anchor-original-hidden
     $out/npo-hidden-refusals              --model $out/npo-hidden
 END
+  # The other order.  The start model refuses, so its anchor may see the question.
+  $toy --model $out/refusals --anchor-truth removed --anchor-prompt shown --prompt-dropout 0.5 \
+    $forget --retain $rows/retain.jsonl --out $out/refusals-truth-removed
 
   $PYTHON eval.py --samples 32 $forget --retain $rows/retain.jsonl \
     --held-out $rows/held_out.jsonl $out/*/
@@ -329,6 +336,19 @@ company() {  # three customers are forgotten, refused, and taught again
   three_seeds company_seed
   report out/company/SEED/taught-again $COMPANY
   report out/company/SEED $COMPANY
+  $PYTHON - $COMPANY <<'END'
+import json
+import sys
+
+print("answers that refuse, of 12, with seeds 1, 2, 3:")
+for name in sys.argv[1:]:
+    counts = []
+    for seed in (1, 2, 3):
+        with open(f"out/company/{seed}/{name}/eval/forget.jsonl", encoding="utf-8") as lines:
+            answers = [json.loads(line)["generation"] for line in lines]
+        counts.append(answers.count("I do not know."))
+    print(name, *counts)
+END
 }
 
 # ---- One's own rows ----
