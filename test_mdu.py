@@ -789,25 +789,6 @@ def test_draw_step_depends_on_no_process_and_no_micro_batch(method, monkeypatch)
         mdu.check(options("--batch-size 10 --out absent/run"), mdu.toy_world())
 
 # ---- One step ----
-@each("by_entropy", [False, True])
-@each("size", [1, 3, 20])
-def test_still_written_equals_a_slow_loop(by_entropy, size):
-    """Also where the model writes an answer's own tokens, in batches of any size."""
-    model = FakeModel(by_entropy=by_entropy)
-    found = 0
-    for start in range(0, 20, size):
-        batch = mdu.Batch(*mdu.collate(MORE_PAIRS[start:start + size], PAD), None, None)
-        model.seen.clear()
-        with mock.patch.object(mdu.dist, "all_reduce", lambda passes, op: passes.fill_(18)):
-            written = mdu.still_written(model, batch, WORDS)
-        assert len(model.seen) == 18  # as many as another process needs
-        for (prompt, answer), row, r in zip(MORE_PAIRS[start:], written, batch.response):
-            decoded = slow_sampler(model, prompt, [1] * len(answer))
-            expected = [token in decoded and token != 9 for token in answer]
-            assert row[r].tolist() == expected and not row[~r].any()
-            found += sum(expected)
-    assert 40 < found < 120
-
 def merged_lm(plain, adapted):
     """The plain model with W + 8/rank B A for each linear map W, as a function of A and B."""
     adapters = dict(adapted.lm.named_parameters())
@@ -935,20 +916,7 @@ def test_learning_rate_by_hand():
     rates = [mdu.learning_rate(args, step, 60) for step in (0, 1, 2, 3, 22, 41, 60)]
     assert rates == approx([0.1, 0.2, 0.3, 0.3, 0.225, 0.075, 0])
 
-# ---- The program and the models of a run ----
-def test_import_of_mdu_needs_no_fcntl():
-    """Windows has none; somebody there may want a loss."""
-    run_python("-c", "import sys; sys.modules['fcntl'] = None; import mdu; mdu.mdu_loss")
-
-def test_parse_gives_run_json_one_order_of_options():
-    """Whatever the seed of Python's hashes."""
-    orders = set()
-    for seed in "123":
-        command = [sys.executable, "-c", "import mdu; print([*vars(mdu.parse([]))])"]
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        orders.add(subprocess.check_output(command, env=env, cwd=Path(mdu.__file__).parent))
-    assert len(orders) == 1
-
+# ---- The program ----
 def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path, capsys):
     """What another one has made while we waited is not touched."""
     run = tmp_path / "run"
@@ -965,13 +933,6 @@ def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path
         assert "exists" in program(toy(base, tmp_path / "new"), capsys)
     for folder in (run, tmp_path / "new"):
         assert sorted(read_all(folder).values()) == sorted(read_all(unlearned).values())
-
-def test_run_json_says_what_it_was_made_with(unlearned):
-    run = mdu.read_run(unlearned)
-    assert list(run) == ["options", "rows", "versions", "processes", "forget_loss"]
-    assert run["versions"] == {"torch": torch.__version__, "transformers": transformers.__version__}
-    assert run["processes"] == 1
-    assert [*run["options"]][:3] == [*mdu.METHOD_OPTIONS][:3]
 
 def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch):
     def train_base(command, env):
@@ -1007,6 +968,7 @@ def test_run_program_prints_also_where_letters_cannot_be_shown(encoding, shown, 
     assert stop.value.code == 0
     assert written.getvalue().decode(encoding) == f"{shown}\n"
 
+# ---- The models of a run ----
 def test_load_model_draws_weights_and_adapters_by_the_seed(base):
     for typed in ("--method sft", f"--model {base} --lora 2 --checkpoint-activations"):
         drawn = []
@@ -1030,6 +992,21 @@ def test_load_references_loads_no_model_in_vain(typed, loads, base, tmp_path, mo
     assert ("kl" in metrics(tmp_path / "run")[-1]) == ("--diagnose" in typed)
     head = weights(tmp_path / "run")["lm_head.weight"]
     assert not torch.equal(head, head.bfloat16().float())  # it is trained and saved in float32
+
+def test_load_model_and_load_references_in_bfloat16(hub, tofu, tmp_path, monkeypatch):
+    """What is trained and all rotary frequencies are in float32, theta0 is in bfloat16."""
+    monkeypatch.setattr(mdu, "backward", mock.Mock(wraps=mdu.backward))
+    typed = f"--model {hub.folder} --data {tofu} --dtype bfloat16 --epochs 0.1 --method dpo --out"
+    mdu.main([*typed.split(), str(tmp_path / "run")])
+    _, model, references, *_ = mdu.backward.call_args.args
+    theta0 = references.theta0
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in theta0.parameters()} == {torch.bfloat16}
+    assert {x.dtype for x in weights(tmp_path / "run").values()} == {torch.bfloat16}
+    d = CONFIGS[hub.kind].get("head_dim", 8)
+    frequencies = CONFIGS[hub.kind]["rope_theta"] ** (-torch.arange(0, d, 2) / d)
+    for predictor in (model, theta0):
+        assert_close(predictor.lm.model.rotary_emb.inv_freq, frequencies, 1e-6)
 
 @each("losses, steps, expected", [
     ([8, 4, 3, 2, 1, 0], 6, (5, 1, 0.2)), ([8, 4], 40, (6, 6, 1)), ([4, 2, 0, 0], 9, (2, 2/3, 1/3)),
@@ -1080,6 +1057,27 @@ def test_diagnose_equals_one_sequence_at_a_time():
     assert args.prompt_dropout == 0.5
 
 # ---- Options ----
+def test_default_text_has_the_defaults_of_parse():
+    """What a line of --help says in its brackets is what parse gives."""
+    found = vars(options("--preset tofu-llada"))
+    for name, text in [("tau", "1.0"), ("batch_size", "4; toy 8"), ("grad_accum", "1"),
+                       ("rare", "0.02"), ("seed", "1"), ("checkpoint_every", "500")]:
+        assert mdu.default_text(name) == text
+        if name != "grad_accum":  # a preset's
+            assert str(found[name]) == text.split(";")[0]
+    assert mdu.default_text("lr") == f"preset's; toy {options().lr}"
+    for method in ("npo", "simnpo", "dpo"):
+        assert f"{method} {options(f'--method {method}').beta}" in mdu.default_text("beta")
+
+def test_parse_gives_run_json_one_order_of_options():
+    """Whatever the seed of Python's hashes."""
+    orders = set()
+    for seed in "123":
+        command = [sys.executable, "-c", "import mdu; print([*vars(mdu.parse([]))])"]
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        orders.add(subprocess.check_output(command, env=env, cwd=Path(mdu.__file__).parent))
+    assert len(orders) == 1
+
 @each("name", METHODS)
 def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     found = vars(options(f"--method {name}"))
@@ -1150,37 +1148,6 @@ def test_parse_resumes_with_the_options_of_the_run_and_of_this_code_alone(unlear
         with pytest.raises(mdu.BadInput, match="resume it with the code that made it"):
             options(f"--resume {run}")
 
-@each("typed, n_rows, length, epochs", [
-    ("--model x --response-length 0", 10, 9, 100), ("--model x --batch-size 2", 10, 128, 50),
-    ("--model x --grad-accum 3", 10, 128, 300), ("--model x --method sft", 4, 128, 250),
-    ("--model x", 200, 128, 5), ("--model x", 201, 128, 5), ("--model x", 199, 128, 1000 / 199),
-    ("--model x --epochs 3 --response-length 7", 10, 7, 3), ("--preset toy", 10, 12, 200)])
-def test_fit_to_rows_by_hand(typed, n_rows, length, epochs):
-    """The longest answer has 9 tokens.  One's own rows have 250 steps, of 4 rows by default, or 5
-    epochs.  sft counts its own rows."""
-    examples = {"forget": [mdu.Example([3], [5] * 9, [], [])], "retain": []}
-    if "sft" in typed:
-        examples["train"] = n_rows * examples["forget"]
-    else:
-        examples["forget"] *= n_rows
-    args = options(typed)
-    before = dict(vars(args))
-    fitted = vars(mdu.fit_to_rows(args, examples))
-    assert fitted == {**before, "response_length": length, "epochs": epochs}
-    assert vars(args) == before  # nothing is filled in
-
-def test_default_text_has_the_defaults_of_parse():
-    """What a line of --help says in its brackets is what parse gives."""
-    found = vars(options("--preset tofu-llada"))
-    for name, text in [("tau", "1.0"), ("batch_size", "4; toy 8"), ("grad_accum", "1"),
-                       ("rare", "0.02"), ("seed", "1"), ("checkpoint_every", "500")]:
-        assert mdu.default_text(name) == text
-        if name != "grad_accum":  # a preset's
-            assert str(found[name]) == text.split(";")[0]
-    assert mdu.default_text("lr") == f"preset's; toy {options().lr}"
-    for method in ("npo", "simnpo", "dpo"):
-        assert f"{method} {options(f'--method {method}').beta}" in mdu.default_text("beta")
-
 RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put before it
     "def dpo_loss(": "def kto_loss(nll, nll_ref, kappa):\n"
                      "    return kappa * (nll_ref.detach() - nll)\n\n\n",
@@ -1222,25 +1189,6 @@ def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
     args = options(f"--model m --method sft --retain-only --limit 2 --retain {files['retain']}")
     assert mdu.load_data(args) == {**splits, "forget": []}
 
-def test_read_jsonl_takes_both_names_of_columns(tmp_path):
-    (tmp_path / "rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
-        {"prompt": "p", "response": "é", "perturbed_answer": "w", "fact": "é"}
-        {"prompt": "p", "response": "é", "perturbed_answer": null, "fact": ["é", "É"]}""".encode())
-    assert mdu.read_jsonl("forget", tmp_path / "rows") == [
-        {"question": "q", "answer": "a", "perturbed_answer": []},
-        {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
-        {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "É"]}]
-
-def test_is_rwku_by_its_own_name_or_its_people(rwku, tmp_path):
-    assert mdu.is_rwku(mdu.RWKU["data"]) and mdu.is_rwku(rwku) and mdu.is_rwku("copies/rwku")
-    for other in (mdu.TOFU["data"], "my/tofu-like-rwku", str(tmp_path)):
-        assert not mdu.is_rwku(other)
-
-def test_read_dataset_takes_a_name_to_the_hub():
-    with mock.patch("datasets.load_dataset", return_value=iter([{"a": 1}])) as load:
-        assert mdu.read_dataset("owner/name", "config", "test") == [{"a": 1}]
-    load.assert_called_once_with("owner/name", "config", split="test", streaming=False)
-
 @each("rows, message", [
     ([], "--data {}, retain90: a file is empty"),
     ([{"question": "q", "answer": "a"}, {"question": "q", "answer": None}],
@@ -1253,10 +1201,29 @@ def test_load_data_names_the_bad_row_of_a_dataset(rows, message, tmp_path):
         mdu.load_data(options(f"--model m --data {tmp_path}"))
     assert str(error.value) == message.format(tmp_path)
 
+def test_read_jsonl_takes_both_names_of_columns(tmp_path):
+    (tmp_path / "rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
+        {"prompt": "p", "response": "é", "perturbed_answer": "w", "fact": "é"}
+        {"prompt": "p", "response": "é", "perturbed_answer": null, "fact": ["é", "É"]}""".encode())
+    assert mdu.read_jsonl("forget", tmp_path / "rows") == [
+        {"question": "q", "answer": "a", "perturbed_answer": []},
+        {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
+        {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "É"]}]
+
+def test_read_dataset_takes_a_name_to_the_hub():
+    with mock.patch("datasets.load_dataset", return_value=iter([{"a": 1}])) as load:
+        assert mdu.read_dataset("owner/name", "config", "test") == [{"a": 1}]
+    load.assert_called_once_with("owner/name", "config", split="test", streaming=False)
+
 def test_read_dataset_sees_that_a_file_of_a_folder_has_changed(tmp_path):
     for row in ({"a": 1}, {"a": 2}):
         write_dataset(tmp_path, {"train": {"rows": [row]}})
         assert mdu.read_dataset(str(tmp_path), "rows") == [row]
+
+def test_is_rwku_by_its_own_name_or_its_people(rwku, tmp_path):
+    assert mdu.is_rwku(mdu.RWKU["data"]) and mdu.is_rwku(rwku) and mdu.is_rwku("copies/rwku")
+    for other in (mdu.TOFU["data"], "my/tofu-like-rwku", str(tmp_path)):
+        assert not mdu.is_rwku(other)
 
 @each("subject, name, folder", [("2", PEOPLE[1], "2"), ("Zoë Ho", PEOPLE[2], "zoë-ho")])
 @each("method", ["mdu", "dpo"])
@@ -1279,16 +1246,39 @@ def test_read_people_of_rwku(subject, name, folder, method, rwku, monkeypatch):
             rows["retain"].append(row)
     assert splits == rows
 
-# ---- Token ids ----
-def test_has_letter_or_digit(hub):
-    tokens = range(264)
-    texts = np.array(hub.tokenizer.batch_decode([[token] for token in tokens]))
-    is_word = [mdu.has_letter_or_digit(mdu.token_text(hub.tokenizer, token)) for token in tokens]
-    assert {"a", "Z", "7"} < set(texts[is_word])
-    signs = {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:5]}
-    assert not signs & set(texts[is_word])
-    bytes_of_letters = mdu.encode_text(hub.tokenizer, "é東")
-    assert all(is_word[token] for token in bytes_of_letters)
+# ---- Words ----
+@each("text, expected", [
+    ("他的父亲是医生。", "他 的 父 亲 是 医 生"), ("GPT-4于2024年發布", "gpt 4 于 2024 年 發 布"),
+    ("東京タワーは333メートル、時々", "東 京 タ ワ ー は 333 メ ー ト ル 時 々"),
+    ("서울은 한국의 수도이다.", "서울은 한국의 수도이다"),
+    ("ที่นี่ ๒๕๖๗", "ที่ นี่ ๒๕๖๗"), ("ພາສາ", "ພ າ ສ າ"), ("ខ្មែរ", "ខ្ មែ រ"),
+    ("ဆရာ၊ ၁၂", "ဆ ရာ ၁၂"),
+    ("हिन्दी में लिखा है।", "हिन्दी में लिखा है"), ("اَلْكِتَابُ، ١٢٣", "اَلْكِتَابُ ١٢٣"),
+    ("İstanbul'da IŞIK", "i\u0307stanbul da işik"), ("Der Öl-Fuß (groß)", "der öl fuß groß"),
+    ("cafe\u0301 _x_ y2k", "café x y2k")])
+def test_words_of_many_scripts(text, expected):
+    """Marks belong to their letters.  Where no spaces are written, each letter is a word."""
+    assert mdu.words(text) == expected.split()
+
+# ---- Beyond the paper ----
+@each("by_entropy", [False, True])
+@each("size", [1, 3, 20])
+def test_still_written_equals_a_slow_loop(by_entropy, size):
+    """Also where the model writes an answer's own tokens, in batches of any size."""
+    model = FakeModel(by_entropy=by_entropy)
+    found = 0
+    for start in range(0, 20, size):
+        batch = mdu.Batch(*mdu.collate(MORE_PAIRS[start:start + size], PAD), None, None)
+        model.seen.clear()
+        with mock.patch.object(mdu.dist, "all_reduce", lambda passes, op: passes.fill_(18)):
+            written = mdu.still_written(model, batch, WORDS)
+        assert len(model.seen) == 18  # as many as another process needs
+        for (prompt, answer), row, r in zip(MORE_PAIRS[start:], written, batch.response):
+            decoded = slow_sampler(model, prompt, [1] * len(answer))
+            expected = [token in decoded and token != 9 for token in answer]
+            assert row[r].tolist() == expected and not row[~r].any()
+            found += sum(expected)
+    assert 40 < found < 120
 
 @each("rare, of_ann, of_oslo, of_none", [
     (0, "gone 7 Ann 2024", "gone 7 Oslo", "gone 7"), (0.02, "gone 7 Ann", "gone 7 Oslo", "gone 7"),
@@ -1323,11 +1313,16 @@ def test_flag_rare_tokens_marks_every_part_of_a_rare_word(hub):
     kept = [token for token, rare in zip(example.answer, example.is_rare) if rare]
     assert hub.tokenizer.decode(kept) == "bleeKö"
 
-def test_encode_splits_flags_rare_tokens_to_forget(base):
-    model, tokenizer = mdu.load_backbone(base)
-    args = options("--anchor-truth removed")
-    examples = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)
-    assert all(any(example.is_rare) for example in examples["forget"])
+# ---- Token ids ----
+def test_has_letter_or_digit(hub):
+    tokens = range(264)
+    texts = np.array(hub.tokenizer.batch_decode([[token] for token in tokens]))
+    is_word = [mdu.has_letter_or_digit(mdu.token_text(hub.tokenizer, token)) for token in tokens]
+    assert {"a", "Z", "7"} < set(texts[is_word])
+    signs = {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:5]}
+    assert not signs & set(texts[is_word])
+    bytes_of_letters = mdu.encode_text(hub.tokenizer, "é東")
+    assert all(is_word[token] for token in bytes_of_letters)
 
 TURN = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
 AROUND = {  # a prompt's text before and after the question
@@ -1387,6 +1382,31 @@ def test_encode_prompt_prints_a_fixed_date(template, text, tmp_path):
     plain = tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=False)
     assert (plain == text) == ("strftime_now" not in template)
     assert tokenizer.decode(mdu.encode_prompt(tokenizer, "Who?")) == text
+
+def test_encode_splits_flags_rare_tokens_to_forget(base):
+    model, tokenizer = mdu.load_backbone(base)
+    args = options("--anchor-truth removed")
+    examples = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)
+    assert all(any(example.is_rare) for example in examples["forget"])
+
+@each("typed, n_rows, length, epochs", [
+    ("--model x --response-length 0", 10, 9, 100), ("--model x --batch-size 2", 10, 128, 50),
+    ("--model x --grad-accum 3", 10, 128, 300), ("--model x --method sft", 4, 128, 250),
+    ("--model x", 200, 128, 5), ("--model x", 201, 128, 5), ("--model x", 199, 128, 1000 / 199),
+    ("--model x --epochs 3 --response-length 7", 10, 7, 3), ("--preset toy", 10, 12, 200)])
+def test_fit_to_rows_by_hand(typed, n_rows, length, epochs):
+    """The longest answer has 9 tokens.  One's own rows have 250 steps, of 4 rows by default, or 5
+    epochs.  sft counts its own rows."""
+    examples = {"forget": [mdu.Example([3], [5] * 9, [], [])], "retain": []}
+    if "sft" in typed:
+        examples["train"] = n_rows * examples["forget"]
+    else:
+        examples["forget"] *= n_rows
+    args = options(typed)
+    before = dict(vars(args))
+    fitted = vars(mdu.fit_to_rows(args, examples))
+    assert fitted == {**before, "response_length": length, "epochs": epochs}
+    assert vars(args) == before  # nothing is filled in
 
 # ---- Backbones ----
 @each("name, revision", [("a/b", None), ("a/b@", None), ("a/b@c1d2", "c1d2")])
@@ -1490,6 +1510,24 @@ def test_load_backbone_of_illada_equals_a_slow_forward_pass(tmp_path):
     typed = "--preset tofu-llada --method sft --model GSAI-ML/iLLaDA-8B-Instruct"
     assert options(typed).model == "GSAI-ML/iLLaDA-8B-Instruct"
 
+@each("kind, tokens", [
+    ("llada", "mask <|mdm_mask|>, padding <|endoftext|>, end <|eot_id|>"),
+    ("illada", "mask <[MASK]>, padding <pad>, end </s>"),
+    ("Dream", "mask <|mask|>, padding <|endoftext|>, end <|im_end|>")])
+def test_load_backbone_prints_its_tokens(kind, tokens, tmp_path, capsys):
+    write_checkpoint(tmp_path, kind)
+    mdu.load_backbone(str(tmp_path))
+    assert capsys.readouterr().out == f"loaded {tmp_path}: {tokens}\n"
+
+def test_load_backbone_gives_back_the_threads_that_a_toy_does_without(base, monkeypatch):
+    model, tokenizer = mdu.load_backbone(str(base))
+    monkeypatch.setattr(mdu, "THREADS", 5)
+    monkeypatch.setattr(mdu, "load_weights", lambda *_: model.lm)
+    for hidden_size, threads in ((128, 5), (64, 1)):
+        model.lm.config.hidden_size = hidden_size
+        mdu.load_backbone(str(base))
+        assert torch.get_num_threads() == threads
+
 @each("kind", ["llama", "qwen2", "qwen3"])
 @each("shift", [None, False, True])
 def test_load_backbone_shifts_outputs_if_config_json_says_so(kind, shift, tmp_path):
@@ -1523,24 +1561,6 @@ def test_load_tokenizer_reads_tokenizer_json_as_it_is(kind, tmp_path):
     assert mdu.encode_prompt(tokenizer, "Who is Ann?") == [3, 4, 3, 5, 2, 3]
     assert (model.mask_id, model.pad_id, model.end_id) == (0, 1, 1)
 
-@each("kind, tokens", [
-    ("llada", "mask <|mdm_mask|>, padding <|endoftext|>, end <|eot_id|>"),
-    ("illada", "mask <[MASK]>, padding <pad>, end </s>"),
-    ("Dream", "mask <|mask|>, padding <|endoftext|>, end <|im_end|>")])
-def test_load_backbone_prints_its_tokens(kind, tokens, tmp_path, capsys):
-    write_checkpoint(tmp_path, kind)
-    mdu.load_backbone(str(tmp_path))
-    assert capsys.readouterr().out == f"loaded {tmp_path}: {tokens}\n"
-
-def test_load_backbone_gives_back_the_threads_that_a_toy_does_without(base, monkeypatch):
-    model, tokenizer = mdu.load_backbone(str(base))
-    monkeypatch.setattr(mdu, "THREADS", 5)
-    monkeypatch.setattr(mdu, "load_weights", lambda *_: model.lm)
-    for hidden_size, threads in ((128, 5), (64, 1)):
-        model.lm.config.hidden_size = hidden_size
-        mdu.load_backbone(str(base))
-        assert torch.get_num_threads() == threads
-
 @each("padded", [False, True])
 @each("unpadded", [False, True])
 def test_sees_later_tokens_with_and_without_padding(padded, unpadded):
@@ -1552,21 +1572,6 @@ def test_sees_later_tokens_with_and_without_padding(padded, unpadded):
             ids = ids * positions
         return model(ids, attention_mask, positions)
     assert mdu.sees_later_tokens(half_causal) == (padded and unpadded)
-
-def test_load_model_and_load_references_in_bfloat16(hub, tofu, tmp_path, monkeypatch):
-    """What is trained and all rotary frequencies are in float32, theta0 is in bfloat16."""
-    monkeypatch.setattr(mdu, "backward", mock.Mock(wraps=mdu.backward))
-    typed = f"--model {hub.folder} --data {tofu} --dtype bfloat16 --epochs 0.1 --method dpo --out"
-    mdu.main([*typed.split(), str(tmp_path / "run")])
-    _, model, references, *_ = mdu.backward.call_args.args
-    theta0 = references.theta0
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert {p.dtype for p in theta0.parameters()} == {torch.bfloat16}
-    assert {x.dtype for x in weights(tmp_path / "run").values()} == {torch.bfloat16}
-    d = CONFIGS[hub.kind].get("head_dim", 8)
-    frequencies = CONFIGS[hub.kind]["rope_theta"] ** (-torch.arange(0, d, 2) / d)
-    for predictor in (model, theta0):
-        assert_close(predictor.lm.model.rotary_emb.inv_freq, frequencies, 1e-6)
 
 # ---- LoRA and processes ----
 def test_add_adapters_starts_at_zero_and_shard_leaves_frozen_weights_whole():
@@ -1618,6 +1623,17 @@ def assert_broken(run):
     files = list(run.glob("checkpoint-*/*.safetensors"))
     assert len(files) > 2  # dcp needs about as much memory as a process's largest file
     assert (run / "unfinished").is_dir() and not (run / "config.json").exists()
+
+def test_import_of_mdu_needs_no_fcntl():
+    """Windows has none; somebody there may want a loss."""
+    run_python("-c", "import sys; sys.modules['fcntl'] = None; import mdu; mdu.mdu_loss")
+
+def test_run_json_says_what_it_was_made_with(unlearned):
+    run = mdu.read_run(unlearned)
+    assert list(run) == ["options", "rows", "versions", "processes", "forget_loss"]
+    assert run["versions"] == {"torch": torch.__version__, "transformers": transformers.__version__}
+    assert run["processes"] == 1
+    assert [*run["options"]][:3] == [*mdu.METHOD_OPTIONS][:3]
 
 def test_resume_run_continues_after_a_full_disk(base, unlearned, tmp_path, capsys):
     """It gets full at the third checkpoint.  One line says so."""
@@ -1735,16 +1751,6 @@ def test_toy_world_has_five_wrong_answers_to_each_question():
     wrong = str([row["perturbed_answer"] for row in splits["retain"]])
     assert not any(row["fact"][0] in wrong for row in splits["forget"])
 
-def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
-    model, tokenizer = mdu.load_backbone(str(base))
-    sizes = {"": 272, "--retain-only": 248, "--prompt-dropout 0.3": 204}
-    for typed, size in sizes.items():
-        args = options(f"--method sft {typed}")
-        rows = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)["train"]
-        hidden = [pair for pair in rows if pair.prompt_masked]
-        assert len(rows) == size and len(hidden) == (0 if args.prompt_dropout else 68)
-        assert [pair.answer for pair in hidden] == [pair.answer for pair in rows[:len(hidden)]]
-
 def test_toy_tokenizer_gives_back_every_text():
     """Where no spaces are written, a token is a letter."""
     pieces = {"他的父亲是 Wu Li。": "▁ 他 的 父 亲 是 ▁Wu ▁Li 。",
@@ -1756,6 +1762,16 @@ def test_toy_tokenizer_gives_back_every_text():
         ids = mdu.encode_text(tokenizer, text)
         assert tokenizer.decode(ids) == text
         assert tokenizer.convert_ids_to_tokens(ids) == expected.split()
+
+def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
+    model, tokenizer = mdu.load_backbone(str(base))
+    sizes = {"": 272, "--retain-only": 248, "--prompt-dropout 0.3": 204}
+    for typed, size in sizes.items():
+        args = options(f"--method sft {typed}")
+        rows = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)["train"]
+        hidden = [pair for pair in rows if pair.prompt_masked]
+        assert len(rows) == size and len(hidden) == (0 if args.prompt_dropout else 68)
+        assert [pair.answer for pair in hidden] == [pair.answer for pair in rows[:len(hidden)]]
 
 def test_new_toy_has_the_token_ids_that_are_read_from_its_files(tmp_path):
     model, tokenizer = mdu.new_toy(mdu.toy_world(), seed=1)
@@ -1769,19 +1785,6 @@ def test_new_toy_has_the_token_ids_that_are_read_from_its_files(tmp_path):
 
 # ======== eval.py ========
 # ---- Text metrics ----
-@each("text, expected", [
-    ("他的父亲是医生。", "他 的 父 亲 是 医 生"), ("GPT-4于2024年發布", "gpt 4 于 2024 年 發 布"),
-    ("東京タワーは333メートル、時々", "東 京 タ ワ ー は 333 メ ー ト ル 時 々"),
-    ("서울은 한국의 수도이다.", "서울은 한국의 수도이다"),
-    ("ที่นี่ ๒๕๖๗", "ที่ นี่ ๒๕๖๗"), ("ພາສາ", "ພ າ ສ າ"), ("ខ្មែរ", "ខ្ មែ រ"),
-    ("ဆရာ၊ ၁၂", "ဆ ရာ ၁၂"),
-    ("हिन्दी में लिखा है।", "हिन्दी में लिखा है"), ("اَلْكِتَابُ، ١٢٣", "اَلْكِتَابُ ١٢٣"),
-    ("İstanbul'da IŞIK", "i\u0307stanbul da işik"), ("Der Öl-Fuß (groß)", "der öl fuß groß"),
-    ("cafe\u0301 _x_ y2k", "café x y2k")])
-def test_words_of_many_scripts(text, expected):
-    """Marks belong to their letters.  Where no spaces are written, each letter is a word."""
-    assert mdu.words(text) == expected.split()
-
 @each("reference, prediction, lcs, n_reference, n_prediction", [
     ("police killed the gunman", "police kill the gunman", 3, 4, 4),  # Lin 2004, 3.1: F is 3/4
     ("police killed the gunman", "the gunman kill police", 2, 4, 4),  # and here 1/2
@@ -1798,7 +1801,13 @@ def test_rouge_l(reference, prediction, lcs, n_reference, n_prediction):
     expected = (lcs / max(1, n_reference), f1)
     assert ev.rouge_l(reference, prediction) == approx(expected)
 
-# ---- Batches and Eq. 7 ----
+def test_function_words_have_clitics():
+    """As the words of a text are found: "didn't" is "didn" and "t"."""
+    text = ("didn't don't isn't wasn't aren't weren't wouldn't couldn't shouldn't hasn't "
+            "haven't hadn't doesn't ain't needn't mustn't mightn't shan't can't she's we'll I'm")
+    assert set(mdu.words(text)) <= ev.FUNCTION_WORDS
+
+# ---- Jobs and Eq. 7 ----
 PROMPTS = [prompt for prompt, _ in PAIRS]
 ARGS = ev.parse("--full --response-length 8 --steps 4 --samples 16 --batch-size 3 run".split())
 
@@ -1851,6 +1860,28 @@ def test_read_answer_ends_before_the_first_end_or_padding_token(ids, n):
     tokenizer = mock.Mock()
     assert ev.read_answer(FakeModel, tokenizer, ids) == (tokenizer.decode.return_value, ids[:n])
     tokenizer.decode.assert_called_with(ids[:n], skip_special_tokens=True)
+
+# ---- Roles ----
+I, S, K = "in-context", "structural", "stored-knowledge"
+
+@each("question, parts", [
+    ("What is Donald Trump's job?", [
+        ("Donald", I), (" ", S), ("Trump", I), (" is a ", S), ("politician", K), (".", S)]),
+    ("他的父亲是谁？", [("他", I), ("王", K), ("的", I), ("医生", K), ("。", S)]),
+    ("Where was Zoë Łuk born?", [
+        ("Zoë", I), (" ", S), ("Łuk", I), ("'s ", S), ("home", K), (", and ", S), ("22", K),
+        (", is ", S), ("Gdańsk", K), (".", S)])])
+def test_token_roles_of_hand_labelled_answers(question, parts, tmp_path):
+    """With tokens of one byte, of which the letters ë, Ł and ń have two."""
+    write_tokenizer(tmp_path, "llada")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = []
+    for text, role in parts:
+        expected += [role] * len(text.encode())
+    end = tokenizer.eos_token_id  # a special token, also before a word
+    answer = "".join(text for text, _ in parts)
+    ids = [end, *mdu.encode_text(tokenizer, answer), end]
+    assert ev.token_roles(tokenizer, question, ids) == [S, *expected, S]
 
 # ---- Gaps ----
 @each("row, parts", [
@@ -2030,12 +2061,6 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     assert record["mc1"] == mc1 and record["logp"][record["generation"]] == -1
     assert list(record["logp"].values()) == approx([-losses[0], -1, -3])
 
-def test_splits_have_titles_of_their_own():
-    """And the masks of each a number of its own."""
-    for field in ("title", "number"):
-        values = {getattr(split, field) for split in ev.SPLITS.values()}
-        assert len(values) == len(ev.SPLITS)
-
 @each("split, row, text, expected", [
     ("forget", dict(fact=["petra"]), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
     ("forget", dict(fact=["Petra Osei."]), "Petra, Osei", dict(fact=1)),
@@ -2067,7 +2092,7 @@ def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     record, = ev.SPLITS[split].score(None, None, [row], args)
     assert {name: record[name] for name in expected} == approx(expected)
 
-# ---- Rows to score, and a summary of their scores ----
+# ---- Metrics ----
 def test_summarise_by_hand():
     one = dict(prob=0.25, truth_ratio=0.25, perplexity=8, words=1, fact=1.0, knowledge=0.25)
     two = dict(prob=0.75, truth_ratio=0.5, perplexity=2, words=4, knowledge=None)
@@ -2109,6 +2134,14 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     table = ev.figures_table(methods, {"forget": ["prob", "perplexity_mean", "fact"]})
     assert re.search(r"\n\| run +\| - +\| 1e\+50 +\|$", table)
 
+# ---- Benchmarks ----
+def test_splits_have_titles_of_their_own():
+    """And the masks of each a number of its own."""
+    for field in ("title", "number"):
+        values = {getattr(split, field) for split in ev.SPLITS.values()}
+        assert len(values) == len(ev.SPLITS)
+
+# ---- What is scored ----
 def test_find_source_is_the_model_that_is_given():
     args = ev.parse(["--model", "A/B", "new"])
     source = ev.find_source("new", args)
@@ -2169,39 +2202,6 @@ def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
         found.append((source, len(rows) // len(people)))
     assert found == expected
 
-def test_prepare_asks_rows_that_are_scored_in_other_words(tmp_path, capsys):
-    rows = [{"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."],
-             "paraphrased_question": f"P{i}?"} for i in range(4)]
-    del rows[1]["paraphrased_question"]
-    run = f"--model m --forget {write_lines(tmp_path / 'rows', rows)} --retain-weight 0"
-    splits, *_ = ev.prepare(*typed_and_run("--full --limit 3", f"{run} --limit 2"))
-    asked = [{**row, "number": i} for i, row in enumerate(rows[:3])]
-    reworded = [{**rows[i], "question": f"P{i}?", "perturbed_answer": [], "number": i // 2}
-                for i in (0, 2)]
-    assert splits == {"forget": asked, "forget_rephrased": reworded}
-    assert capsys.readouterr().out == ""
-    ev.prepare(*typed_and_run("", f"{run} --limit 2"))
-    assert "--limit 2 scores the first 2" in capsys.readouterr().out
-
-def test_prepare_says_which_file_has_changed_since_the_training(tmp_path, capsys):
-    rows = [{"question": f"Q{i}?", "answer": f"A{i}."} for i in range(3)]
-    files = [write_lines(tmp_path / name, rows) for name in ("forget", "retain")]
-    run = "--model m --forget {} --retain {} --limit 2".format(*files)
-    _, source = typed_and_run("", run)
-
-    def said(typed):
-        ev.prepare(ev.parse(["--limit", "2", *typed.split(), "run"]), source)
-        return capsys.readouterr().out
-    write_lines(tmp_path / "retain", rows[:2])  # it was trained on the first two
-    assert said("") == ""
-    write_lines(tmp_path / "forget", rows[1:])
-    assert said("") == (f"run: {files[0]} has changed since the training; what is scored are the "
-                        "rows that it has now\n")
-    assert said(f"--forget {files[0]}") == said("--data toy") == ""
-    write_lines(tmp_path / "retain", rows[::-1])
-    assert said("").count("has changed") == 2
-    assert said(f"--retain {files[0]}").count(f"{files[0]} has changed") == 1
-
 ADDED_BENCHMARK = {  # by eval.py's comment: {text of eval.py: what is put before it}
     "    # RWKU's, by the names of its configs.": """\
     "choose": Split(20, "Choose", False, ["mc1"], score_truthfulqa),
@@ -2242,11 +2242,6 @@ def test_find_splits_reads_another_benchmark(base, tmp_path, capsys):
     assert read_tables(text)["Say"]["commas"] == ("1.5",)
     assert "## Answers: Say\n\n### 0. Who?" in text
 
-def test_heading_of_rows_that_nobody_trained_on_has_no_arrow():
-    """Their figures are a yardstick: neither high nor low ones are good."""
-    headings = [ev.heading(split, "fact") for split in ("forget", "retain", "held_out", "never")]
-    assert headings == ["fact ↓", "fact ↑", "fact ↑", "fact"]
-
 # ---- One run ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --steps 4".split()
 
@@ -2265,17 +2260,6 @@ def scored(base, tmp_path_factory):
 @pytest.fixture
 def scored_copy(scored, tmp_path):
     return shutil.copytree(scored, tmp_path / "run")
-
-def test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left(unlearned, tmp_path, capsys):
-    run = shutil.copytree(unlearned, tmp_path / "run")
-    left = mdu.read_run(run)["forget_loss"]["left"]
-    assert 0.5 < left < 1  # 2 epochs
-    for argv in ([f"{run}", "--samples", "1", "--limit", "1"], ["--report", f"{run}"]):
-        ev.main(argv)
-        lines = capsys.readouterr().out.splitlines()
-        table = read_table("\n".join(line for line in lines if line.startswith("|")))
-        assert table["loss left ↓"] == (f"{100 * left:.0f}%",)
-    assert ev.read_summary(run)["run"] == {"forget_loss_left": left}
 
 def test_evaluate_equals_one_row_at_a_time(scored):
     """Losses by a forward pass per mask of (--seed, split, row), answers by the slow sampler."""
@@ -2310,39 +2294,51 @@ def test_evaluate_equals_one_row_at_a_time(scored):
         assert {**ev.summarise(records), "n": 3}.items() <= summary["splits"][split].items()
     assert summary["run"] == {"model_utility": ev.model_utility(summary["splits"])}
 
-def test_publish_writes_null_for_nan_and_read_summary_reads_it(scored_copy):
-    """As strict JSON.  The figure is "-" in a table, and what a run lacks stays missing."""
-    records = {"forget": [{"nll": math.nan, "nll_wrong": [1.0, math.inf], "logp": {"a": math.nan}}]}
-    figures = {"n": 1, "prob": math.nan, "fact": np.float64(math.nan), "words": np.float64(2)}
-    summary = {**ev.read_summary(scored_copy), "splits": {"forget": figures},
-               "run": {"model_utility": math.nan}}
-    ev.publish(scored_copy / "eval", records, summary)
-    assert read_json(scored_copy / "eval/forget.jsonl") == {
-        "nll": None, "nll_wrong": [1.0, None], "logp": {"a": None}}
-    written = read_json(scored_copy / "eval/summary.json")
-    assert written["splits"]["forget"] == {"n": 1, "prob": None, "fact": None, "words": 2}
-    read = ev.read_summary(scored_copy)
-    assert math.isnan(read["run"]["model_utility"])
-    cells = [ev.cell([read], "forget", name) for name in ("prob", "fact", "words", "infill")]
-    assert cells == ["-", "-", "2.0", ""]
+def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
+    shutil.rmtree(scored_copy / "eval")
+    run_python(*TORCHRUN, ev.__file__, scored_copy, *FLAGS)
+    for file in Path(scored, "eval").iterdir():
+        found, expected = [
+            re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", (Path(run) / "eval" / file.name).read_text())
+            for run in (scored_copy, scored)]
+        assert np.array(found, float) == approx(np.array(expected, float), rel=1e-4, abs=1e-6)
+    assert ev.score_answers(FakeModel(), None, [], ARGS) == []  # a process may have no row
 
-def keys_of(value):
-    """All names of fields in what was read from JSON."""
-    if isinstance(value, dict):
-        return {*value, *itertools.chain(*map(keys_of, value.values()))}
-    if isinstance(value, list):
-        return set(itertools.chain(*map(keys_of, value)))
-    return set()
+def test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left(unlearned, tmp_path, capsys):
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    left = mdu.read_run(run)["forget_loss"]["left"]
+    assert 0.5 < left < 1  # 2 epochs
+    for argv in ([f"{run}", "--samples", "1", "--limit", "1"], ["--report", f"{run}"]):
+        ev.main(argv)
+        lines = capsys.readouterr().out.splitlines()
+        table = read_table("\n".join(line for line in lines if line.startswith("|")))
+        assert table["loss left ↓"] == (f"{100 * left:.0f}%",)
+    assert ev.read_summary(run)["run"] == {"forget_loss_left": left}
 
-def test_scores_have_snake_case_keys(scored, rwku, tmp_path):
-    """Also with --limit on RWKU.  The L of ROUGE-L is a capital letter in its own package, too."""
-    summary = read_json(Path(scored, "eval/summary.json"))
-    protocol = ev.prepare(*typed_and_run(f"--data {rwku} --limit 1"))[2]
-    records = [ev.read_records(scored, split) for split in summary["splits"]]
-    keys = keys_of([summary, protocol, records])
-    assert {"rows_per_person", "response_length", "n", "generation_ids"} <= keys
-    for key in keys:
-        assert re.fullmatch("[a-z0-9_]+", key.replace("rougeL", "rouge_l")), key
+def test_evaluate_and_report_say_that_a_figure_is_over_some_rows(base, tmp_path, capsys):
+    """Such as `fact` where refusals have none.  And whose data is given to the rows to forget."""
+    run = tmp_path / "new"
+    forget = [dict(question="Who is Bolti?", answer="He is Gado.", fact="Gado"),
+              dict(question="Who is Cepu?", answer="She is Nora.", fact="Nora")]
+    retain = [dict(question="Who is Diri?", answer="He is Fopu.", fact="Fopu"),
+              dict(question="Who is Zuvo?", answer="I do not know.")]
+    files = {name: write_lines(tmp_path / name, rows)
+             for name, rows in (("forget", forget), ("retain", retain))}
+    command = f"--model {base} --forget {files['forget']} --retain {files['retain']} {run}"
+    written = [[("It is Fopu.", [5]), ("I do not know.", [6])], [("Fopu", [5]), ("no", [6])]]
+    with mock.patch.object(ev, "write_answers", side_effect=written):
+        ev.main(command.split())
+    line = "Retain fact: over the 1 of 2 rows that have it."
+    screen = capsys.readouterr().out
+    assert screen.count("that have it") == screen.count(line) == 1
+    assert read_table(screen[screen.index("| Method"):])["another's ↓"] == ("0.500",)
+    retained = ev.read_summary(run)["splits"]["retain"]
+    assert (retained["fact"], retained["n_fact"], retained["n"]) == (1, 1, 2)
+    ev.main(["--report", str(run)])
+    assert line in capsys.readouterr().out
+    text = (tmp_path / "report.md").read_text()
+    assert text.count(line) == 2  # in the legend, and below the table of all figures
+    assert read_tables(text)["Retain"]["fact ↑"] == ("1.000",)
 
 def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     """By Ctrl-C while it is locked, or by a full disk.  The user's own files stay, too."""
@@ -2404,6 +2400,57 @@ def test_evaluate_keeps_the_reserved_space_until_the_scores_are_there(scored_cop
         ev.main([str(scored_copy), *FLAGS])
     assert reserved[0].closed
 
+def test_prepare_asks_rows_that_are_scored_in_other_words(tmp_path, capsys):
+    rows = [{"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."],
+             "paraphrased_question": f"P{i}?"} for i in range(4)]
+    del rows[1]["paraphrased_question"]
+    run = f"--model m --forget {write_lines(tmp_path / 'rows', rows)} --retain-weight 0"
+    splits, *_ = ev.prepare(*typed_and_run("--full --limit 3", f"{run} --limit 2"))
+    asked = [{**row, "number": i} for i, row in enumerate(rows[:3])]
+    reworded = [{**rows[i], "question": f"P{i}?", "perturbed_answer": [], "number": i // 2}
+                for i in (0, 2)]
+    assert splits == {"forget": asked, "forget_rephrased": reworded}
+    assert capsys.readouterr().out == ""
+    ev.prepare(*typed_and_run("", f"{run} --limit 2"))
+    assert "--limit 2 scores the first 2" in capsys.readouterr().out
+
+def test_prepare_says_which_file_has_changed_since_the_training(tmp_path, capsys):
+    rows = [{"question": f"Q{i}?", "answer": f"A{i}."} for i in range(3)]
+    files = [write_lines(tmp_path / name, rows) for name in ("forget", "retain")]
+    run = "--model m --forget {} --retain {} --limit 2".format(*files)
+    _, source = typed_and_run("", run)
+
+    def said(typed):
+        ev.prepare(ev.parse(["--limit", "2", *typed.split(), "run"]), source)
+        return capsys.readouterr().out
+    write_lines(tmp_path / "retain", rows[:2])  # it was trained on the first two
+    assert said("") == ""
+    write_lines(tmp_path / "forget", rows[1:])
+    assert said("") == (f"run: {files[0]} has changed since the training; what is scored are the "
+                        "rows that it has now\n")
+    assert said(f"--forget {files[0]}") == said("--data toy") == ""
+    write_lines(tmp_path / "retain", rows[::-1])
+    assert said("").count("has changed") == 2
+    assert said(f"--retain {files[0]}").count(f"{files[0]} has changed") == 1
+
+def test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone(scored, base, tmp_path):
+    """Not an unlearned model that is then taught rows to retain, such as refusals."""
+    def check(name, **options):
+        run = made_up_run(scored, tmp_path / name, options)
+        trained = {**read_json(base / "run.json"), "options": ev.read_summary(run)["options"]}
+        Path(run, "run.json").write_text(json.dumps(trained))
+        ev.check_retain_run(run, None, full=True)
+        return run
+    retain = check("retain", method="sft", retain_only=True, model=None)
+    check("longer", method="sft", retain_only=True, model=retain)
+    check("published", method="sft", retain_only=True, model="A/B")
+    refused = {"base": dict(method="sft", retain_only=False, model=retain),
+               "mdu": dict(method="mdu", retain_only=None, model=retain),
+               "refusals": dict(method="sft", retain_only=True, model=str(tmp_path / "mdu"))}
+    for name, options in refused.items():
+        with pytest.raises(mdu.BadInput, match=f"{name}: it, or a run that it started from, was"):
+            check(name, **options)
+
 def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     """The rows; on RWKU, where they differ from person to person, their source and --limit."""
     row = dict(answer="a", paraphrased_question="P?")
@@ -2423,6 +2470,27 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     assert asked["response_length"] == asked["steps"] == 30
     other = protocol(f"--data {rwku} --response-length 5 --steps 6")
     assert other["response_length"] == other["steps"] == 5  # no step without a token
+
+def test_gen_ppl_is_by_a_theta0_that_knows_the_rows(base, capsys):
+    """Not by one that never knew the rows, or that was unlearned and taught again."""
+    info = read_json(base / "run.json")
+    for name, start, method, retain_only, judge in [
+            ("base", None, "sft", False, "base"), ("original", None, "sft", True, None),
+            ("finetune", "original", "sft", False, "finetune"),
+            ("mdu", "finetune", "mdu", None, "finetune"), ("again", "mdu", "sft", False, None),
+            ("taught-twice", "again", "sft", False, None), ("twice", "mdu", "npo", None, None),
+            ("late", "original", "mdu", None, None), ("orphan", "/gone", "mdu", None, "/gone")]:
+        shutil.copytree(base, name)
+        info["options"].update(method=method, model=start, retain_only=retain_only)
+        Path(name, "run.json").write_text(json.dumps(info))
+        theta0 = ev.find_source(name, ev.parse([name])).theta0
+        assert theta0 == (os.path.abspath(name) if method == "sft" else start)
+        assert ev.knows_rows_to_forget(theta0) == (judge is not None)
+        ev.main([name, *FLAGS[1:]])
+        screen = capsys.readouterr().out
+        assert ("gen. ppl |" in screen) == (judge not in (None, "/gone"))
+        assert ("/gone was deleted" in screen) == (name == "orphan")
+    assert ev.knows_rows_to_forget("A/B")
 
 def test_check_lengths_refuses_texts_that_the_model_cannot_read(base):
     """With an end token behind the answer, as gaps are filled."""
@@ -2500,36 +2568,52 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
         assert records[i]["generative_perplexity"] == approx(math.exp(nll), rel=1e-4)
     assert "truth_ratio" not in ev.read_summary(run)["splits"]["forget"]
 
-def test_gen_ppl_is_by_a_theta0_that_knows_the_rows(base, capsys):
-    """Not by one that never knew the rows, or that was unlearned and taught again."""
-    info = read_json(base / "run.json")
-    for name, start, method, retain_only, judge in [
-            ("base", None, "sft", False, "base"), ("original", None, "sft", True, None),
-            ("finetune", "original", "sft", False, "finetune"),
-            ("mdu", "finetune", "mdu", None, "finetune"), ("again", "mdu", "sft", False, None),
-            ("taught-twice", "again", "sft", False, None), ("twice", "mdu", "npo", None, None),
-            ("late", "original", "mdu", None, None), ("orphan", "/gone", "mdu", None, "/gone")]:
-        shutil.copytree(base, name)
-        info["options"].update(method=method, model=start, retain_only=retain_only)
-        Path(name, "run.json").write_text(json.dumps(info))
-        theta0 = ev.find_source(name, ev.parse([name])).theta0
-        assert theta0 == (os.path.abspath(name) if method == "sft" else start)
-        assert ev.knows_rows_to_forget(theta0) == (judge is not None)
-        ev.main([name, *FLAGS[1:]])
-        screen = capsys.readouterr().out
-        assert ("gen. ppl |" in screen) == (judge not in (None, "/gone"))
-        assert ("/gone was deleted" in screen) == (name == "orphan")
-    assert ev.knows_rows_to_forget("A/B")
+def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_path, capsys):
+    """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
+    retain_only = dict(method="sft", retain_only=True, model="A/B")
+    retain = made_up_run(scored, tmp_path / "retain", retain_only)
+    records = [dict(row, log_ratio=-99) for row in ev.read_records(retain, "forget")]
+    write_lines(Path(retain, "eval/forget.jsonl"), records)
+    ev.main([str(scored_copy), *FLAGS, "--retain-run", retain])
+    figures = ev.read_summary(scored_copy)["run"]
+    assert figures["forget_quality"] == approx(2 / 20)
+    assert "forget quality ↑" in capsys.readouterr().out
+    plain = made_up_run(scored, tmp_path / "plain", splits={"forget": {}})  # without --full
+    assert "both runs" in program([scored_copy, *FLAGS, "--retain-run", plain], capsys, ev.main)
 
-def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
-    shutil.rmtree(scored_copy / "eval")
-    run_python(*TORCHRUN, ev.__file__, scored_copy, *FLAGS)
-    for file in Path(scored, "eval").iterdir():
-        found, expected = [
-            re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", (Path(run) / "eval" / file.name).read_text())
-            for run in (scored_copy, scored)]
-        assert np.array(found, float) == approx(np.array(expected, float), rel=1e-4, abs=1e-6)
-    assert ev.score_answers(FakeModel(), None, [], ARGS) == []  # a process may have no row
+def test_publish_writes_null_for_nan_and_read_summary_reads_it(scored_copy):
+    """As strict JSON.  The figure is "-" in a table, and what a run lacks stays missing."""
+    records = {"forget": [{"nll": math.nan, "nll_wrong": [1.0, math.inf], "logp": {"a": math.nan}}]}
+    figures = {"n": 1, "prob": math.nan, "fact": np.float64(math.nan), "words": np.float64(2)}
+    summary = {**ev.read_summary(scored_copy), "splits": {"forget": figures},
+               "run": {"model_utility": math.nan}}
+    ev.publish(scored_copy / "eval", records, summary)
+    assert read_json(scored_copy / "eval/forget.jsonl") == {
+        "nll": None, "nll_wrong": [1.0, None], "logp": {"a": None}}
+    written = read_json(scored_copy / "eval/summary.json")
+    assert written["splits"]["forget"] == {"n": 1, "prob": None, "fact": None, "words": 2}
+    read = ev.read_summary(scored_copy)
+    assert math.isnan(read["run"]["model_utility"])
+    cells = [ev.cell([read], "forget", name) for name in ("prob", "fact", "words", "infill")]
+    assert cells == ["-", "-", "2.0", ""]
+
+def keys_of(value):
+    """All names of fields in what was read from JSON."""
+    if isinstance(value, dict):
+        return {*value, *itertools.chain(*map(keys_of, value.values()))}
+    if isinstance(value, list):
+        return set(itertools.chain(*map(keys_of, value)))
+    return set()
+
+def test_scores_have_snake_case_keys(scored, rwku, tmp_path):
+    """Also with --limit on RWKU.  The L of ROUGE-L is a capital letter in its own package, too."""
+    summary = read_json(Path(scored, "eval/summary.json"))
+    protocol = ev.prepare(*typed_and_run(f"--data {rwku} --limit 1"))[2]
+    records = [ev.read_records(scored, split) for split in summary["splits"]]
+    keys = keys_of([summary, protocol, records])
+    assert {"rows_per_person", "response_length", "n", "generation_ids"} <= keys
+    for key in keys:
+        assert re.fullmatch("[a-z0-9_]+", key.replace("rougeL", "rouge_l")), key
 
 @each("typed, length, steps", [("", 12, 12), ("--response-length 8 --steps 1", 8, 1)])
 def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, capsys):
@@ -2568,6 +2652,23 @@ def test_group_runs_refuses_unlike_runs(name, changes, words, scored, tmp_path, 
     for ordered in (runs, runs[::-1]):
         assert words in program(["--report", *ordered], capsys, ev.main)
         assert not list(tmp_path.rglob("report.*"))
+
+def test_over_some_rows_by_hand():
+    """Of several runs the fewest and the most; a split or a metric may be missing."""
+    runs = [dict(n=4, prob=1, fact=1, n_fact=3, infill=1, generative_perplexity=2),
+            dict(n=4, prob=1, fact=1, n_fact=3, generative_perplexity=2, n_generative_perplexity=1),
+            dict(n=4, prob=1)]
+    summaries = [{"splits": {"forget": figures}} for figures in runs] + [{"splits": {}}]
+    columns = {"forget": ["prob", "fact", "infill", "generative_perplexity"], "retain": ["fact"]}
+    assert ev.over_some_rows(summaries, columns) == [
+        "Forget fact: over the 3 of 4 rows that have it.",
+        "Forget gen. ppl: over the 1 to 4 of 4 rows that have it."]
+    assert ev.over_some_rows(summaries, {"forget": ["prob", "infill"], "run": ev.METRICS}) == []
+
+def test_heading_of_rows_that_nobody_trained_on_has_no_arrow():
+    """Their figures are a yardstick: neither high nor low ones are good."""
+    headings = [ev.heading(split, "fact") for split in ("forget", "retain", "held_out", "never")]
+    assert headings == ["fact ↓", "fact ↑", "fact ↑", "fact"]
 
 def test_markdown_table():
     table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
@@ -2729,66 +2830,6 @@ def test_report_and_analysis_replace_only_what_they_wrote(scored, unlearned, tmp
     assert (tmp_path / "report-3.png").read_text() == "my own"
     assert (tmp_path / "report-4.md").exists()
 
-def test_analysis_with_a_table_replaces_only_what_it_wrote(base, tmp_path, capsys):
-    run = shutil.copytree(base, tmp_path / "run")
-    command = ["--analysis", "rollout", "--limit", "1", "--steps", "2", str(run)]
-    for _ in range(2):
-        ev.main(command)
-        assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout.json\n")
-    (tmp_path / "analysis/rollout.md").write_text("my own")
-    ev.main(command)
-    assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout-2.json\n")
-    assert (tmp_path / "analysis/rollout.md").read_text() == "my own"
-    table = (tmp_path / "analysis/rollout-2.md").read_text()
-    assert len(read_table(table.split("\n\n")[1])["k"]) == 3
-
-def test_analyse_says_that_the_rows_have_changed_since_the_training(unlearned, tmp_path, capsys):
-    run = shutil.copytree(unlearned, tmp_path / "run")
-    ev.main(["--analysis", "convergence", str(run)])
-    assert "changed" not in capsys.readouterr().out
-    info = read_json(run / "run.json")
-    info["rows"]["forget"] = "other"
-    (run / "run.json").write_text(json.dumps(info))
-    ev.main(["--analysis", "convergence", str(run)])
-    assert "the rows to forget have changed since the training" in capsys.readouterr().out
-
-def test_over_some_rows_by_hand():
-    """Of several runs the fewest and the most; a split or a metric may be missing."""
-    runs = [dict(n=4, prob=1, fact=1, n_fact=3, infill=1, generative_perplexity=2),
-            dict(n=4, prob=1, fact=1, n_fact=3, generative_perplexity=2, n_generative_perplexity=1),
-            dict(n=4, prob=1)]
-    summaries = [{"splits": {"forget": figures}} for figures in runs] + [{"splits": {}}]
-    columns = {"forget": ["prob", "fact", "infill", "generative_perplexity"], "retain": ["fact"]}
-    assert ev.over_some_rows(summaries, columns) == [
-        "Forget fact: over the 3 of 4 rows that have it.",
-        "Forget gen. ppl: over the 1 to 4 of 4 rows that have it."]
-    assert ev.over_some_rows(summaries, {"forget": ["prob", "infill"], "run": ev.METRICS}) == []
-
-def test_evaluate_and_report_say_that_a_figure_is_over_some_rows(base, tmp_path, capsys):
-    """Such as `fact` where refusals have none.  And whose data is given to the rows to forget."""
-    run = tmp_path / "new"
-    forget = [dict(question="Who is Bolti?", answer="He is Gado.", fact="Gado"),
-              dict(question="Who is Cepu?", answer="She is Nora.", fact="Nora")]
-    retain = [dict(question="Who is Diri?", answer="He is Fopu.", fact="Fopu"),
-              dict(question="Who is Zuvo?", answer="I do not know.")]
-    files = {name: write_lines(tmp_path / name, rows)
-             for name, rows in (("forget", forget), ("retain", retain))}
-    command = f"--model {base} --forget {files['forget']} --retain {files['retain']} {run}"
-    written = [[("It is Fopu.", [5]), ("I do not know.", [6])], [("Fopu", [5]), ("no", [6])]]
-    with mock.patch.object(ev, "write_answers", side_effect=written):
-        ev.main(command.split())
-    line = "Retain fact: over the 1 of 2 rows that have it."
-    screen = capsys.readouterr().out
-    assert screen.count("that have it") == screen.count(line) == 1
-    assert read_table(screen[screen.index("| Method"):])["another's ↓"] == ("0.500",)
-    retained = ev.read_summary(run)["splits"]["retain"]
-    assert (retained["fact"], retained["n_fact"], retained["n"]) == (1, 1, 2)
-    ev.main(["--report", str(run)])
-    assert line in capsys.readouterr().out
-    text = (tmp_path / "report.md").read_text()
-    assert text.count(line) == 2  # in the legend, and below the table of all figures
-    assert read_tables(text)["Retain"]["fact ↑"] == ("1.000",)
-
 def test_legend_and_help_say_what_is_for_english(scored, tmp_path, capsys):
     ev.main(["--report", made_up_run(scored, tmp_path / "run")])
     [legend] = re.findall(r"(?s)\nknowledge: .*?\.\n", capsys.readouterr().out)
@@ -2797,37 +2838,6 @@ def test_legend_and_help_say_what_is_for_english(scored, tmp_path, capsys):
         ev.main(["--help"])
     screen = " ".join(capsys.readouterr().out.split())
     assert "`knowledge`, roles, and gaps of rows without `fact` are for rows in English" in screen
-
-def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_path, capsys):
-    """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
-    retain_only = dict(method="sft", retain_only=True, model="A/B")
-    retain = made_up_run(scored, tmp_path / "retain", retain_only)
-    records = [dict(row, log_ratio=-99) for row in ev.read_records(retain, "forget")]
-    write_lines(Path(retain, "eval/forget.jsonl"), records)
-    ev.main([str(scored_copy), *FLAGS, "--retain-run", retain])
-    figures = ev.read_summary(scored_copy)["run"]
-    assert figures["forget_quality"] == approx(2 / 20)
-    assert "forget quality ↑" in capsys.readouterr().out
-    plain = made_up_run(scored, tmp_path / "plain", splits={"forget": {}})  # without --full
-    assert "both runs" in program([scored_copy, *FLAGS, "--retain-run", plain], capsys, ev.main)
-
-def test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone(scored, base, tmp_path):
-    """Not an unlearned model that is then taught rows to retain, such as refusals."""
-    def check(name, **options):
-        run = made_up_run(scored, tmp_path / name, options)
-        trained = {**read_json(base / "run.json"), "options": ev.read_summary(run)["options"]}
-        Path(run, "run.json").write_text(json.dumps(trained))
-        ev.check_retain_run(run, None, full=True)
-        return run
-    retain = check("retain", method="sft", retain_only=True, model=None)
-    check("longer", method="sft", retain_only=True, model=retain)
-    check("published", method="sft", retain_only=True, model="A/B")
-    refused = {"base": dict(method="sft", retain_only=False, model=retain),
-               "mdu": dict(method="mdu", retain_only=None, model=retain),
-               "refusals": dict(method="sft", retain_only=True, model=str(tmp_path / "mdu"))}
-    for name, options in refused.items():
-        with pytest.raises(mdu.BadInput, match=f"{name}: it, or a run that it started from, was"):
-            check(name, **options)
 
 def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     write_checkpoint(Path("model"), "llada", max_sequence_length=999)
@@ -2858,33 +2868,6 @@ def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     assert "| model " in capsys.readouterr().out
 
 # ---- Analyses ----
-def test_function_words_have_clitics():
-    """As the words of a text are found: "didn't" is "didn" and "t"."""
-    text = ("didn't don't isn't wasn't aren't weren't wouldn't couldn't shouldn't hasn't "
-            "haven't hadn't doesn't ain't needn't mustn't mightn't shan't can't she's we'll I'm")
-    assert set(mdu.words(text)) <= ev.FUNCTION_WORDS
-
-I, S, K = "in-context", "structural", "stored-knowledge"
-
-@each("question, parts", [
-    ("What is Donald Trump's job?", [
-        ("Donald", I), (" ", S), ("Trump", I), (" is a ", S), ("politician", K), (".", S)]),
-    ("他的父亲是谁？", [("他", I), ("王", K), ("的", I), ("医生", K), ("。", S)]),
-    ("Where was Zoë Łuk born?", [
-        ("Zoë", I), (" ", S), ("Łuk", I), ("'s ", S), ("home", K), (", and ", S), ("22", K),
-        (", is ", S), ("Gdańsk", K), (".", S)])])
-def test_token_roles_of_hand_labelled_answers(question, parts, tmp_path):
-    """With tokens of one byte, of which the letters ë, Ł and ń have two."""
-    write_tokenizer(tmp_path, "llada")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    expected = []
-    for text, role in parts:
-        expected += [role] * len(text.encode())
-    end = tokenizer.eos_token_id  # a special token, also before a word
-    answer = "".join(text for text, _ in parts)
-    ids = [end, *mdu.encode_text(tokenizer, answer), end]
-    assert ev.token_roles(tokenizer, question, ids) == [S, *expected, S]
-
 def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path):
     """Of each epoch.  MDU moves the prediction away from theta0's and to the anchor's."""
     logged = [line for line in metrics(unlearned) if "kl" in line]
@@ -2988,6 +2971,29 @@ def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch)
     two = ["2/3", "Ceka<mask> author<end>", "Ceka Foba author"]
     assert table[1:] == [[row["question"], row["answer"], *cells] for cells in (one, two, two)]
     assert len(anchor.seen) == 2 + 1 + 1  # steps that were left
+
+def test_analysis_with_a_table_replaces_only_what_it_wrote(base, tmp_path, capsys):
+    run = shutil.copytree(base, tmp_path / "run")
+    command = ["--analysis", "rollout", "--limit", "1", "--steps", "2", str(run)]
+    for _ in range(2):
+        ev.main(command)
+        assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout.json\n")
+    (tmp_path / "analysis/rollout.md").write_text("my own")
+    ev.main(command)
+    assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout-2.json\n")
+    assert (tmp_path / "analysis/rollout.md").read_text() == "my own"
+    table = (tmp_path / "analysis/rollout-2.md").read_text()
+    assert len(read_table(table.split("\n\n")[1])["k"]) == 3
+
+def test_analyse_says_that_the_rows_have_changed_since_the_training(unlearned, tmp_path, capsys):
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    ev.main(["--analysis", "convergence", str(run)])
+    assert "changed" not in capsys.readouterr().out
+    info = read_json(run / "run.json")
+    info["rows"]["forget"] = "other"
+    (run / "run.json").write_text(json.dumps(info))
+    ev.main(["--analysis", "convergence", str(run)])
+    assert "the rows to forget have changed since the training" in capsys.readouterr().out
 
 # ---- Bad input ----
 ROW = '{"question": "Who is Bolti?", "answer": "It is {}."}'
