@@ -6,7 +6,6 @@ Tests are in the order of the code that they test: first mdu.py's, then eval.py'
 import contextlib
 import fnmatch
 import hashlib
-import inspect
 import io
 import itertools
 import json
@@ -17,7 +16,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections import namedtuple
 from functools import partial
 from math import log
 from pathlib import Path
@@ -183,11 +181,14 @@ def tiny_llama(seed, likely=range(64)):
     return mdu.MaskPredictor(lm, mask_id=0, pad_id=1, end_id=1)
 
 # ---- The same in slow loops over sequences and masked tokens ----
-def sequence_sums(masked, term):
-    """For each sequence b the sum of term(b, m) over its masked tokens, m counting them all."""
-    sums = [f64(0).sum() for _ in masked]
-    for m, (b, _) in enumerate(masked.nonzero().tolist()):
-        sums[b] = sums[b] + term(b, m)
+def sequence_sums(masked, values):
+    """For each sequence the sum of its values.  values: one for each masked token, row by row."""
+    sums = []
+    start = 0
+    for row in masked:
+        end = start + int(row.sum())
+        sums.append(sum(values[start:end], f64(0).sum()))
+        start = end
     return torch.stack(sums)
 
 def slow_kl(logits, anchor_logits, tau):
@@ -205,17 +206,20 @@ def slow_mdu(logits, anchor_logits, masked, tau):
     """Eq. 5: 1/|M_t| sum_i KL(p || q^tau / Z_i)."""
     if anchor_logits is None:
         anchor_logits = torch.zeros_like(logits)  # of any anchor, q^0 = 1
-    sums = sequence_sums(masked, lambda b, m: slow_kl(logits[m], anchor_logits[m], tau))
-    return sums / masked.sum(1).clamp(min=1)
+    values = [slow_kl(x, anchor, tau) for x, anchor in zip(logits, anchor_logits, strict=True)]
+    return sequence_sums(masked, values) / masked.sum(1).clamp(min=1)
 
 def slow_sft(logits, targets, masked, t):
-    return sequence_sums(masked, lambda b, m: slow_nll(logits[m], targets[m]) / t[b].item())
+    values = [slow_nll(x, target) for x, target in zip(logits, targets, strict=True)]
+    return sequence_sums(masked, values) / t
 
 def slow_wga(logits, targets, masked, gamma):
-    def weighted(b, m):
-        nll = slow_nll(logits[m], targets[m])
-        return -math.exp(-nll.item()) ** gamma * nll
-    return sequence_sums(masked, weighted)
+    values = []
+    for x, target in zip(logits, targets, strict=True):
+        nll = slow_nll(x, target)
+        weight = math.exp(-nll.item()) ** gamma  # a constant
+        values.append(-weight * nll)
+    return sequence_sums(masked, values)
 
 def slow_ga(nll):
     return -nll
@@ -273,7 +277,10 @@ def own_length(row):
     return row.answer.index(1) + 1
 
 def at(masked, n):
-    return torch.tensor([[i in masked for i in range(n)]])
+    """The positions of one sequence as (1, n) bool."""
+    found = torch.zeros(1, n, dtype=torch.bool)
+    found[0, masked] = True
+    return found
 
 def slow_row_sft(model, row):
     masked = slow_masked(row, "sft")
@@ -290,25 +297,34 @@ def without_truth(anchor_logits, targets):
     return (q / q.sum(-1, keepdim=True)).log()
 
 def slow_row_loss(args, row, model, theta0, anchor):
-    """The slow loss of a row; its arguments are found by their names."""
+    """The loss of a row to forget (sft: to train on)."""
+    nll = slow_row_sft(model, row)
+    if args.method == "sft":
+        return nll
+    if args.method in ("ga", "gd"):
+        return slow_ga(nll)
+    if args.method == "npo":
+        return slow_npo(nll, slow_row_sft(theta0, row), args.beta)
+    if args.method == "simnpo":
+        return slow_simnpo(nll, own_length(row), args.beta)
+    if args.method == "dpo":
+        win = slow_row_sft(model, row.preferred)
+        win_ref = slow_row_sft(theta0, row.preferred)
+        return slow_dpo(win, win_ref, nll, slow_row_sft(theta0, row), args.beta)
     masked = slow_masked(row, args.method, args.states, model)
     targets = [row.answer[i] for i in masked]
-    nll = slow_row_sft(model, row)
-    found = {**vars(args), "logits": slow_logits(model, row.prompt, row.answer, masked),
-             "masked": at(masked, len(row.answer)), "targets": targets, "length": own_length(row),
-             "t": f64(np.float32(row.t)), "nll": nll, "nll_lose": nll}
-    found["nll_ref"] = found["nll_lose_ref"] = slow_row_sft(theta0, row)
-    if row.preferred:
-        found["nll_win"] = slow_row_sft(model, row.preferred)
-        found["nll_win_ref"] = slow_row_sft(theta0, row.preferred)
-    if args.method == "mdu":
-        prompt = row.prompt if args.anchor_prompt == "shown" else [0] * len(row.prompt)
-        anchor_logits = slow_logits(anchor, prompt, row.answer, masked)
-        if args.anchor_truth == "removed" and row.prompt[0] % 2 == 0:  # see make_examples
-            anchor_logits = without_truth(anchor_logits, targets)
-        found["anchor_logits"] = anchor_logits
-    loss = METHODS[args.method].slow_loss
-    return loss(**{name: found[name] for name in inspect.signature(loss).parameters}).sum()
+    logits = slow_logits(model, row.prompt, row.answer, masked)
+    where = at(masked, len(row.answer))
+    if args.method == "wga":
+        return slow_wga(logits, targets, where, args.gamma)[0]
+    assert args.method == "mdu"
+    prompt = row.prompt
+    if args.anchor_prompt == "masked":
+        prompt = [0] * len(prompt)
+    anchor_logits = slow_logits(anchor, prompt, row.answer, masked)
+    if args.anchor_truth == "removed" and row.prompt[0] % 2 == 0:  # see make_examples
+        anchor_logits = without_truth(anchor_logits, targets)
+    return slow_mdu(logits, anchor_logits, where, args.tau)[0]
 
 def slow_step(args, model, theta0, anchor, forget, retain):
     """-> means of the forget and the retain losses (Algorithm 1)."""
@@ -543,138 +559,194 @@ def test_mask_tokens_masks_tokens_with_a_number_below_t():
         assert torch.equal(masked, noised == MASK)
 
 # ---- Losses ----
+# By hand: of two tokens, one or both are masked.
 ONE, TWO = torch.tensor([[False, True]]), torch.tensor([[True, True]])
 FIRST = torch.tensor([0, 0])
 LN2, LN3, LN4_3 = log(2), log(3), log(4 / 3)
 FLAT, TILT, STEEP = f64([0, 0]), f64([0, LN3]), f64([0, 2 * LN3])  # p(first) = 1/2, 1/4, 1/10
 TILT_FLAT = torch.cat([TILT, FLAT])
 
-# Every test of methods runs over this table, which is written by hand.
-# loss, slow_loss: of mdu.py, and in slow loops, with arguments of names that slow_row_loss has.
-# settings: last arguments of the loss; typed: options to try `backward` with.
-# worked: all arguments of the loss, and what it is by hand.
-# A new method may need a line in functions, too: in loss_arguments and slow_row_loss for a tensor
-# of a new name, in slow_step if it has per_token, in slow_masked if it has masks_one.
-Method = namedtuple("Method", "loss slow_loss settings typed worked")
-METHODS = {
-    "mdu": Method(
-        mdu.mdu_loss, slow_mdu, [{"tau": 0, "anchor_logits": None}, {"tau": 0.3}, {"tau": 1.0}],
-        ["--tau 0", "--tau 0.25", "", "--lora 3", "--anchor-truth removed", "--anchor MODEL",
-         "--states written --tau 0.5", "--states written --anchor current",
-         "--anchor current --lora 3", "--anchor MODEL --anchor-prompt shown --tau 0.5",
-         "--anchor MODEL --anchor-prompt shown --states written",
-         "--anchor-truth removed --anchor current --tau 0.5 --states written",
-         "--anchor-truth removed --anchor MODEL --anchor-prompt shown --lora 3"],
-        [((FLAT, TILT, ONE, 1.0), LN4_3 / 2),  # 1/2 log 2 + 1/2 log 2/3
-         ((TILT_FLAT, torch.cat([TILT, TILT]), TWO, 1.0), LN4_3 / 4),  # mean with 0
-         ((FLAT, STEEP, ONE, 0.5), LN4_3 / 2),  # STEEP^1/2 / Z is TILT
-         ((TILT, None, ONE, 0), 0.75 * LN3 - LN2)]),  # 1/4 log 1/2 + 3/4 log 3/2
-    "ga": Method(mdu.ga_loss, slow_ga, [{}], [""], [((f64(2),), -2)]),
-    "gd": Method(mdu.ga_loss, slow_ga, [{}], [""], []),
-    "npo": Method(  # sigmoid(log 3) = 3/4
-        mdu.npo_loss, slow_npo, [{"beta": 0.2}], ["", "--lora 2"],
-        [((f64(1 + 2 * LN3), f64(1), 0.5), 4 * LN4_3)]),
-    "simnpo": Method(
-        mdu.simnpo_loss, slow_simnpo, [{"beta": 2.5}], [""],
-        [((f64(8 * LN3), torch.tensor([4]), 0.5), 4 * LN4_3)]),
-    "wga": Method(  # log 4 / 16 + log 2 / 4
-        mdu.wga_loss, slow_wga, [{"gamma": 0.3}], ["--gamma 0.5"],
-        [((TILT_FLAT, FIRST, TWO, 2.0), -0.375 * LN2)]),
-    "dpo": Method(  # the rewards are log 3 and -log 3
-        mdu.dpo_loss, slow_dpo, [{"beta": 0.1}], ["", "--lora 4"],
-        [((f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5), LN4_3)]),
-    "sft": Method(  # (log 4 + log 2) / t
-        mdu.sft_loss, slow_sft, [{}], [""], [((TILT_FLAT, FIRST, TWO, f64(0.5)), 6 * LN2)])}
+# At random: 5 sequences, in one of which nothing is masked, and a vocabulary of 6.
+MASKED = torch.rand(5, 7, generator=torch.Generator().manual_seed(0)) < 0.5
+MASKED[2] = False
+M = int(MASKED.sum())
+TARGETS = torch.arange(M) % 6
+T = f64(0.1, 0.3, 0.5, 0.7, 1.1)
 
-def every(field, argument=None):
-    """Parameters: each method whose loss has this argument, with each entry of a field."""
-    cases = []
-    for name, method in METHODS.items():
-        if not argument or argument in inspect.signature(method.loss).parameters:
-            cases += [(name, entry) for entry in getattr(method, field)]
-    return each(f"name, {field}", cases)
+def random_logits(seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(M, 6, generator=generator, dtype=torch.float64)
+    return logits.requires_grad_()
 
-def test_methods_of_the_table_are_those_of_mdu():
-    assert METHODS.keys() == mdu.METHODS.keys()
+def random_nll(seed):
+    nll = 9 * torch.rand(5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return nll.requires_grad_()
 
-TRAINED = ("logits", "nll", "nll_win", "nll_lose")  # what a gradient reaches
+def assert_equal_losses(loss, slow_loss, trained, frozen=()):
+    """Of 5 sequences, and their gradients to what is trained.  None reaches what is frozen."""
+    assert_close(loss.detach(), slow_loss.detach())
+    sequence_weights = f64(0.5, 0.75, 1, 1.25, 1.5)
+    inputs = [*trained, *frozen]
+    grads = torch.autograd.grad(loss @ sequence_weights, inputs, allow_unused=True)
+    slow_grads = torch.autograd.grad(slow_loss @ sequence_weights, trained)
+    for grad, slow_grad in zip(grads, slow_grads):
+        assert slow_grad.any()
+        assert_close(grad, slow_grad)
+    for grad in grads[len(trained):]:
+        assert grad is None or not grad.any()
 
-def loss_arguments(name, settings, dtype=torch.float64):
-    """Random arguments of a loss, by name; of 5 sequences nothing is masked in one."""
-    torch.manual_seed(0)
-    masked = torch.rand(5, 7) < 0.5
-    masked[2] = False
-    M = int(masked.sum())
-    found = {"masked": masked, "targets": torch.randint(6, (M,)), "t": 0.1 + torch.rand(5),
-             "logits": 2 * torch.randn(M, 6), "length": torch.randint(1, 9, (5,)),
-             "anchor_logits": 2 * torch.randn(M, 6)}
-    for nll in ("nll", "nll_ref", "nll_win", "nll_win_ref", "nll_lose", "nll_lose_ref"):
-        found[nll] = 9 * torch.rand(5)
-    found.update(settings)
-    arguments = {}
-    for argument in inspect.signature(METHODS[name].loss).parameters:
-        x = arguments[argument] = found[argument]
-        if torch.is_tensor(x) and x.is_floating_point():
-            arguments[argument] = x.to(dtype, copy=True).requires_grad_()
-    return arguments
+def assert_finite(loss, trained):
+    """The loss and its gradients."""
+    assert loss.isfinite().all()
+    for grad in torch.autograd.grad(loss.sum(), trained):
+        assert grad.isfinite().all()
 
-def evaluate(function, arguments):
-    """The loss, and {argument: gradient of a weighted sum of the loss, or None}."""
-    leaves = {name: x for name, x in arguments.items() if getattr(x, "requires_grad", False)}
-    loss = function(**arguments)
-    mixed = loss @ torch.linspace(0.5, 1.5, len(loss), dtype=loss.dtype)
-    grads = torch.autograd.grad(mixed, list(leaves.values()), allow_unused=True)
-    return loss.detach(), dict(zip(leaves, grads))
+def extreme(x, gap):
+    """A copy in float32 whose first number (of logits: whose first token) is moved by gap."""
+    x = x.detach().float()
+    x[..., 0] += gap
+    return x.requires_grad_()
 
-@every("settings")
-def test_loss_and_gradient_equal_a_slow_loop(name, settings):
-    arguments = loss_arguments(name, settings)
-    loss, grads = evaluate(METHODS[name].loss, arguments)
-    expected, expected_grads = evaluate(METHODS[name].slow_loss, arguments)
-    assert_close(loss, expected)
-    for argument, grad in grads.items():
-        if argument in TRAINED:
-            assert_close(grad, expected_grads[argument])
-        elif argument != "t":  # no gradient to an anchor or reference
-            assert grad is None or not grad.any()
+# Logits of all positions, of positions in a line, of one too many, of one too few, of two batches
+OTHER_SHAPES = [(5, 7, 6), (35, 6), (M + 1, 6), (M - 1, 6), (2, M, 6)]
 
-@every("settings", "logits")
-def test_loss_refuses_logits_of_other_tokens_than_the_masked_ones(name, settings):
-    arguments = loss_arguments(name, settings)
-    M, V = arguments["logits"].shape
-    for shape in [(5, 7, V), (35, V), (M + 1, V), (M - 1, V), (2, M, V)]:
-        wrong = {**arguments, "logits": torch.zeros(shape)}
-        if arguments.get("anchor_logits") is not None:
-            with pytest.raises(ValueError, match="same shape"):
-                METHODS[name].loss(**wrong)
-            wrong["anchor_logits"] = wrong["logits"]
-        elif "targets" in wrong:
-            wrong["targets"] = torch.zeros(shape[:-1], dtype=torch.long)
-            wrong["logits"] = wrong["logits"].movedim(-1, 1)  # as cross_entropy has them
-        with pytest.raises((RuntimeError, ValueError), match="shape"):
-            METHODS[name].loss(**wrong)
+@each("logits, anchor_logits, masked, tau, expected", [
+    (FLAT, TILT, ONE, 1.0, LN4_3 / 2),  # 1/2 log 2 + 1/2 log 2/3
+    (TILT_FLAT, torch.cat([TILT, TILT]), TWO, 1.0, LN4_3 / 4),  # mean with 0
+    (FLAT, STEEP, ONE, 0.5, LN4_3 / 2),  # STEEP^1/2 / Z is TILT
+    (TILT, None, ONE, 0, 0.75 * LN3 - LN2)])  # 1/4 log 1/2 + 3/4 log 3/2
+def test_mdu_loss_by_hand(logits, anchor_logits, masked, tau, expected):
+    assert_close(mdu.mdu_loss(logits, anchor_logits, masked, tau), f64(expected))
 
-@every("settings", "logits")
+@each("tau", [0.3, 1.0])
+def test_mdu_loss_equals_a_slow_loop(tau):
+    logits, anchor_logits = random_logits(1), random_logits(2)
+    loss = mdu.mdu_loss(logits, anchor_logits, MASKED, tau)
+    slow_loss = slow_mdu(logits, anchor_logits, MASKED, tau)
+    assert_equal_losses(loss, slow_loss, [logits], [anchor_logits])
+
+def test_mdu_loss_of_tau_0_needs_no_anchor():
+    logits = random_logits(1)
+    loss = mdu.mdu_loss(logits, None, MASKED, 0)
+    assert_equal_losses(loss, slow_mdu(logits, random_logits(2), MASKED, 0), [logits])
+
+@each("shape", OTHER_SHAPES)
+def test_mdu_loss_refuses_logits_of_other_tokens_than_the_masked_ones(shape):
+    wrong = torch.zeros(shape)
+    with pytest.raises(ValueError, match="same shape"):
+        mdu.mdu_loss(wrong, random_logits(2), MASKED, 1.0)
+    with pytest.raises(RuntimeError, match="shape"):
+        mdu.mdu_loss(wrong, wrong, MASKED, 1.0)
+    with pytest.raises(RuntimeError, match="shape"):
+        mdu.mdu_loss(wrong, None, MASKED, 0)
+
 @each("dtype", [torch.bfloat16, torch.float16])
-def test_loss_of_16_bit_logits_is_computed_in_float32(name, settings, dtype):
-    arguments = loss_arguments(name, settings, dtype)
-    wider = {argument: x.float() if torch.is_tensor(x) and x.dtype == dtype else x
-             for argument, x in arguments.items()}
-    assert_close(METHODS[name].loss(**arguments), METHODS[name].loss(**wider), 1e-6)
+def test_mdu_loss_of_16_bit_logits_is_computed_in_float32(dtype):
+    logits, anchor_logits = random_logits(1).to(dtype), random_logits(2).to(dtype)
+    for tau in (0, 0.3, 1.0):
+        loss = mdu.mdu_loss(logits, anchor_logits, MASKED, tau)
+        wider = mdu.mdu_loss(logits.float(), anchor_logits.float(), MASKED, tau)
+        assert_close(loss, wider, 1e-6)
 
-@every("settings")
+@each("tau", [0, 0.3, 1.0])
 @each("gap", [1e6, -1e6])
-def test_loss_stays_finite_at_extreme_arguments(name, settings, gap):
-    arguments = loss_arguments(name, settings, torch.float32)
-    trained = [argument for argument in TRAINED if argument in arguments]
-    arguments[trained[0]].data[..., 0] += gap  # of one: in dpo's difference two would cancel
-    loss, grads = evaluate(METHODS[name].loss, arguments)
-    assert loss.isfinite().all() and all(grads[argument].isfinite().all() for argument in trained)
+def test_mdu_loss_stays_finite_at_extreme_logits(tau, gap):
+    logits = extreme(random_logits(1), gap)
+    assert_finite(mdu.mdu_loss(logits, random_logits(2).float(), MASKED, tau), logits)
 
-@every("worked")
-def test_loss_equals_a_number_worked_by_hand(name, worked):
-    arguments, expected = worked
-    assert_close(METHODS[name].loss(*arguments), f64(expected))
+def test_sft_loss_by_hand():
+    """(log 4 + log 2) / t"""
+    assert_close(mdu.sft_loss(TILT_FLAT, FIRST, TWO, f64(0.5)), f64(6 * LN2))
+
+def test_sft_loss_equals_a_slow_loop():
+    logits = random_logits(1)
+    loss = mdu.sft_loss(logits, TARGETS, MASKED, T)
+    assert_equal_losses(loss, slow_sft(logits, TARGETS, MASKED, T), [logits])
+
+def assert_refuses_other_shapes(loss):
+    """A loss of logits and targets: both of other tokens than the masked ones."""
+    for shape in OTHER_SHAPES:
+        logits = torch.zeros(shape).movedim(-1, 1)  # as cross_entropy has them
+        with pytest.raises((RuntimeError, ValueError), match="shape"):
+            loss(logits, torch.zeros(shape[:-1], dtype=torch.long))
+
+def assert_16_bit_in_float32(loss):
+    for dtype in (torch.bfloat16, torch.float16):
+        logits = random_logits(1).to(dtype)
+        assert_close(loss(logits, TARGETS), loss(logits.float(), TARGETS), 1e-6)
+
+def assert_finite_at_extreme_logits(loss):
+    for gap in (1e6, -1e6):
+        logits = extreme(random_logits(1), gap)
+        assert_finite(loss(logits, TARGETS), logits)
+
+def test_sft_loss_of_other_shapes_16_bit_and_extreme_logits():
+    loss = partial(mdu.sft_loss, masked=MASKED, t=T.float())
+    assert_refuses_other_shapes(loss)
+    assert_16_bit_in_float32(loss)
+    assert_finite_at_extreme_logits(loss)
+
+def test_wga_loss_by_hand():
+    """p^2 log p of both: -(log 4 / 16 + log 2 / 4)"""
+    assert_close(mdu.wga_loss(TILT_FLAT, FIRST, TWO, 2.0), f64(-0.375 * LN2))
+
+def test_wga_loss_equals_a_slow_loop():
+    logits = random_logits(1)
+    loss = mdu.wga_loss(logits, TARGETS, MASKED, 0.3)
+    assert_equal_losses(loss, slow_wga(logits, TARGETS, MASKED, 0.3), [logits])
+
+def test_wga_loss_of_other_shapes_16_bit_and_extreme_logits():
+    loss = partial(mdu.wga_loss, masked=MASKED, gamma=0.3)
+    assert_refuses_other_shapes(loss)
+    assert_16_bit_in_float32(loss)
+    assert_finite_at_extreme_logits(loss)
+
+def test_ga_loss():
+    assert_close(mdu.ga_loss(f64(2)), f64(-2))
+    nll = random_nll(1)
+    assert_equal_losses(mdu.ga_loss(nll), slow_ga(nll), [nll])
+    for gap in (1e6, -1e6):
+        nll = extreme(random_nll(1), gap)
+        assert_finite(mdu.ga_loss(nll), nll)
+
+def test_npo_loss():
+    # By hand: 1/2 (nll - nll_ref) = log 3, and sigmoid(log 3) = 3/4.
+    assert_close(mdu.npo_loss(f64(1 + 2 * LN3), f64(1), 0.5), f64(4 * LN4_3))
+    nll, nll_ref = random_nll(1), random_nll(2)
+    loss = mdu.npo_loss(nll, nll_ref, 0.2)
+    assert_equal_losses(loss, slow_npo(nll, nll_ref, 0.2), [nll], [nll_ref])
+    with pytest.raises(RuntimeError, match="size"):
+        mdu.npo_loss(nll, nll_ref[1:], 0.2)
+    for gap in (1e6, -1e6):
+        nll = extreme(random_nll(1), gap)
+        assert_finite(mdu.npo_loss(nll, nll_ref.float(), 0.2), nll)
+
+def test_simnpo_loss():
+    # By hand: 1/2 nll / length = log 3.
+    assert_close(mdu.simnpo_loss(f64(8 * LN3), torch.tensor([4]), 0.5), f64(4 * LN4_3))
+    nll, length = random_nll(1), torch.arange(1, 6)
+    loss = mdu.simnpo_loss(nll, length, 2.5)
+    assert_equal_losses(loss, slow_simnpo(nll, length, 2.5), [nll])
+    with pytest.raises(RuntimeError, match="size"):
+        mdu.simnpo_loss(nll, length[1:], 2.5)
+    for gap in (1e6, -1e6):
+        nll = extreme(random_nll(1), gap)
+        assert_finite(mdu.simnpo_loss(nll, length, 2.5), nll)
+
+def test_dpo_loss():
+    # By hand: the rewards are log 3 and -log 3.
+    by_hand = mdu.dpo_loss(f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5)
+    assert_close(by_hand, f64(LN4_3))
+    win, win_ref, lose, lose_ref = [random_nll(seed) for seed in range(4)]
+    loss = mdu.dpo_loss(win, win_ref, lose, lose_ref, 0.1)
+    slow_loss = slow_dpo(win, win_ref, lose, lose_ref, 0.1)
+    assert_equal_losses(loss, slow_loss, [win, lose], [win_ref, lose_ref])
+    with pytest.raises(RuntimeError, match="size"):
+        mdu.dpo_loss(win, win_ref, lose[1:], lose_ref, 0.1)
+    for gap in (1e6, -1e6):
+        win = extreme(random_nll(0), gap)
+        lose = random_nll(2).float()
+        assert_finite(mdu.dpo_loss(win, win_ref.float(), lose, lose_ref.float(), 0.1), [win, lose])
 
 # ---- Batches ----
 def make_examples():
@@ -789,6 +861,22 @@ def test_draw_step_depends_on_no_process_and_no_micro_batch(method, monkeypatch)
         mdu.check(options("--batch-size 10 --out absent/run"), mdu.toy_world())
 
 # ---- One step ----
+METHODS = {  # {method: options to try it with}
+    "mdu": ["--tau 0", "--tau 0.25", "", "--lora 3", "--anchor-truth removed", "--anchor MODEL",
+            "--states written --tau 0.5", "--states written --anchor current",
+            "--anchor current --lora 3", "--anchor MODEL --anchor-prompt shown --tau 0.5",
+            "--anchor MODEL --anchor-prompt shown --states written",
+            "--anchor-truth removed --anchor current --tau 0.5 --states written",
+            "--anchor-truth removed --anchor MODEL --anchor-prompt shown --lora 3"],
+    "ga": [""], "gd": [""], "npo": ["", "--lora 2"], "simnpo": [""], "wga": ["--gamma 0.5"],
+    "dpo": ["", "--lora 4"], "sft": [""]}
+TRIED = []
+for name, tries in METHODS.items():
+    TRIED += [f"--method {name} {typed}".strip() for typed in tries]
+
+def test_backward_is_tried_with_every_method():
+    assert METHODS.keys() == mdu.METHODS.keys()
+
 def merged_lm(plain, adapted):
     """The plain model with W + 8/rank B A for each linear map W, as a function of A and B."""
     adapters = dict(adapted.lm.named_parameters())
@@ -799,11 +887,10 @@ def merged_lm(plain, adapted):
         tensors[f"{layer}weight"] = tensors[f"{layer}weight"] + 8 / len(A) * B @ A
     return SimpleNamespace(lm=partial(torch.func.functional_call, plain.lm, tensors))
 
-@every("typed")
-def test_backward_equals_one_sequence_at_a_time(name, typed):
+@each("typed", TRIED)
+def test_backward_equals_one_sequence_at_a_time(typed):
     """No gradient reaches theta0 or the anchor.  Adapters are saved as merged."""
-    typed = f"--method {name} {typed} --batch-size 3 --grad-accum 4 --response-length 9"
-    args = options(typed)
+    args = options(f"{typed} --batch-size 3 --grad-accum 4 --response-length 9")
     args.retain_weight = 0.7 * (args.retain_weight or 0)
     likely = range(64)
     if args.states == "written":
@@ -1078,7 +1165,7 @@ def test_parse_gives_run_json_one_order_of_options():
         orders.add(subprocess.check_output(command, env=env, cwd=Path(mdu.__file__).parent))
     assert len(orders) == 1
 
-@each("name", METHODS)
+@each("name", mdu.METHODS)
 def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     found = vars(options(f"--method {name}"))
     own = mdu.METHODS[name].options
