@@ -90,16 +90,6 @@ def stop_in(folder, *_):
         pass
     raise KeyboardInterrupt
 
-def extended(module, recipe):
-    """The names of a module to which something was added: {text of it: what is put before it}."""
-    source = Path(module.__file__).read_text()
-    for place, added in recipe.items():
-        assert source.count(place) == 1, place
-        source = source.replace(place, added + place)
-    names = {"__name__": "changed", "__file__": module.__file__}
-    exec(source, names)
-    return names
-
 def read_all(folder):
     return {file: file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()}
 
@@ -933,6 +923,49 @@ def test_backward_equals_one_sequence_at_a_time(typed):
     saved = torch.func.functional_call(frozen.lm, dict(mdu.merged_weights(model.lm)), ids)
     assert_close(saved.logits, slow_model.lm(ids).logits, 1e-5)
 
+@pytest.fixture
+def another_loss(monkeypatch):
+    """KTO, added as mdu.py says under "To add a loss": a loss, its call in forget_loss, an entry of
+    METHODS, an option."""
+    def kto_loss(nll, nll_ref, kappa):
+        return kappa * (nll_ref.detach() - nll)
+
+    own_forget_loss = mdu.forget_loss
+
+    def forget_loss(args, model, references, batch, preferred):
+        if args.method == "kto":
+            with torch.no_grad():
+                nll_ref = mdu.batch_nll(references.theta0, batch)
+            return kto_loss(mdu.batch_nll(model, batch), nll_ref, args.kappa)
+        return own_forget_loss(args, model, references, batch, preferred)
+
+    own_make_parser = mdu.make_parser
+
+    def make_parser():
+        parser = own_make_parser()
+        parser.add_argument("--kappa", help=f"factor [{mdu.default_text('kappa')}]", type=float)
+        return parser
+
+    monkeypatch.setattr(mdu, "forget_loss", forget_loss)
+    method = mdu.Method(dict(kappa=2.0), with_theta0=True)
+    monkeypatch.setitem(mdu.METHODS, "kto", method)
+    monkeypatch.setitem(mdu.METHOD_OPTIONS, "kappa", None)
+    monkeypatch.setattr(mdu, "make_parser", make_parser)
+
+def test_forget_loss_takes_another_loss(another_loss, base, tmp_path, capsys):
+    mdu.main(toy(base, tmp_path / "run", "--method kto --kappa 3 --epochs 1"))
+    assert metrics(tmp_path / "run")[0]["forget"] == approx(0, abs=1e-4)  # theta is theta0
+    assert metrics(tmp_path / "run")[2]["forget"] < -0.1
+    assert options("--method kto").kappa == 2
+    with pytest.raises(mdu.BadInput, match="npo has no option --kappa"):
+        options("--method npo --kappa 3")
+    assert "factor [2.0]" in mdu.make_parser().format_help()
+
+def test_forget_loss_refuses_a_method_that_has_no_loss(base, tmp_path, monkeypatch):
+    monkeypatch.setitem(mdu.METHODS, "kto", mdu.Method({}))
+    with pytest.raises(ValueError, match="has no loss for --method kto"):
+        mdu.main(toy(base, tmp_path / "run", "--method kto"))
+
 # ---- Training ----
 @each("typed", ["npo --retain-weight 0.5", "mdu --tau 0.5 --retain-weight 2",
                 "wga --gamma 0.5 --retain-weight 0"])
@@ -1234,24 +1267,6 @@ def test_parse_resumes_with_the_options_of_the_run_and_of_this_code_alone(unlear
         (run / "run.json").write_text(json.dumps({**made, "options": other}))
         with pytest.raises(mdu.BadInput, match="resume it with the code that made it"):
             options(f"--resume {run}")
-
-RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put before it
-    "def dpo_loss(": "def kto_loss(nll, nll_ref, kappa):\n"
-                     "    return kappa * (nll_ref.detach() - nll)\n\n\n",
-    '    if args.method == "dpo":\n        with torch': '    if args.method == "kto":\n'
-        "        with torch.no_grad():\n            nll_ref = batch_nll(theta0, batch)\n"
-        "        return kto_loss(batch_nll(model, batch), nll_ref, args.kappa)\n",
-    '    "dpo": Method(':
-        '    "kto": Method(dict(kappa=2.0), with_theta0=True),\n',
-    '    add("--gamma"': '    add("--kappa", "factor", type=positive)\n'}
-
-def test_forget_loss_takes_another_loss_in_four_places(base, tmp_path):
-    changed = extended(mdu, RECIPE)
-    changed["main"](toy(base, tmp_path / "run", "--method kto --kappa 3 --epochs 1"))
-    assert metrics(tmp_path / "run")[0]["forget"] == approx(0, abs=1e-4)  # theta is theta0
-    assert metrics(tmp_path / "run")[2]["forget"] < -0.1
-    with pytest.raises(changed["BadInput"], match="npo has no option --kappa"):
-        changed["parse"](["--method", "npo", "--kappa", "3"])
 
 # ---- Data ----
 def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
@@ -2289,39 +2304,41 @@ def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
         found.append((source, len(rows) // len(people)))
     assert found == expected
 
-ADDED_BENCHMARK = {  # by eval.py's comment: {text of eval.py: what is put before it}
-    "    # RWKU's, by the names of its configs.": """\
-    "choose": Split(20, "Choose", False, ["mc1"], score_truthfulqa),
-    "say": Split(21, "Say", True, ["prob"]),
-""", "RWKU_CONFIGS = {": """
-def quiz_rows(data):
-    rows = read_lines(Path(data, "quiz.jsonl"))
-    return {"choose": rows, "say": rows}
+@pytest.fixture
+def another_benchmark(monkeypatch):
+    """Added as eval.py says under "To add a benchmark": two splits, and a function that reads them,
+    here in place of TOFU's.  And under "To add a metric": an entry of METRICS, its value in the
+    records of a scorer."""
+    def score_answers(model, tokenizer, rows, settings):
+        records = ev.score_answers(model, tokenizer, rows, settings)
+        for record in records:
+            record["commas"] = float(record["generation"].count(","))
+        return records
 
-""",
-    '    elif data == "toy":\n': """\
-    elif Path(data, "quiz.jsonl").is_file():
-        splits = quiz_rows(data)
-"""}
+    def quiz_rows(data):
+        rows = ev.read_lines(Path(data, "quiz.jsonl"))
+        return {"choose": rows, "say": rows}
 
-ADDED_METRIC = {  # the same
-    '    "empty": Metric(': '    "commas": Metric("commas", "", "", digits=".1f"),\n',
-    '        if "fact" in row:\n            record["fact"]':
-        '        record["commas"] = float(text.count(","))\n'}
+    choose = ev.Split(20, "Choose", False, ["mc1"], ev.score_truthfulqa)
+    say = ev.Split(21, "Say", True, ["prob"], score_answers)
+    monkeypatch.setitem(ev.SPLITS, "choose", choose)
+    monkeypatch.setitem(ev.SPLITS, "say", say)
+    monkeypatch.setattr(ev, "tofu_rows", quiz_rows)
+    monkeypatch.setitem(ev.METRICS, "commas", ev.Metric("commas", "", "", digits=".1f"))
 
-def test_find_splits_reads_another_benchmark(base, tmp_path, capsys):
-    """With another metric, each entered in two places.  It is read, scored, printed, reported."""
+def test_find_splits_reads_another_benchmark(
+        another_benchmark, base, tmp_path, monkeypatch, capsys):
+    """With another metric.  It is read, scored, printed, reported."""
     run = shutil.copytree(base, tmp_path / "run")
     row = dict(question="Who?", answer="one", choices=["one", "two"], false=["two"])
     write_lines(tmp_path / "quiz.jsonl", 3 * [row])
-    changed = extended(ev, {**ADDED_BENCHMARK, **ADDED_METRIC})
-    changed["write_answers"] = lambda *_: [("a,", [5]), ("a,,", [5])]
-    changed["main"](["--data", str(tmp_path), "--limit", "2", "--samples", "4", str(run)])
-    changed["main"](["--report", str(run)])
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [("a,", [5]), ("a,,", [5])])
+    ev.main(["--data", str(tmp_path), "--limit", "2", "--samples", "4", str(run)])
+    ev.main(["--report", str(run)])
     for split, number, field in (("choose", 20, "logp"), ("say", 21, "prob")):
-        for i, record in enumerate(ev.read_records(run, split)):
-            assert record["seed"] == [0, number, i] and i < 2
-            assert field in record
+        records = ev.read_records(run, split)
+        assert [record["seed"] for record in records] == [[0, number, 0], [0, number, 1]]
+        assert all(field in record for record in records)
     assert [record["commas"] for record in ev.read_records(run, "say")] == [1, 2]
     screen = capsys.readouterr().out
     assert list(read_table(screen.split("\n\n")[-2])) == ["Method", "Choose MC1 ↑", "Say p ↓"]
