@@ -3492,29 +3492,47 @@ def test_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
         assert make(tmp_path, "rehearsal", "PYTHON=false").returncode == 2
         assert (tmp_path / "out/rehearsal.old/model").read_text() == "good"
 
-def test_step_of_the_readme_has_the_gradient_of_backward():
-    """With rows whose answers have end padding, of random length."""
+def with_masks(draws, batch, t, masked):
+    """The Draws, with another t and other masks: (B,) and (B, T)."""
+    changed = []
+    for draw, rate, of_row, response in zip(draws, t.tolist(), masked, batch.response):
+        uniform = 1 - of_row[response].float()  # 0 is below every t, 1 below none
+        changed.append(draw._replace(t=rate, uniform=uniform.numpy()))
+    return changed
+
+def test_backward_equals_the_step_of_the_readme():
+    """With the masks that the step draws, and rows whose answers have end padding."""
     [step] = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
     args = options("--batch-size 4 --response-length 12 --retain-weight 0.7 --seed 2")
     model, anchor = tiny_llama(0), tiny_llama(1)
     forget, retain = mdu.draw_step(args, make_examples(), "forget", 0, model)
     batch, kept = mdu.make_batch(model, forget), mdu.make_batch(model, retain)
-    assert batch.masked.any(1).all()  # else backward masks one token
     assert (kept.length < kept.response.sum(1)).any()
-    numbers = []  # that the step draws: of t, and of each token
-    for drawn in (batch, kept):
-        stays = drawn.response & ~drawn.masked
-        numbers += [(drawn.t[:, None] - 0.001) / 0.999, stays.float()]
     scope = dict(
         torch=torch, F=F, mdu_loss=mdu.mdu_loss, mask_id=model.mask_id, retain_weight=0.7,
         model=lambda ids, real: model.lm(ids, real.long()).logits,
         anchor=lambda ids, real: anchor.lm(ids, real.long()).logits,
         ids=batch.ids, answer=batch.response, real=batch.attention_mask, retain_ids=kept.ids,
         retain_answer=kept.response, retain_real=kept.attention_mask, n=kept.length)
-    with mock.patch.object(torch, "rand", side_effect=numbers):
-        exec(step, scope)
+    torch.manual_seed(2)
+    exec(step, scope)
     found = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
+    torch.manual_seed(2)  # so that its function `draw` draws the same again
+    t, masked, _ = scope["draw"](batch.ids, batch.response)
+    assert masked.any(1).all()  # else backward masks one token
+    forget = with_masks(forget, batch, t, masked)
+    t, masked, _ = scope["draw"](kept.ids, kept.response)
+    retain = with_masks(retain, kept, t, masked)
     losses = mdu.backward(args, model, mdu.References(None, anchor), forget, retain)
     assert [scope["loss"].item(), scope["retain_loss"].item()] == approx(losses, rel=1e-6)
     assert_close(found, [p.grad for p in model.parameters()], 1e-6)
+
+    # Its masks: t is uniform on [0.001, 1), and of the answer's tokens a share t is masked.
+    ids = torch.arange(1, 151).repeat(4000, 1)
+    answer = ids > 50
+    t, masked, noised = scope["draw"](ids, answer)
+    assert_uniform(t.numpy(), 0.001)
+    assert not (masked & ~answer).any() and torch.equal(noised, ids.masked_fill(masked, 0))
+    shares = masked.sum(1) / 100
+    assert (shares - t).abs().max() < 0.25  # 5 standard deviations
