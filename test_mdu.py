@@ -2554,9 +2554,9 @@ def made_up_run(scored, folder, options=(), forget=(), **parts):
     return str(folder)
 
 @each("name, changes, words", [
-    ("npo", dict(options=dict(lr=1e-3)), "'lr', '0.001'"),
-    ("npo", dict(options=dict(model="/a/N")), "'model', 'N'"),
-    ("npo", dict(trained_on=dict(retain="other")), "{'forget': '"),
+    ("npo", dict(options=dict(lr=1e-3)), "averaged, but lr is 0.00"),
+    ("npo", dict(options=dict(model="/a/N")), "averaged, but model is "),
+    ("npo", dict(trained_on=dict(retain="other")), "averaged, but rows is {'"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
     ("ga", {}, "different people")])  # npo's are no one and Ann
 def test_group_runs_refuses_unlike_runs(name, changes, words, scored, tmp_path, capsys):
