@@ -2742,9 +2742,9 @@ def made_up_run(scored, folder, options=(), forget=(), **parts):
     return str(folder)
 
 @each("name, changes, words", [
-    ("npo", dict(options=dict(lr=1e-3)), "'lr', '0.001'"),
-    ("npo", dict(options=dict(model="/a/N")), "'model', 'N'"),
-    ("npo", dict(trained_on=dict(retain="other")), "{'forget': '"),
+    ("npo", dict(options=dict(lr=1e-3)), "averaged, but lr is 0.00"),
+    ("npo", dict(options=dict(model="/a/N")), "averaged, but model is "),
+    ("npo", dict(trained_on=dict(retain="other")), "averaged, but rows is {'"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
     ("ga", {}, "different people")])  # npo's are no one and Ann
 def test_group_runs_refuses_unlike_runs(name, changes, words, scored, tmp_path, capsys):
@@ -3302,7 +3302,9 @@ PROJECT = Path(mdu.__file__).parent
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (PROJECT / "Makefile").read_text(encoding="utf-8")
 PARSERS = {"mdu": mdu.parse, "eval": ev.parse}
-PAGES = [README, (PROJECT / ".github/RESULTS.md").read_text(encoding="utf-8")]
+PAGES = [README]
+for name in ("OWN_ROWS.md", "RESULTS.md"):
+    PAGES.append((PROJECT / ".github" / name).read_text(encoding="utf-8"))
 
 def typed_commands(page, folder):
     """The words of every command in a page's code blocks, with loops and variables written out:
@@ -3315,6 +3317,8 @@ def typed_commands(page, folder):
     script = "set -eu\n"
     for name in ("python", "torchrun", "make", "rm", "tail", "."):
         script += f"function {name} {{ printf '%s\\0' {name} \"$@\"; echo; }}\n"
+    script += "function wc { echo 12; }\n"  # it counts the lines of forget.jsonl
+    (folder / "forget.jsonl").touch()
     command = [shutil.which("bash"), "-c", script + "\n".join(blocks)]
     done = subprocess.run(
         command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True, env={"PATH": ""})
@@ -3324,12 +3328,13 @@ def test_parse_takes_every_command_that_the_pages_have(tmp_path):
     for page in PAGES:
         commands = typed_commands(page, tmp_path)
         for line in re.findall(r"(?m)^ *((?:python|torchrun|make) .*?)[\"$\\#;&\n]", page):
-            assert any(line.split() == words[:len(line.split())] for words in commands), line
+            typed = line.partition(" <<")[0].split()  # without the text that it reads
+            assert any(typed == words[:len(typed)] for words in commands), line
         for program, *typed in commands:
             if program == "make":
                 for word in typed:
                     assert "=" in word or re.search(rf"(?m)^{word}:", MAKEFILE), word
-            elif program in ("python", "torchrun"):
+            elif program in ("python", "torchrun") and typed != ["-"]:
                 file = [word for word in typed if word.endswith(".py")][0]
                 PARSERS[file.removesuffix(".py")](typed[typed.index(file) + 1:])
 
