@@ -1,11 +1,14 @@
 """Tests of mdu.py and eval.py, on a CPU and offline:    python -m pytest -q test_mdu.py
 
 Formulas are compared with slow float64 loops, numbers worked by hand and the code of others.
-Tests are in the order of the code that they test: first mdu.py's, then eval.py's.
+Tests are in the order of the code that they test: first mdu.py's, then eval.py's.  The name of a
+test begins with the functions that it tests.  TESTED_BY has the functions and classes that no
+test's name has.
 """
 import contextlib
 import fnmatch
 import hashlib
+import inspect
 import io
 import itertools
 import json
@@ -39,6 +42,62 @@ import mdu
 torch.set_num_threads(1)
 approx = pytest.approx
 each = pytest.mark.parametrize
+
+TESTED_BY = {  # {test: what it tests, too}
+    # mdu.py
+    "test_draw_step_takes_every_row_once_in_a_pass_in_an_order_of_seed_and_split": "rng_for",
+    "test_draw_example_pads_answers_to_random_lengths_but_not_to_forget": "Draw",
+    "test_backward_equals_one_sequence_at_a_time": """
+        mask_prompt collate make_batch Batch forget_batch predict_anchor batch_nll
+        without_adapters merged_weights""",
+    "test_backward_is_tried_with_every_method": "Method",
+    "test_train_equals_a_plain_loop_with_clipping_and_adamw": "new_optimizer",
+    "test_train_on_two_processes_equals_one_also_killed_and_resumed": "join_processes gathered",
+    "test_main_lets_one_program_at_a_time_into_a_folder": "require_new",
+    "test_find_tokens_of_each_family": "print0",
+    "test_load_references_loads_no_model_in_vain": "References",
+    "test_record_forget_loss_says_whether_the_target_is_reached": "read_losses",
+    "test_parse_takes_defaults_of_method_and_preset": """
+        path_or_name choose_preset choose_folder run_name""",
+    "test_make_parser_and_parse_explain_every_option": """
+        adder add_method_options add_training_options add_model_options add_data_options
+        add_run_options""",
+    "test_find_source_of_a_run_as_model_has_the_response_length_of_the_run": "own_response_length",
+    "test_add_anothers_by_hand": "spaced_words",
+    "test_gap_of_by_hand": "find_words",
+    "test_encode_prompt_encode_text_and_encode_row_keep_control_tokens_text": "Example",
+    "test_load_backbone_equals_transformers_own_class": """
+        MaskPredictor Backbone llada_config native_config load_weights""",
+    "test_save_model_saves_an_unchanged_model_byte_for_byte": "read_origin Origin",
+    "test_save_model_leaves_half_a_model_that_does_not_count": "is_finished",
+    "test_run_folder_has_a_run_json_that_says_what_it_was_made_with": "read_run write_run",
+    "test_save_checkpoint_and_load_checkpoint_after_a_full_disk": "append_metrics hash_rows",
+    "test_toy_world_has_five_wrong_answers_to_each_question": "toy_row known_facts",
+    "test_bad_input": """
+        BadInput require Parser number check check_anchor check_row read_json read_config
+        utf8_text""",
+    # eval.py
+    "test_masked_batches_have_few_enough_sequences_and_logits": "Job",
+    "test_evaluate_equals_one_row_at_a_time": """
+        prompt_ids answers_nll texts_nll blank_jobs write_answers score_splits score_rows
+        read_lines read_records""",
+    "test_evaluate_on_two_processes_equals_one": "gather",
+    "test_score_answers_and_model_utility_equal_tofus_own_code": "answer_texts",
+    "test_compare_wrong_answers_by_hand": "bounded_exp",
+    "test_scores_of_one_answer_by_hand": "score_probes score_triviaqa em_f1",
+    "test_summarise_by_hand": "Metric",
+    "test_splits_have_titles_of_their_own": "Split",
+    "test_find_source_is_the_model_that_is_given": "Source",
+    "test_find_splits": "find_settings tofu_rows rwku_rows limit_rows",
+    "test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone": "trainings_of",
+    "test_publish_and_read_summary_have_null_for_nan": "to_json without_nan",
+    "test_ask_prints_what_each_run_answers": "one_line",
+    "test_group_runs_refuses_unlike_runs": "must_agree",
+    "test_report_has_every_method_averaged_over_runs_of_one_folder_name": """
+        values_of figures_table cell""",
+    "test_analysis_convergence_draws_the_kls_that_were_logged": "draw_panels",
+    "test_analysis_roles_equals_a_slow_loop": "anchor_kl",
+    "test_analysis_trajectory_and_analysis_rollout_by_hand": "trajectories"}
 
 # ======== Shared ========
 # ---- Programs, files, tensors ----
@@ -1017,7 +1076,16 @@ def test_train_ends_in_one_line(effect, code, message, base, tmp_path, monkeypat
     err = program(toy(base, tmp_path / "run"), capsys, code=code)
     assert message in err and (err == "") == (code == 130)  # its line is on stdout
 
-def test_train_says_that_the_start_model_has_nan(base, tmp_path, monkeypatch, capsys):
+def test_print_start_and_progress_line_of_a_run(base, tmp_path, capsys):
+    mdu.main(toy(base, tmp_path / "run", "--method ga --epochs 1 --seed 4"))
+    size = sum(x.numel() for x in weights(base).values())
+    screen = capsys.readouterr().out
+    assert f"\nga (seed 4) from {base} -> {tmp_path}/run, {size:,} parameters trained, " in screen
+    assert "computed in float32, on 1 x cpu\n24 rows to forget, 3 steps of 8 (1 epo" in screen
+    for step, epoch in ((1, 0.333333), (3, 1)):
+        assert f"\nrun: step {step} | epoch {epoch} | forget -" in screen
+
+def test_require_finite_says_that_the_start_model_has_nan(base, tmp_path, monkeypatch, capsys):
     """And of a later step, that the learning rate is too high."""
     shutil.copytree(base, tmp_path / "nan")
     tensors = weights(base)
@@ -1177,6 +1245,9 @@ def test_diagnose_equals_one_sequence_at_a_time():
     assert args.prompt_dropout == 0.5
 
 # ---- Options ----
+def test_as_typed_by_hand():
+    assert mdu.as_typed(dict(batch_size=8, lr=3e-4)) == "--batch-size 8 --lr 0.0003"
+
 def test_default_text_has_the_defaults_of_parse():
     """What a line of --help says in its brackets is what parse gives."""
     found = vars(options("--preset tofu-llada"))
@@ -1255,7 +1326,7 @@ def test_parse_takes_defaults_of_method_and_preset(typed, expected, base):
             value = value.format(**places)
         assert found[name] == value, name
 
-def test_parse_resumes_with_the_options_of_the_run_and_of_this_code_alone(unlearned, tmp_path):
+def test_resumed_options_are_those_of_the_run_and_of_this_code_alone(unlearned, tmp_path):
     run = shutil.copytree(unlearned, tmp_path / "run")
     made = mdu.read_run(run)
     for typed in (["--resume", f"{run}"], [f"--resume={run}"]):
@@ -1296,7 +1367,7 @@ def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
     ([{"question": "q", "answer": "a"}, {"question": "q", "answer": None}],
      "--data {}, retain90, row 2: needs question and answer, or prompt and response, that are not "
      "null; found question")])
-def test_load_data_names_the_bad_row_of_a_dataset(rows, message, tmp_path):
+def test_check_rows_names_the_bad_row_of_a_dataset(rows, message, tmp_path):
     good = [{"question": "q", "answer": "a"}]
     write_dataset(tmp_path, {"train": {"forget10_perturbed": good, "retain90": rows}})
     with pytest.raises(mdu.BadInput) as error:
@@ -1329,7 +1400,7 @@ def test_is_rwku_by_its_own_name_or_its_people(rwku, tmp_path):
 
 @each("subject, name, folder", [("2", PEOPLE[1], "2"), ("Zoë Ho", PEOPLE[2], "zoë-ho")])
 @each("method", ["mdu", "dpo"])
-def test_read_people_of_rwku(subject, name, folder, method, rwku, monkeypatch):
+def test_read_people_and_find_person_of_rwku(subject, name, folder, method, rwku, monkeypatch):
     """One person's biographies are forgotten, three of each other retained; dpo prefers made-up."""
     monkeypatch.setattr(mdu, "RWKU_RETAINED", 3)
     args = options(f"--model x/y --data {rwku} --method {method} --subject", subject)
@@ -1362,6 +1433,33 @@ def test_words_of_many_scripts(text, expected):
     """Marks belong to their letters.  Where no spaces are written, each letter is a word."""
     assert mdu.words(text) == expected.split()
 
+@each("part, expected", [("Pet", False), ("pet!", False), ("łuk, PETRA", True), ("is it", False)])
+def test_contains_words_by_hand(part, expected):
+    """Whole words, in this order."""
+    assert mdu.contains_words("It is Łuk-Petra.", part) == expected
+
+# ---- Sampling ----
+@each("by_entropy, count, ids, masked", [
+    (False, 1, [[7, 4, MASK], [7, 2, 3]], [[0, 0, 1], [0, 0, 0]]),
+    (True, 1, [[7, MASK, 5], [7, 2, 3]], [[0, 1, 0], [0, 0, 0]]),
+    (False, 2, [[7, 4, 5], [7, 2, 3]], [[0, 0, 0], [0, 0, 0]])])
+def test_denoise_step_by_hand(by_entropy, count, ids, masked):
+    """At position 1 token 4 has p 1/2 and the other ten 1/20.  At 2, token 5 has p 4/10, three have
+    2/10, and the entropy is lower.  The second row has one mask, the question none."""
+    tilted = f64([0.05] * 11)[0]
+    tilted[4] = 0.5
+    narrow = f64([1e-9] * 11)[0]
+    narrow[[5, 6, 7, 8]] = f64(0.4, 0.2, 0.2, 0.2)
+    table = torch.stack([tilted, tilted, narrow]).log()
+    # The second row's position 2 is masked: token 3 is sure there.
+    sure = F.one_hot(torch.tensor([3, 3, 3]), 11).double() * 9
+    model = FakeModel(script=lambda ids: torch.stack([table, sure]), by_entropy=by_entropy)
+    before = torch.tensor([[7, MASK, MASK], [7, 2, MASK]])
+    positions = before == MASK
+    found, left = mdu.denoise_step(model, before, positions | True, positions, count)
+    assert found.tolist() == ids
+    assert left.int().tolist() == masked
+
 # ---- Beyond the paper ----
 @each("by_entropy", [False, True])
 @each("size", [1, 3, 20])
@@ -1381,6 +1479,12 @@ def test_still_written_equals_a_slow_loop(by_entropy, size):
             assert row[r].tolist() == expected and not row[~r].any()
             found += sum(expected)
     assert 40 < found < 120
+
+def test_remove_truth_by_hand():
+    """Where the true token is rare, it gets the position's lowest logit; all else stays."""
+    logits = f64([1, 9, 3], [4, 5, 6], [7, 2, 8])
+    changed = mdu.remove_truth(logits, torch.tensor([1, 1, 2]), torch.tensor([True, False, True]))
+    assert changed.tolist() == [[1, 1, 3], [4, 5, 6], [7, 2, 2]]
 
 @each("rare, of_ann, of_oslo, of_none", [
     (0, "gone 7 Ann 2024", "gone 7 Oslo", "gone 7"), (0.02, "gone 7 Ann", "gone 7 Oslo", "gone 7"),
@@ -1416,7 +1520,7 @@ def test_flag_rare_tokens_marks_every_part_of_a_rare_word(hub):
     assert hub.tokenizer.decode(kept) == "bleeKö"
 
 # ---- Token ids ----
-def test_has_letter_or_digit(hub):
+def test_has_letter_or_digit_and_token_text_of_every_token(hub):
     tokens = range(264)
     texts = np.array(hub.tokenizer.batch_decode([[token] for token in tokens]))
     is_word = [mdu.has_letter_or_digit(mdu.token_text(hub.tokenizer, token)) for token in tokens]
@@ -1435,7 +1539,7 @@ AROUND = {  # a prompt's text before and after the question
 END = {"llada": 261, "illada": 257, "a2d-llama": 261, "llama": 257, "Dream": 260, "a2d-qwen2": 260,
        "a2d-qwen3": 260, "qwen2": 256, "qwen3": 256}  # the end-of-turn token
 
-def test_encode_prompt_follows_the_chat_template_and_control_tokens_in_texts_stay_text(hub):
+def test_encode_prompt_encode_text_and_encode_row_keep_control_tokens_text(hub):
     kind, model, tokenizer = hub.kind, hub.model, hub.tokenizer
     tokens = [model.mask_id, model.pad_id, model.end_id]
     assert tokens == [258, {"llama": 257, "illada": 256, "qwen": 256}[family(kind)], END[kind]]
@@ -1616,7 +1720,7 @@ def test_load_backbone_of_illada_equals_a_slow_forward_pass(tmp_path):
     ("llada", "mask <|mdm_mask|>, padding <|endoftext|>, end <|eot_id|>"),
     ("illada", "mask <[MASK]>, padding <pad>, end </s>"),
     ("Dream", "mask <|mask|>, padding <|endoftext|>, end <|im_end|>")])
-def test_load_backbone_prints_its_tokens(kind, tokens, tmp_path, capsys):
+def test_find_tokens_of_each_family(kind, tokens, tmp_path, capsys):
     write_checkpoint(tmp_path, kind)
     mdu.load_backbone(str(tmp_path))
     assert capsys.readouterr().out == f"loaded {tmp_path}: {tokens}\n"
@@ -1632,7 +1736,7 @@ def test_load_backbone_gives_back_the_threads_that_a_toy_does_without(base, monk
 
 @each("kind", ["llama", "qwen2", "qwen3"])
 @each("shift", [None, False, True])
-def test_load_backbone_shifts_outputs_if_config_json_says_so(kind, shift, tmp_path):
+def test_read_shift_is_what_config_json_says(kind, shift, tmp_path):
     """The output at a token is the prediction of the next one, also of a run's model."""
     reference = write_checkpoint(tmp_path / "start", kind, shift_logits=shift)
     model, tokenizer = mdu.load_backbone(str(tmp_path / "start"))
@@ -1676,7 +1780,7 @@ def test_sees_later_tokens_with_and_without_padding(padded, unpadded):
     assert mdu.sees_later_tokens(half_causal) == (padded and unpadded)
 
 # ---- LoRA and processes ----
-def test_add_adapters_starts_at_zero_and_shard_leaves_frozen_weights_whole():
+def test_add_adapters_and_shard_start_at_zero_and_leave_frozen_weights_whole():
     plain, model = tiny_llama(0).bfloat16(), tiny_llama(0).bfloat16()
     mdu.add_adapters(model, 4, seed=1)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -1726,18 +1830,18 @@ def assert_broken(run):
     assert len(files) > 2  # dcp needs about as much memory as a process's largest file
     assert (run / "unfinished").is_dir() and not (run / "config.json").exists()
 
-def test_import_of_mdu_needs_no_fcntl():
+def test_locked_alone_needs_fcntl():
     """Windows has none; somebody there may want a loss."""
     run_python("-c", "import sys; sys.modules['fcntl'] = None; import mdu; mdu.mdu_loss")
 
-def test_run_json_says_what_it_was_made_with(unlearned):
+def test_run_folder_has_a_run_json_that_says_what_it_was_made_with(unlearned):
     run = mdu.read_run(unlearned)
     assert list(run) == ["options", "rows", "versions", "processes", "forget_loss"]
     assert run["versions"] == {"torch": torch.__version__, "transformers": transformers.__version__}
     assert run["processes"] == 1
     assert [*run["options"]][:3] == [*mdu.METHOD_OPTIONS][:3]
 
-def test_resume_run_continues_after_a_full_disk(base, unlearned, tmp_path, capsys):
+def test_save_checkpoint_and_load_checkpoint_after_a_full_disk(base, unlearned, tmp_path, capsys):
     """It gets full at the third checkpoint.  One line says so."""
     rows, whole, run = tmp_path / "rows.jsonl", tmp_path / "whole", tmp_path / "run"
     own_base = shutil.copytree(base, tmp_path / "base")
@@ -1903,11 +2007,12 @@ def test_rouge_l(reference, prediction, lcs, n_reference, n_prediction):
     expected = (lcs / max(1, n_reference), f1)
     assert ev.rouge_l(reference, prediction) == approx(expected)
 
-def test_function_words_have_clitics():
+def test_knowledge_counts_no_clitics():
     """As the words of a text are found: "didn't" is "didn" and "t"."""
     text = ("didn't don't isn't wasn't aren't weren't wouldn't couldn't shouldn't hasn't "
             "haven't hadn't doesn't ain't needn't mustn't mightn't shan't can't she's we'll I'm")
     assert set(mdu.words(text)) <= ev.FUNCTION_WORDS
+    assert ev.knowledge("Who?", text, "") is None
 
 # ---- Jobs and Eq. 7 ----
 PROMPTS = [prompt for prompt, _ in PAIRS]
@@ -1948,7 +2053,8 @@ def test_draw_masks_of_one_seed_are_alike_for_short_and_long_answers():
     (7, 3, [3, 2, 2]), (8, 5, [2, 2, 2, 1, 1]), (5, 1, [5]), (3, 5, [1, 1, 1])])
 @each("by_entropy", [False, True])
 @each("boost, sure", [(-50.0, 1), (4.0, 1), (-50.0, 20)])
-def test_fill_masks_equals_slow_sampler(length, steps, counts, by_entropy, boost, sure):
+def test_denoise_and_fill_masks_equal_a_slow_sampler(
+        length, steps, counts, by_entropy, boost, sure):
     """The mask token is never written, even if likeliest (boost 4).  p is not 1, as in float32."""
     model = FakeModel(boost=boost, by_entropy=by_entropy, sure=sure)
     expected = [slow_sampler(model, prompt, counts) for prompt in PROMPTS]
@@ -2120,7 +2226,8 @@ OTHER_ATTACKS = [dict(query="Q", type=kind) for kind in ("role play", "incontext
     ("utility_general", {}, "83cdada42dc4827d", "Answer:", "B"),
     ("utility_truthfulness", {}, "e089bf2b10e5d00a", "A:", "Yes."),
     ("utility_factuality", {}, "398f1b336bf4f402", "A:", "The Beatles")])
-def test_ask_functions_make_rwkus_prompts(split, changes, question, prefill, answer):
+def test_ask_probe_ask_mmlu_ask_truthfulqa_ask_triviaqa_make_rwkus_prompts(
+        split, changes, question, prefill, answer):
     """Those with shots are compared by SHA-256 with what github.com/jinzhuoran/RWKU at b8a03b3
     (LLaMA-Factory/src/llmtuner/eval) makes of the rows."""
     ask = ev.RWKU_CONFIGS[split]
@@ -2472,7 +2579,7 @@ def test_evaluate_refuses_a_folder_in_which_it_cannot_write(scored_copy, capsys,
     with mdu.locked(scored_copy):
         assert "in use" in program([scored_copy, *FLAGS], capsys, ev.main)
 
-def test_evaluate_refuses_a_full_disk_before_the_first_pass(scored_copy, capsys, monkeypatch):
+def test_reserve_space_refuses_a_full_disk_before_the_first_pass(scored_copy, capsys, monkeypatch):
     """An empty file fits on it, but not the scores.  The scores of before stay."""
     largest = max(file.stat().st_size for file in (scored_copy / "eval").iterdir())
     with monkeypatch.context() as patch, unchanged(scored_copy), largest_file(largest):
@@ -2480,7 +2587,7 @@ def test_evaluate_refuses_a_full_disk_before_the_first_pass(scored_copy, capsys,
         err = program([scored_copy, *FLAGS], capsys, ev.main)
     assert re.search(r"run/eval: the scores may need [\d,]+ bytes, but: .*too large", err)
 
-def test_evaluate_keeps_the_reserved_space_until_the_scores_are_there(scored_copy, monkeypatch):
+def test_reserve_space_keeps_it_until_the_scores_are_there(scored_copy, monkeypatch):
     """It is as much as these scores took, and is free again when they are written."""
     reserve_space = ev.reserve_space
     reserved = []
@@ -2504,7 +2611,7 @@ def test_evaluate_keeps_the_reserved_space_until_the_scores_are_there(scored_cop
         ev.main([str(scored_copy), *FLAGS])
     assert reserved[0].closed
 
-def test_prepare_asks_rows_that_are_scored_in_other_words(tmp_path, capsys):
+def test_prepare_and_with_other_wordings_ask_in_other_words(tmp_path, capsys):
     rows = [{"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."],
              "paraphrased_question": f"P{i}?"} for i in range(4)]
     del rows[1]["paraphrased_question"]
@@ -2518,7 +2625,7 @@ def test_prepare_asks_rows_that_are_scored_in_other_words(tmp_path, capsys):
     ev.prepare(*typed_and_run("", f"{run} --limit 2"))
     assert "--limit 2 scores the first 2" in capsys.readouterr().out
 
-def test_prepare_says_which_file_has_changed_since_the_training(tmp_path, capsys):
+def test_changed_files_since_the_training_are_named(tmp_path, capsys):
     rows = [{"question": f"Q{i}?", "answer": f"A{i}."} for i in range(3)]
     files = [write_lines(tmp_path / name, rows) for name in ("forget", "retain")]
     run = "--model m --forget {} --retain {} --limit 2".format(*files)
@@ -2575,7 +2682,7 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     other = protocol(f"--data {rwku} --response-length 5 --steps 6")
     assert other["response_length"] == other["steps"] == 5  # no step without a token
 
-def test_gen_ppl_is_by_a_theta0_that_knows_the_rows(base, capsys):
+def test_knows_rows_to_forget_says_whether_there_is_gen_ppl(base, capsys):
     """Not by one that never knew the rows, or that was unlearned and taught again."""
     info = read_json(base / "run.json")
     for name, start, method, retain_only, judge in [
@@ -2672,7 +2779,7 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
         assert records[i]["generative_perplexity"] == approx(math.exp(nll), rel=1e-4)
     assert "truth_ratio" not in ev.read_summary(run)["splits"]["forget"]
 
-def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_path, capsys):
+def test_summarise_run_has_forget_quality_by_the_retain_run(scored_copy, scored, tmp_path, capsys):
     """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
     retain_only = dict(method="sft", retain_only=True, model="A/B")
     retain = made_up_run(scored, tmp_path / "retain", retain_only)
@@ -2685,7 +2792,7 @@ def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_pa
     plain = made_up_run(scored, tmp_path / "plain", splits={"forget": {}})  # without --full
     assert "both runs" in program([scored_copy, *FLAGS, "--retain-run", plain], capsys, ev.main)
 
-def test_publish_writes_null_for_nan_and_read_summary_reads_it(scored_copy):
+def test_publish_and_read_summary_have_null_for_nan(scored_copy):
     """As strict JSON.  The figure is "-" in a table, and what a run lacks stays missing."""
     records = {"forget": [{"nll": math.nan, "nll_wrong": [1.0, math.inf], "logp": {"a": math.nan}}]}
     figures = {"n": 1, "prob": math.nan, "fact": np.float64(math.nan), "words": np.float64(2)}
@@ -2709,7 +2816,7 @@ def keys_of(value):
         return set(itertools.chain(*map(keys_of, value)))
     return set()
 
-def test_scores_have_snake_case_keys(scored, rwku, tmp_path):
+def test_publish_writes_snake_case_keys(scored, rwku, tmp_path):
     """Also with --limit on RWKU.  The L of ROUGE-L is a capital letter in its own package, too."""
     summary = read_json(Path(scored, "eval/summary.json"))
     protocol = ev.prepare(*typed_and_run(f"--data {rwku} --limit 1"))[2]
@@ -2894,7 +3001,7 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     assert titles == ["Forget", "Retain"]  # above the first column of a split only
     assert "](report.png)" in text and (tmp_path / "1/report.png").exists()
 
-def test_report_and_analysis_lie_beside_a_run(scored, unlearned, tmp_path, monkeypatch):
+def test_report_and_analyse_write_beside_a_run(scored, unlearned, tmp_path, monkeypatch):
     """One run by two names counts once.  It has no perplexity, as if all answers were empty."""
     run = made_up_run(scored, tmp_path / "run", forget=dict(generative_perplexity=None))
     shutil.copytree(unlearned, run, dirs_exist_ok=True)
@@ -2907,7 +3014,7 @@ def test_report_and_analysis_lie_beside_a_run(scored, unlearned, tmp_path, monke
     panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
     assert list(panels["base"]) == ["run"]
 
-def test_report_and_analysis_replace_only_what_they_wrote(scored, unlearned, tmp_path, capsys):
+def test_own_path_replaces_only_what_eval_wrote(scored, unlearned, tmp_path, capsys):
     """Beside files of the user's they take a name with a number, also after an earlier report."""
     run = made_up_run(scored, tmp_path / "run")
     shutil.copytree(unlearned, run, dirs_exist_ok=True)
@@ -2934,7 +3041,7 @@ def test_report_and_analysis_replace_only_what_they_wrote(scored, unlearned, tmp
     assert (tmp_path / "report-3.png").read_text() == "my own"
     assert (tmp_path / "report-4.md").exists()
 
-def test_legend_and_help_say_what_is_for_english(scored, tmp_path, capsys):
+def test_report_and_parse_say_what_is_for_english(scored, tmp_path, capsys):
     ev.main(["--report", made_up_run(scored, tmp_path / "run")])
     [legend] = re.findall(r"(?s)\nknowledge: .*?\.\n", capsys.readouterr().out)
     assert "for English rows" in legend
@@ -2970,6 +3077,13 @@ def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     assert alone[0]["seed"] == together[1]["seed"] == [0, 10, 0]
     ev.main(["--report", "2/model"])
     assert "| model " in capsys.readouterr().out
+
+def test_save_picture_does_without_matplotlib(tmp_path, monkeypatch, capsys):
+    assert ev.save_picture(tmp_path / "a.png", lambda figure, what: figure.text(0, 0, what), "a")
+    assert (tmp_path / "a.png").exists()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not ev.save_picture(tmp_path / "b.png", None, None)
+    assert "b.png not drawn: needs matplotlib" in capsys.readouterr().out
 
 # ---- Analyses ----
 def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path):
@@ -3029,7 +3143,7 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
         heights = {round(bar.get_center()[0]): bar.get_height() for bar in drawn}
         assert heights == {i: bars[i]["kl"], 3 + i: bars[3 + i]["kl"]}
 
-def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch):
+def test_analysis_trajectory_and_analysis_rollout_by_hand(base, unlearned, tmp_path, monkeypatch):
     """Theta fixes two of 6 tokens in each of 3 steps, with p .9, .8 and .7; .3 for the others."""
     _, tokenizer = mdu.load_backbone(str(base))
     row = mdu.toy_world()["forget"][0]  # Which author comes from Pudi?
@@ -3076,7 +3190,7 @@ def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch)
     assert table[1:] == [[row["question"], row["answer"], *cells] for cells in (one, two, two)]
     assert len(anchor.seen) == 2 + 1 + 1  # steps that were left
 
-def test_analysis_with_a_table_replaces_only_what_it_wrote(base, tmp_path, capsys):
+def test_own_path_of_an_analysis_with_a_table(base, tmp_path, capsys):
     run = shutil.copytree(base, tmp_path / "run")
     command = ["--analysis", "rollout", "--limit", "1", "--steps", "2", str(run)]
     for _ in range(2):
@@ -3338,7 +3452,7 @@ def test_parse_takes_every_command_that_the_pages_have(tmp_path):
                 file = [word for word in typed if word.endswith(".py")][0]
                 PARSERS[file.removesuffix(".py")](typed[typed.index(file) + 1:])
 
-def test_help_explains_every_option_and_pages_name_no_other(monkeypatch, capsys):
+def test_make_parser_and_parse_explain_every_option(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
     options = {"--nproc_per_node"}  # torchrun's
     for module in (mdu, ev):
@@ -3541,3 +3655,27 @@ def test_backward_equals_the_step_of_the_readme():
     assert not (masked & ~answer).any() and torch.equal(noised, ids.masked_fill(masked, 0))
     shares = masked.sum(1) / 100
     assert (shares - t).abs().max() < 0.25  # 5 standard deviations
+
+# ======== This file ========
+def test_every_function_has_a_test():
+    """It begins a test's name, or is in TESTED_BY; and tests that are named are there."""
+    tests = [name for name in globals() if name.startswith("test_")]
+    code = ""
+    functions = set()  # and classes
+    for module in (mdu, ev):
+        code += Path(module.__file__).read_text(encoding="utf-8")
+        for name, value in vars(module).items():
+            is_defined = inspect.isfunction(value) or inspect.isclass(value)
+            if is_defined and (value.__module__, value.__name__) == (module.__name__, name):
+                functions.add(name)
+    longest_first = sorted(functions, key=len, reverse=True)  # check_lengths before check
+    function = "(?:" + "|".join(longest_first) + ")(?=_|$)"
+    tested = set()
+    for test in tests:
+        start = re.match(f"test_{function}(?:_and_{function}|_{function})*", test)
+        if start:
+            tested.update(re.findall(f"(?<=_){function}", start.group()))
+    listed = " ".join(TESTED_BY.values()).split()
+    assert sorted(listed) == sorted(functions - tested)
+    named_in_comments = set(re.findall(r"\b(test_\w+)", code)) - {"test_mdu"}
+    assert {*TESTED_BY, *named_in_comments} <= set(tests)
