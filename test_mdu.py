@@ -16,7 +16,9 @@ import math
 import os
 import re
 import resource
+import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -121,17 +123,58 @@ def program(argv, capsys, main=mdu.main, code=2):
     assert stop.value.code == code, err
     return err
 
-def run_python(*words, fails=False):
-    """Run Python in another process; its stderr is shown if the test fails."""
+def python_environment(**changes):
     path = os.pathsep.join([str(Path(mdu.__file__).parent), *sys.path])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
-           "TORCH_GLOO_LAZY_INIT": "1"}  # init_process_group does not wait: nor does NCCL's
-    command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
-    print(done.stderr)
-    assert (done.returncode != 0) == fails
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
+            "TORCH_GLOO_LAZY_INIT": "1",  # init_process_group does not wait: nor does NCCL's
+            **changes}
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+# It imports the libraries once, which takes a process much longer than what the tests do with them,
+# and then runs each program that it is told to run on two processes, forked from this one.
+FORKING = """
+import json, os, runpy, socket, sys, traceback
+import torch.distributed.checkpoint, torch.distributed.fsdp
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+def start(words, rank, port):
+    pid = os.fork()
+    if pid > 0:
+        return pid
+    os.dup2(2, 1)  # what it prints: stdout is for exit codes
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    sys.argv = words
+    code = 1
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+for line in sys.stdin:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    processes = [start(json.loads(line), rank, port) for rank in (0, 1)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in processes]
+    print(json.dumps(codes), flush=True)
+"""
+
+@pytest.fixture(scope="session")
+def on_two_processes():
+    """A function that runs a Python file on two processes -> their exit codes.  It sets what
+    torchrun sets."""
+    forking = subprocess.Popen([sys.executable, "-c", FORKING], env=python_environment(), text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def run(*words):
+        forking.stdin.write(json.dumps([str(word) for word in words]) + "\n")
+        forking.stdin.flush()
+        return json.loads(forking.stdout.readline())
+
+    yield run
+    forking.stdin.close()
+    forking.wait()
 
 @contextlib.contextmanager
 def largest_file(size):
@@ -1278,13 +1321,11 @@ def test_default_text_has_the_defaults_of_parse():
         assert f"{method} {options(f'--method {method}').beta}" in mdu.default_text("beta")
 
 def test_parse_gives_run_json_one_order_of_options():
-    """Whatever the seed of Python's hashes."""
-    orders = set()
-    for seed in "123":
-        command = [sys.executable, "-c", "import mdu; print([*vars(mdu.parse([]))])"]
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        orders.add(subprocess.check_output(command, env=env, cwd=Path(mdu.__file__).parent))
-    assert len(orders) == 1
+    """Whatever the seed of Python's hashes, which each process has its own."""
+    command = [sys.executable, "-c", "import mdu; print([*vars(mdu.parse([]))])"]
+    env = python_environment(PYTHONHASHSEED="7")
+    order = subprocess.check_output(command, env=env, text=True)
+    assert order == f"{[*vars(options())]}\n"
 
 @each("name", mdu.METHODS)
 def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
@@ -1813,14 +1854,23 @@ def test_add_adapters_and_shard_start_at_zero_and_leave_frozen_weights_whole():
     assert sharded == trained.keys()
 
 # ---- The run's folder ----
-STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 1 --lr 1e-4"
-SIX_STEPS = f"{STEPS} --tau 0.5 --states written --anchor current --anchor-truth removed"
+STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 1 --lr 1e-4 --limit 16"
+WRITTEN = f"{STEPS} --tau 0.5 --states written --anchor current --anchor-truth removed"
 LORA = f"{STEPS} --anchor {{anchor}} --anchor-prompt shown --lora 2 --dtype bfloat16 --lr 0.005"
 KILLED = """
-import json, os, signal, sys
+import json, os, runpy, signal, sys
 import mdu
-run = mdu.subprocess.run
-mdu.subprocess.run = lambda command, env: run([*command, "--epochs", "0.1"], env=env)
+from types import SimpleNamespace
+
+def train_base(command, env):
+    pid = os.fork()
+    if pid == 0:
+        os.environ.update(env)
+        sys.argv = [*command[1:], "--epochs", "0.1"]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return SimpleNamespace(returncode=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+mdu.subprocess.run = train_base
 *whole, killed = json.loads(sys.argv[1])
 for argv in whole:
     mdu.main(argv)
@@ -1847,9 +1897,12 @@ def assert_broken(run):
     assert len(files) > 2  # dcp needs about as much memory as a process's largest file
     assert (run / "unfinished").is_dir() and not (run / "config.json").exists()
 
-def test_locked_alone_needs_fcntl():
+def test_locked_alone_needs_fcntl(tmp_path, monkeypatch):
     """Windows has none; somebody there may want a loss."""
-    run_python("-c", "import sys; sys.modules['fcntl'] = None; import mdu; mdu.mdu_loss")
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    runpy.run_path(mdu.__file__)
+    with pytest.raises(ImportError), mdu.locked(tmp_path):
+        pass
 
 def test_run_folder_has_a_run_json_that_says_what_it_was_made_with(unlearned):
     run = mdu.read_run(unlearned)
@@ -1863,7 +1916,7 @@ def test_save_checkpoint_and_load_checkpoint_after_a_full_disk(base, unlearned, 
     rows, whole, run = tmp_path / "rows.jsonl", tmp_path / "whole", tmp_path / "run"
     own_base = shutil.copytree(base, tmp_path / "base")
     typed = LORA.format(anchor=unlearned) + " --retain-weight 0 --diagnose --forget "
-    typed += write_lines(rows, mdu.toy_world()["forget"])
+    typed += write_lines(rows, mdu.toy_world()["forget"][:16])
     mdu.main(toy(own_base, whole, typed))
     save = mock.Mock(wraps=mdu.dcp.save)
 
@@ -1892,21 +1945,23 @@ def test_save_checkpoint_and_load_checkpoint_after_a_full_disk(base, unlearned, 
     with unchanged(run), mock.patch.object(mdu, "load_model", None):
         mdu.main(["--resume", str(run)])  # is finished, which it says before it loads a model
 
-def test_train_on_two_processes_equals_one_also_killed_and_resumed(base, tmp_path):
+def test_train_on_two_processes_equals_one_also_killed_and_resumed(
+        base, tmp_path, on_two_processes):
     """Process 1 waits until a missing base is trained.  What two have begun one can end."""
     lora = LORA.format(anchor=tmp_path / "toy/base")  # the one that was missing
     runs = [["--epochs", "0.1", "--out", f"{tmp_path}/toy/mdu"],
-            toy(base, tmp_path / "two", SIX_STEPS), toy(base, tmp_path / "two-lora", lora),
-            toy(base, tmp_path / "killed", SIX_STEPS)]
-    driver = ["--no-python", sys.executable, "-c", KILLED, json.dumps(runs)]
-    run_python(*TORCHRUN, *driver, fails=True)
+            toy(base, tmp_path / "two", WRITTEN), toy(base, tmp_path / "two-lora", lora),
+            toy(base, tmp_path / "killed", WRITTEN)]
+    (tmp_path / "driver.py").write_text(KILLED)
+    codes = on_two_processes(tmp_path / "driver.py", json.dumps(runs))
+    assert codes == [-signal.SIGKILL, -signal.SIGKILL]
     assert_broken(tmp_path / "killed")
     shutil.copytree(tmp_path / "killed", tmp_path / "one-killed")
     mdu.main(["--resume", f"{tmp_path}/one-killed"])
     assert_equal_runs(tmp_path / "two", tmp_path / "one-killed", 1e-6)
-    run_python(*TORCHRUN, mdu.__file__, "--resume", tmp_path / "killed")
+    assert on_two_processes(mdu.__file__, "--resume", tmp_path / "killed") == [0, 0]
     assert_equal_runs(tmp_path / "two", tmp_path / "killed")
-    mdu.main(toy(base, tmp_path / "one", SIX_STEPS))
+    mdu.main(toy(base, tmp_path / "one", WRITTEN))
     assert_equal_runs(tmp_path / "two", tmp_path / "one", 1e-6)
     mdu.main(toy(base, tmp_path / "one-lora", lora))
     # In bfloat16 AdamW takes full steps by the sign of gradients that are rounded to almost 0.
@@ -2524,7 +2579,9 @@ def test_evaluate_equals_one_row_at_a_time(scored):
 
 def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
     shutil.rmtree(scored_copy / "eval")
-    run_python(*TORCHRUN, ev.__file__, scored_copy, *FLAGS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*torchrun, ev.__file__, scored_copy, *FLAGS]
+    subprocess.run(command, env=python_environment(), check=True, timeout=200)
     for file in Path(scored, "eval").iterdir():
         found, expected = [
             re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", (Path(run) / "eval" / file.name).read_text())
