@@ -235,8 +235,10 @@ MASK, PAD = 10, 0
 PAIRS = [([3, MASK], [4, PAD, 5, 9]), ([PAD, 7, 1], [2]), ([8], [MASK, 6, 1, 2, 5]),
          ([6, 6, 2, 9], [PAD, 3])]
 RNG = np.random.default_rng(3)
-MORE_PAIRS = PAIRS + [(RNG.integers(11, size=3).tolist(), RNG.integers(11, size=n).tolist())
-                      for n in range(1, 17)]
+MORE_PAIRS = list(PAIRS)
+for n in range(1, 17):
+    prompt = RNG.integers(11, size=3).tolist()
+    MORE_PAIRS.append((prompt, RNG.integers(11, size=n).tolist()))
 WORDS = torch.arange(64) != 9  # token 9 is no word
 RARE = [7, 8, 11]
 
@@ -351,7 +353,9 @@ def slow_filled(model, ids, masked, counts):
 
 def slow_logits(model, prompt, answer, masked):
     """Logits (M, V) at the masked positions of an answer, of which the other tokens are seen."""
-    noised = [0 if i in masked else token for i, token in enumerate(answer)]
+    noised = list(answer)
+    for i in masked:
+        noised[i] = 0
     return model.lm(torch.tensor([prompt + noised])).logits[0, len(prompt):][masked]
 
 def slow_masked(row, method, states=None, model=None):
@@ -454,11 +458,14 @@ def write_dataset(root, splits):
 def tofu(tmp_path_factory):
     configs = {"forget10_perturbed": 8, "retain90": 24, "retain_perturbed": 8,
                "real_authors_perturbed": 3, "world_facts_perturbed": 3}
+    rows = {}
     for config, size in configs.items():
-        configs[config] = [
-            {"question": f"Q {config} {i}?", "answer": f"A {i}.", "paraphrased_answer": f"D {i}.",
-             "perturbed_answer": [f"B {i}.", f"C {i}."]} for i in range(size)]
-    return write_dataset(tmp_path_factory.mktemp("tofu"), {"train": configs})
+        rows[config] = []
+        for i in range(size):
+            rows[config].append({
+                "question": f"Q {config} {i}?", "answer": f"A {i}.",
+                "paraphrased_answer": f"D {i}.", "perturbed_answer": [f"B {i}.", f"C {i}."]})
+    return write_dataset(tmp_path_factory.mktemp("tofu"), {"train": rows})
 
 RWKU_ROWS = json.loads("""{
 "forget_level1": {"query": "He was born in ___.", "answer": "Rome, Italy", "level": "1"},
@@ -578,8 +585,9 @@ def write_tokenizer(folder, kind):
     vocabulary = {letter: i for i, letter in enumerate(alphabet)}
     settings = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
     if family(kind) == "qwen":
-        added = {256 + i: {"content": token, "special": "think" not in token}
-                 for i, token in enumerate(TOKENS["qwen"])}
+        added = {}
+        for i, token in enumerate(TOKENS["qwen"], 256):
+            added[i] = {"content": token, "special": "think" not in token}
         settings.update(tokenizer_class="Qwen2Tokenizer", chat_template=THINKING, unk_token=None,
                         mask_token="<|mask|>", added_tokens_decoder=added)
         if kind == "Dream":
@@ -604,7 +612,9 @@ def write_checkpoint(folder, kind, tied=False, file_size="5GB", **changes):
     folder.mkdir(exist_ok=True)
     tie = "weight_tying" if kind == "llada" else "tie_word_embeddings"
     config = {**CONFIGS[kind], "model_type": kind, tie: tied, **changes}
-    config = {field: config[field] for field in config if changes.get(field, 0) is not None}
+    for field, value in changes.items():
+        if value is None:
+            del config[field]
     (folder / "config.json").write_text(json.dumps(config, indent=3))
     (folder / "modeling.py").write_text("raise RuntimeError('code of the folder was run')\n")
     (folder / "notes.json").touch()  # which belongs to no model
@@ -1405,8 +1415,9 @@ def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
         files[name] = write_lines(tmp_path / name, rows)
     typed = "--model m --forget {forget} --retain {retain} --limit 2".format(**files)
     splits = mdu.load_data(options(typed))
-    found = {split: [row["question"] for row in rows] for split, rows in splits.items()}
-    assert found == {name: [f"{name} 0?", f"{name} 1?"] for name in files}
+    assert splits.keys() == files.keys()
+    for split, rows in splits.items():
+        assert [row["question"] for row in rows] == [f"{split} 0?", f"{split} 1?"]
     for data in ("toy", tofu):  # which have rows of their own
         args = options(f"--model m --data {data} --limit 2")
         own = mdu.load_data(args)
@@ -1698,7 +1709,9 @@ def test_load_backbone_equals_transformers_own_class(hub):
     expected = []
     for draw in draws:
         masked = slow_masked(draw, "sft")
-        noised = [model.mask_id if i in masked else token for i, token in enumerate(draw.answer)]
+        noised = list(draw.answer)
+        for i in masked:
+            noised[i] = model.mask_id
         logits = hub.reference(torch.tensor([draw.prompt + noised])).logits[0]
         start = len(draw.prompt) - model.shift
         nll = [slow_nll(logits[start + i], draw.answer[i]) for i in masked]
@@ -1724,12 +1737,16 @@ def rotate(x, theta):
 def slow_illada(folder, ids):
     """Logits (T, V) of one sequence in float64, from the stored tensors.  Each key and value head
     serves two heads of queries; every token sees all others; the head is the embeddings."""
-    w = {name.removeprefix("model."): tensor.double() for name, tensor in weights(folder).items()}
+    w = {}
+    for name, tensor in weights(folder).items():
+        w[name.removeprefix("model.")] = tensor.double()
     x = w["embed_tokens.weight"][ids]
     for layer in range(2):
         block = {name.removeprefix(f"layers.{layer}."): tensor for name, tensor in w.items()}
         h = rms_norm(x, block["input_layernorm.weight"])
-        q, k, v = [(h @ block[f"self_attn.{part}_proj.weight"].T).split(8, 1) for part in "qkv"]
+        q = (h @ block["self_attn.q_proj.weight"].T).split(8, 1)
+        k = (h @ block["self_attn.k_proj.weight"].T).split(8, 1)
+        v = (h @ block["self_attn.v_proj.weight"].T).split(8, 1)
         heads = []
         for i in range(4):
             scores = rotate(q[i], 5e5) @ rotate(k[i // 2], 5e5).T / 8 ** 0.5
@@ -1843,7 +1860,10 @@ def test_add_adapters_and_shard_start_at_zero_and_leave_frozen_weights_whole():
     mdu.add_adapters(model, 4, seed=1)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 28 and {p.dtype for p in trained.values()} == {torch.float32}
-    drawn = [p.flatten() * p.shape[1] ** 0.5 for name, p in trained.items() if name[-1] == "A"]
+    drawn = []
+    for name, p in trained.items():
+        if name.endswith(".A"):
+            drawn.append(p.flatten() * p.shape[1] ** 0.5)
     drawn = torch.cat(drawn)
     assert abs(drawn.mean()) < 0.1 and abs(drawn.std() - 1) < 0.1  # A ~ N(0, 1/in)
     ids = torch.arange(2, 22).view(2, 10)
@@ -1886,7 +1906,9 @@ mdu.main(killed)
 
 def assert_equal_runs(a, b, tolerance=0):
     for line, other in zip(metrics(a), metrics(b), strict=True):
-        assert line == (approx(other, rel=10 * tolerance, abs=1e-9) if tolerance else other)
+        if tolerance > 0:
+            other = approx(other, rel=10 * tolerance, abs=1e-9)
+        assert line == other
     assert_equal_weights(a, b, tolerance)
 
 def assert_broken(run):
@@ -1922,7 +1944,10 @@ def test_save_checkpoint_and_load_checkpoint_after_a_full_disk(base, unlearned, 
 
     def save_to_full_disk(*args, **kwargs):
         assert not any(run.glob("unfinished/*"))  # which would become part of the checkpoint
-        with largest_file(10_000 if save.call_count == 2 else resource.RLIM_INFINITY):
+        size = resource.RLIM_INFINITY
+        if save.call_count == 2:
+            size = 10_000
+        with largest_file(size):
             save(*args, **kwargs)
     with mock.patch.object(mdu.dcp, "save", save_to_full_disk):
         err = program(toy(own_base, run, typed), capsys)
@@ -1974,8 +1999,12 @@ def test_train_on_two_processes_equals_one_also_killed_and_resumed(
 def test_save_model_saves_an_unchanged_model_byte_for_byte(hub, tmp_path):
     """Also its other files, but not what belongs to no model, though its folder is gone."""
     def other_files(folder):
-        return {file.name: file.read_bytes() for file in folder.iterdir()
-                if "safetensors" not in file.name}
+        files = {}
+        for file in folder.iterdir():
+            if "safetensors" not in file.name:
+                files[file.name] = file.read_bytes()
+        return files
+
     hub.folder.rename(tmp_path / "away")
     save = hub.model.lm.save_pretrained
     with mock.patch.object(hub.model.lm, "save_pretrained", lambda folder, state_dict, **_: save(
@@ -2047,9 +2076,12 @@ def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
     for typed, size in sizes.items():
         args = options(f"--method sft {typed}")
         rows = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)["train"]
-        hidden = [pair for pair in rows if pair.prompt_masked]
-        assert len(rows) == size and len(hidden) == (0 if args.prompt_dropout else 68)
-        assert [pair.answer for pair in hidden] == [pair.answer for pair in rows[:len(hidden)]]
+        hidden = [pair.answer for pair in rows if pair.prompt_masked]
+        n_hidden = 68
+        if args.prompt_dropout > 0:
+            n_hidden = 0
+        assert (len(rows), len(hidden)) == (size, n_hidden)
+        assert hidden == [pair.answer for pair in rows[:n_hidden]]
 
 def test_new_toy_has_the_token_ids_that_are_read_from_its_files(tmp_path):
     model, tokenizer = mdu.new_toy(mdu.toy_world(), seed=1)
@@ -2272,8 +2304,12 @@ def test_forget_quality_and_ks_test_by_hand_and_as_published():
     logs of locuslab/tofu is the p-value of D = 119/300 between 300 and 300 questions."""
     def records(*wrong):
         row = dict(perturbed_answer=wrong, to_forget=True)
-        return [ev.compare_wrong_answers(row, x, [x + more for more in wrong])
-                for x in range(4)]
+        found = []
+        for x in range(4):
+            losses = [x + more for more in wrong]
+            found.append(ev.compare_wrong_answers(row, x, losses))
+        return found
+
     assert ev.forget_quality(records(0, 0, 3), records(1, 1)) == 1
     assert ev.forget_quality(records(0, 0, 3), records(1, 1.5)) == approx(2 / 70)
     without = [dict(prob=1.0)]  # a row that has no wrong answers
@@ -2377,8 +2413,8 @@ def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
 def test_summarise_by_hand():
     one = dict(prob=0.25, truth_ratio=0.25, perplexity=8, words=1, fact=1.0, knowledge=0.25)
     two = dict(prob=0.75, truth_ratio=0.5, perplexity=2, words=4, knowledge=None)
-    records = [dict(row, generative_perplexity=x)
-               for row, x in [(one, None), (two, 3.0), (dict(two, perplexity=6.5), 5.0)]]
+    records = [dict(one, generative_perplexity=None), dict(two, generative_perplexity=3.0),
+               dict(two, generative_perplexity=5.0, perplexity=6.5)]
     figures = ev.summarise(records)
     expected = dict(prob=7 / 12, truth_ratio=5 / 12, perplexity_median=6.5,
                     perplexity_mean=5.5, generative_perplexity=4.0, words=4, knowledge=0.25)
@@ -2550,8 +2586,11 @@ def test_evaluate_equals_one_row_at_a_time(scored):
     summary = ev.read_summary(scored)
     splits = mdu.toy_world()
     for name in ("forget", "retain"):
-        splits[f"{name}_rephrased"] = [dict(row, question=row["paraphrased_question"],
-                                            perturbed_answer=[]) for row in splits[name]]
+        reworded = []
+        for row in splits[name]:
+            question = row["paraphrased_question"]
+            reworded.append(dict(row, question=question, perturbed_answer=[]))
+        splits[f"{name}_rephrased"] = reworded
     for number, (split, rows) in zip([0, 1, 2, 3, 12, 13], splits.items(), strict=True):
         records = ev.read_records(scored, split)
         for i, (row, record) in enumerate(zip(rows[:3], records, strict=True)):
@@ -2571,7 +2610,8 @@ def test_evaluate_equals_one_row_at_a_time(scored):
             wrong = [nll(text) for text in row["perturbed_answer"]]
             assert record.get("nll_wrong", []) == approx(wrong, rel=1e-4)
             written = slow_sampler(model, prompt, 4 * [3])  # of 12 tokens in 4 steps
-            written = written[:[*written, model.end_id].index(model.end_id)]
+            if model.end_id in written:
+                written = written[:written.index(model.end_id)]
             assert record["generation_ids"] == written
             assert record["generation"] == tokenizer.decode(written).strip()
         assert {**ev.summarise(records), "n": 3}.items() <= summary["splits"][split].items()
@@ -2582,11 +2622,13 @@ def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*torchrun, ev.__file__, scored_copy, *FLAGS]
     subprocess.run(command, env=python_environment(), check=True, timeout=200)
+    def numbers(file):
+        found = re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", file.read_text())
+        return np.array(found, float)
+
     for file in Path(scored, "eval").iterdir():
-        found, expected = [
-            re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", (Path(run) / "eval" / file.name).read_text())
-            for run in (scored_copy, scored)]
-        assert np.array(found, float) == approx(np.array(expected, float), rel=1e-4, abs=1e-6)
+        found = numbers(scored_copy / "eval" / file.name)
+        assert found == approx(numbers(file), rel=1e-4, abs=1e-6)
     assert ev.score_answers(FakeModel(), None, [], ARGS) == []  # a process may have no row
 
 def test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left(unlearned, tmp_path, capsys):
@@ -2750,7 +2792,8 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
               f"--retain {files[0]}", "--seed 1", "--samples 3", "--steps 5",
               "--response-length 5"]
     compared = [asked, *map(protocol, others)]
-    assert all(compared.count(one) == 1 for one in compared)
+    for one, other in itertools.combinations(compared, 2):
+        assert one != other
     assert protocol("--full") == protocol(f"--forget {files[0]}") == protocol()
     assert asked["response_length"] == asked["steps"] == 30
     other = protocol(f"--data {rwku} --response-length 5 --steps 6")
@@ -2769,7 +2812,10 @@ def test_knows_rows_to_forget_says_whether_there_is_gen_ppl(base, capsys):
         info["options"].update(method=method, model=start, retain_only=retain_only)
         Path(name, "run.json").write_text(json.dumps(info))
         theta0 = ev.find_source(name, ev.parse([name])).theta0
-        assert theta0 == (os.path.abspath(name) if method == "sft" else start)
+        expected = start
+        if method == "sft":
+            expected = os.path.abspath(name)
+        assert theta0 == expected
         assert ev.knows_rows_to_forget(theta0) == (judge is not None)
         ev.main([name, *FLAGS[1:]])
         screen = capsys.readouterr().out
@@ -2826,8 +2872,9 @@ def test_add_anothers_by_hand(row, text, anothers):
               "held_out": [dict(question="Who dances?", answer="Fay.", fact=["Fay"])]}
     splits["forget_rephrased"] = [dict(row, question="Reworded: " + row["question"])]
     place = splits["forget"].index(row)
-    records = {name: [dict(generation="", empty=1.0) for _ in rows]
-               for name, rows in splits.items()}
+    records = {}
+    for name, rows in splits.items():
+        records[name] = [dict(generation="", empty=1.0) for _ in rows]
     for record in (records["forget"][place], records["forget_rephrased"][0]):
         record.update(generation=text, empty=float(not mdu.words(text)))
     ev.add_anothers(splits, records)
@@ -3019,10 +3066,12 @@ def test_draw_methods_told_apart_without_colour_and_without_overlap(tmp_path):
         figure = matplotlib.figure.Figure(layout="constrained")
         ev.draw_methods(figure, shown)
         figure.savefig(tmp_path / "picture.png")
-        boxes = [label.get_window_extent() for axis in figure.axes
-                 for label in [*axis.get_xticklabels(minor=True), *axis.get_xticklabels()]
-                 if label.get_text() and label.get_visible()]
-        boxes += [axis.title.get_window_extent() for axis in figure.axes]
+        boxes = []
+        for axis in figure.axes:
+            boxes.append(axis.title.get_window_extent())
+            for label in axis.get_xticklabels(minor=True) + axis.get_xticklabels():
+                if label.get_text() and label.get_visible():
+                    boxes.append(label.get_window_extent())
         for one, other in itertools.combinations(boxes, 2):
             assert not one.overlaps(other)
         for mark in itertools.chain(*[axis.collections for axis in figure.axes]):
@@ -3107,7 +3156,8 @@ def test_own_path_replaces_only_what_eval_wrote(scored, unlearned, tmp_path, cap
         assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/convergence-2.json\n")
     after = read_all(tmp_path)
     assert before.items() <= after.items()
-    assert {str(file.relative_to(tmp_path)) for file in after.keys() - before.keys()} == {
+    new = {str(file.relative_to(tmp_path)) for file in after.keys() - before.keys()}
+    assert new == {
         "report-3.md", "report-3.png", "analysis/convergence-2.json", "analysis/convergence-2.png"}
     (tmp_path / "report-3.md").write_text("old\n" + (tmp_path / "report-3.md").read_text())
     (tmp_path / "report-3.png").write_text("my own")
@@ -3249,8 +3299,10 @@ def test_analysis_trajectory_and_analysis_rollout_by_hand(base, unlearned, tmp_p
     assert (tmp_path / "analysis/trajectory.png").exists()
     panels = read_json(tmp_path / "analysis/trajectory.json")["panels"]
     anchored = logits_of(written[4], f64(0.5))[0]
-    kls = [approx(slow_kl(logits_of(written[0], p), anchored, 1).item())
-           for p in f64(0.9, 0.8, 0.7)]
+    kls = []
+    for p in f64(0.9, 0.8, 0.7):
+        kl = slow_kl(logits_of(written[0], p), anchored, 1)
+        kls.append(approx(kl.item()))
     found = [list(bar.values()) for bar in panels["0. " + row["question"]]]
     assert found == [["author\n1", I, kls[0]], ["Ceka\n2", K, kls[1]],
                      ["<end>\n2", S, kls[1]], ["is\n3", S, kls[2]]]
