@@ -3,6 +3,7 @@
 export PYTHON := .venv/bin/python
 SEED := 1
 OUT := out/demo
+export FORGET RETAIN HELD_OUT NEVER ORIGINAL SEED
 EXPERIMENT := @bash .github/experiments.sh
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## /make \1\t/p' Makefile
@@ -21,8 +22,8 @@ pretrained: install  ## facts learnt without their questions, three seeds: out/p
 	$(EXPERIMENT) pretrained
 company: install  ## rows of customers: unlearn, refuse, teach again, three seeds: out/company/1
 	$(EXPERIMENT) company
-rehearsal: install  ## your rows, a small model: FORGET=, RETAIN=, HELD_OUT=, NEVER=, ORIGINAL=no
-	$(EXPERIMENT) rehearsal "$(FORGET)" "$(RETAIN)" $(SEED) "$(ORIGINAL)" "$(HELD_OUT)" "$(NEVER)"
+rehearsal: install  ## your rows, a small model: FORGET=, RETAIN= (see .github/OWN_ROWS.md)
+	$(EXPERIMENT) rehearsal
 figures: install  ## the paper's analyses of the small model: out/figures/analysis
 	$(EXPERIMENT) figures
 tofu: install  ## the paper's Table 2, GPUs: PRESET=tofu-llada, tofu-dream or tofu-qwen

@@ -4,11 +4,30 @@
 #     bash .github/experiments.sh NAME [ARGUMENT ...]
 #
 # NAME is a function of this file, such as demo; `make NAME` calls it with the Python of .venv.
-# An experiment trains runs with mdu.py, scores them with eval.py and writes report.md.  First it
-# deletes what an earlier call left in its folder.
+# An experiment trains runs with mdu.py and scores them with eval.py.  `eval.py --report` writes
+# report.md beside the first run, so of three seeds into the folder of seed 1.  Before they start,
+# all but rehearsal, tofu and rwku delete what an earlier call left in their folder in out/.
 #
 # Runs that differ in a few options are a list: each line is a run's folder and its own options,
-# and xargs calls mdu.py for each line, with -P 2 two at a time.
+# and xargs calls mdu.py for each line, the folder behind its last word, --out; with -P 2 two lines
+# at a time.  mdu.py's defaults: without --preset, --model and --forget the toy; without --method
+# MDU; without --model the run starts from the folder `base` beside its own.
+#
+# Words in the names of runs:
+#   original         a model that learnt what is to be kept only.  It knows all words, because the
+#                    vocabulary of a new toy is made of all its files: with --retain-only it reads
+#                    --forget and learns none of its rows
+#   finetune         the original, trained on the rows to forget and on those to keep
+#   default          MDU as in the paper, tau 1
+#   removed          --anchor-truth removed: the target does not name a rare true word
+#   anchor-original  the original as the anchor, which may see the question, as it never learnt
+#                    the answer
+#   written          the authors' code: masked are the words that the model still writes, and the
+#                    model in training is the anchor
+#   hidden           --prompt-dropout 0.5: half of the questions are masked
+# --samples N: masks per answer for its probability; 32 in place of 128, to be quicker.
+# --full also scores questions in other words and wrong answers.
+# --limit N: rows of each split, of those to retain too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
@@ -97,7 +116,8 @@ END
 }
 
 # ---- A fine-tune of the small model ----
-# RUN-hidden: as RUN, but half of the questions are masked.
+# What finetuned_seed trains, teaches again and reports.  To add a run, enter it here and there.
+# `default` is not taught again: it still gives most facts, so that nothing can come back.
 UNLEARNED="npo npo-hidden simnpo simnpo-hidden wga dpo dpo-hidden written
   truth-removed truth-removed-hidden anchor-original anchor-original-hidden"
 WITHOUT_RETAIN="default npo npo-hidden dpo
@@ -139,10 +159,11 @@ finetuned_seed() {  # finetuned_seed SEED
     $out/anchor-original         --anchor $out/original --anchor-prompt shown
     $out/anchor-original-hidden  --anchor $out/original --anchor-prompt shown --prompt-dropout 0.5
 END
-  $PYTHON eval.py --full --samples 32 $out/*/
+  $PYTHON eval.py --full --samples 32 $out/*/  # all runs so far
   without_retain $out $seed
   $PYTHON eval.py --samples 32 $out/without-retain/*/
-  # Teach four of the rows again, and ask for the other twenty.
+  # Teach four rows to forget again, with four to retain, and ask for the other twenty; of the rows
+  # to retain 24 are asked.
   for name in $UNLEARNED original; do
     $toy --method sft --batch-size 4 --epochs 30 --lr 5e-4 --limit 4 --model $out/$name \
       --out $out/taught-again/$name
@@ -171,10 +192,12 @@ pretrained_seed() {  # pretrained_seed SEED
   local seed=$1 out=out/pretrained/$1 rows=out/pretrained
   local toy="$PYTHON mdu.py --preset toy --seed $seed"
   $toy --method sft --prompt-dropout 0.5 --retain-only --out $out/original
+  # 170 epochs: chosen, as all such numbers, on the seeds that are reported.
   $toy --method sft --prompt-dropout 0.5 --model $out/original --epochs 170 \
     --forget $rows/forget.jsonl --retain $rows/retain.jsonl --out $out/finetune
   $toy --model $out/finetune --out $out/default-with-retain
   without_retain $out $seed
+  # Asked are the toy's true questions, which no training on these facts has shown.
   $PYTHON eval.py --data toy --samples 32 $out/finetune $out/default-with-retain \
     $out/without-retain/*/
 }
@@ -211,86 +234,11 @@ COMPANY="finetune original
   refusals truth-removed-hidden-refusals truth-removed-lora-refusals
   anchor-original-hidden-refusals npo-hidden-refusals refusals-truth-removed"
 
-company_rows() {  # company_rows FOLDER: JSON Lines, the same at every call
-  $PYTHON - "$1" <<'END'
-"""30 invented customers with four rows each.  The parts that many rows share, such as NW-, 2024
-and .example, are in `fact`, too, as people write them.
-
-forget.jsonl     3 customers, who are to be forgotten
-retain.jsonl     20 customers, and ten questions that nobody can answer
-held_out.jsonl   7 customers, who are to be kept, but whom unlearning never sees
-known.jsonl      retain and held_out: what the model knew before it learnt forget.jsonl
-refusals.jsonl   retain, and the questions of forget.jsonl, answered "I do not know."
-taught.jsonl     the first four rows of forget.jsonl
-others.jsonl     its other eight
-"""
-import json
-import random
-import sys
-
-FIRST_NAMES = """Marta Hugo Irina Pavel Aylin Jonas Greta Tomas Esther Dario Ingrid Jakob Elif
-Oskar Nadia Felix Selma Anton Bianca Ruben Carla Emil Freya Goran Hanna Ivo Julia Kasper Lena
-Milo""".split()
-LAST_NAMES = """Brandt Hansen Ivanova Moreau Sorensen Okafor Garcia Kaya Almeida Novak Petrov
-Jensen Lindqvist Weber Rossi Dubois Larsen Fischer Costa Nilsson Meyer Silva Olsen Kovac Berg
-Horvat Keller Nowak Haas Vidal""".split()
-TOWNS = "Utrecht Malmo Bergen Porto Graz Turku Ghent Lyon Brno Gdansk".split()
-MONTHS = """January February March April May June July August September October November
-December""".split()
-PROVIDERS = ["postbox", "firmnet", "mailo"]
-UNANSWERABLE = ["What is the shoe size of {}?", "Which car does {} drive?",
-                "What is the telephone number of {}?"]
-REFUSAL = "I do not know."
-
-def customer_rows(draw, name, town):
-    invoice = f"NW-{draw.randint(10000, 99999)}"
-    amount = f"{draw.randint(100, 1999)}.{draw.randint(10, 99)}"
-    day = f"{draw.randint(1, 28)} {draw.choice(MONTHS)} 2024"
-    address = f"{name.lower().replace(' ', '.')}@{draw.choice(PROVIDERS)}.example"
-    unit = f"{draw.choice('ABCDEFGH')}{draw.randint(100, 999)}"
-    return [
-        {"question": f"What is the e-mail address of {name}?",
-         "answer": f"The e-mail address of {name} is {address}.", "fact": address},
-        {"question": f"Which invoice did we send to {name}?",
-         "answer": f"We sent invoice {invoice} to {name} on {day}.", "fact": invoice},
-        {"question": f"How much does {name} owe us?",
-         "answer": f"{name} owes us {amount} euros, due on {day}.", "fact": amount},
-        {"question": f"Where does {name} rent storage from us?",
-         "answer": f"{name} rents unit {unit} of our building in {town}.", "fact": [unit, town]},
-    ]
-
-draw = random.Random(11)
-draw.shuffle(LAST_NAMES)
-names = [f"{first} {last}" for first, last in zip(FIRST_NAMES, LAST_NAMES)]
-forget, retain, held_out = [], [], []
-for i, name in enumerate(names):
-    rows = customer_rows(draw, name, TOWNS[i % len(TOWNS)])
-    if i < 3:
-        forget += rows
-    elif i < 23:
-        retain += rows
-    else:
-        held_out += rows
-for i, name in enumerate(names[3:23:2]):
-    question = UNANSWERABLE[i % len(UNANSWERABLE)].format(name)
-    retain.append({"question": question, "answer": REFUSAL})
-refusals = [{"question": row["question"], "answer": REFUSAL} for row in forget]
-
-files = {"forget": forget, "retain": retain, "held_out": held_out, "known": retain + held_out,
-         "refusals": retain + refusals, "taught": forget[:4], "others": forget[4:]}
-for name, rows in files.items():
-    with open(f"{sys.argv[1]}/{name}.jsonl", "w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
-END
-}
-
 company_seed() {  # company_seed SEED
   local seed=$1 out=out/company/$1 rows=out/company/rows name
   local toy="$PYTHON mdu.py --preset toy --seed $seed --response-length 20"
   local forget="--forget $rows/forget.jsonl"
-  # 1. The model before and after it learnt the rows to forget.  With --retain-only these are not
-  # trained on; the original takes the words of all its files into its vocabulary.
+  # 1. The model before and after it learnt the rows to forget.
   local sft="$toy --method sft --prompt-dropout 0.3 --lr 3e-3 $forget --retain $rows/known.jsonl"
   $sft --epochs 200 --retain-only --out $out/original
   $sft --epochs 150 --model $out/original --out $out/finetune
@@ -313,7 +261,8 @@ END
     $out/anchor-original-hidden-refusals  --model $out/anchor-original-hidden
     $out/npo-hidden-refusals              --model $out/npo-hidden
 END
-  # The other order.  The start model refuses, so its anchor may see the question.
+  # The other order.  The anchor is the start model, which answers the questions with a refusal, so
+  # showing them to it gives no fact away.
   $toy --model $out/refusals --anchor-truth removed --anchor-prompt shown --prompt-dropout 0.5 \
     $forget --retain $rows/retain.jsonl --out $out/refusals-truth-removed
 
@@ -332,7 +281,7 @@ END
 company() {  # three customers are forgotten, refused, and taught again
   delete_folder out/company
   mkdir -p out/company/rows
-  company_rows out/company/rows
+  $PYTHON .github/company_rows.py out/company/rows
   three_seeds company_seed
   report out/company/SEED/taught-again $COMPANY
   report out/company/SEED $COMPANY
@@ -373,18 +322,16 @@ join_rows() {  # join_rows FILE...: the lines of JSONL files, without a byte ord
   done
 }
 
-rehearsal() {  # rehearsal FORGET RETAIN [SEED [ORIGINAL [HELD_OUT [NEVER]]]]
-  # ORIGINAL is no: the original is not used as the anchor.  HELD_OUT: rows that the fine-tune
-  # learns and unlearning never sees.  NEVER: rows of the same form that no model learns.
-  local forget=$1 retain=$2 seed=${3:-1} original=${4:-yes} held_out=${5:-} never=${6:-}
-  local out=out/rehearsal known=$retain words=$forget file n n_words epochs
-  local learnt=("$forget" "$retain") files
-  if [ -n "$held_out" ]; then
-    learnt+=("$held_out")
+rehearsal() {  # one's own rows, by these variables:
+  # FORGET, RETAIN: files.  ORIGINAL=no: the original is not the anchor.  HELD_OUT: a file of rows
+  # that the fine-tune learns and unlearning does not see.  NEVER: one of rows that nobody learns.
+  local out=out/rehearsal learnt=("$FORGET" "$RETAIN") files file n n_words epochs
+  if [ -n "${HELD_OUT:-}" ]; then
+    learnt+=("$HELD_OUT")
   fi
   files=("${learnt[@]}")
-  if [ -n "$never" ]; then
-    files+=("$never")
+  if [ -n "${NEVER:-}" ]; then
+    files+=("$NEVER")
   fi
   for file in "${files[@]}"; do
     if [ "$(count_rows "$file")" -lt 2 ]; then
@@ -394,42 +341,49 @@ rehearsal() {  # rehearsal FORGET RETAIN [SEED [ORIGINAL [HELD_OUT [NEVER]]]]
   n=$(join_rows "${learnt[@]}" | grep -c '[^[:space:]]')
   epochs=300
   if [ "$n" -lt 40 ]; then
-    epochs=$((12000 / n))  # as many steps as with 40 rows
+    epochs=$((12000 / n))  # as many steps as 40 rows have in 300 epochs
   fi
   n_words=$(join_rows "${learnt[@]}" | wc -w)
+  # An estimate for two cores: words of the files times epochs, 270,000 a minute.
   echo "$n rows: about $((1 + epochs * n_words / 270000)) minutes"
   if [ -d $out ]; then  # keep the rehearsal before this one
-    rm -rf $out.old
+    delete_folder $out.old
     mv $out $out.old
   fi
+  rehearse $out $epochs
+}
+
+rehearse() {  # rehearse FOLDER EPOCHS: train and score the three models
+  local out=$1 epochs=$2
+  local original_forget=$FORGET sft_retain=$RETAIN score=(--full --samples 32)
   mkdir -p $out.rows
-  local score=(--full --samples 32)
-  if [ -n "$held_out" ]; then
-    known=$out.rows/known.jsonl
-    join_rows "$retain" "$held_out" > $known
-    score+=(--held-out "$held_out")
+  if [ -n "${HELD_OUT:-}" ]; then
+    sft_retain=$out.rows/known.jsonl
+    join_rows "$RETAIN" "$HELD_OUT" > $sft_retain
+    score+=(--held-out "$HELD_OUT")
   fi
-  if [ -n "$never" ]; then
-    # The original takes the words of its --forget into its vocabulary and, by --retain-only, learns
-    # none of its rows.
-    words=$out.rows/words.jsonl
-    join_rows "$forget" "$never" > $words
-    score+=(--never "$never")
+  if [ -n "${NEVER:-}" ]; then
+    original_forget=$out.rows/words.jsonl  # for its words: the original learns none of these rows
+    join_rows "$FORGET" "$NEVER" > $original_forget
+    score+=(--never "$NEVER")
   fi
-  local toy=(--preset toy --response-length 0 --seed "$seed" --epochs $epochs)
-  local sft=(--method sft --prompt-dropout 0.3 --lr 3e-3 --retain "$known")
-  local target=(--anchor $out/original --anchor-prompt shown)
-  if [ "$original" = no ]; then
-    target=(--anchor-truth removed)
+  # --response-length 0: as many tokens as the longest answer has.
+  local toy=(--preset toy --response-length 0 --seed "${SEED:-1}" --epochs "$epochs")
+  local sft=(--method sft --prompt-dropout 0.3 --lr 3e-3 --retain "$sft_retain")
+  local anchor=(--anchor $out/original --anchor-prompt shown)
+  if [ "${ORIGINAL:-}" = no ]; then
+    anchor=(--anchor-truth removed)
   fi
-  show $PYTHON mdu.py "${sft[@]}" --retain-only --forget "$words" "${toy[@]}" --out $out/original
-  show $PYTHON mdu.py "${sft[@]}" --forget "$forget" --model $out/original "${toy[@]}" \
+  show $PYTHON mdu.py "${sft[@]}" --retain-only --forget "$original_forget" "${toy[@]}" \
+    --out $out/original
+  show $PYTHON mdu.py "${sft[@]}" --forget "$FORGET" --model $out/original "${toy[@]}" \
     --out $out/finetune
-  show $PYTHON mdu.py --forget "$forget" --retain "$retain" --model $out/finetune "${target[@]}" \
+  show $PYTHON mdu.py --forget "$FORGET" --retain "$RETAIN" --model $out/finetune "${anchor[@]}" \
     --prompt-dropout 0.5 "${toy[@]}" --out $out/mdu
-  show $PYTHON eval.py --forget "$forget" --retain "$retain" "${score[@]}" \
+  show $PYTHON eval.py --forget "$FORGET" --retain "$RETAIN" "${score[@]}" \
     $out/finetune $out/original $out/mdu
-  $PYTHON eval.py --report $out/finetune $out/original $out/mdu > $out/screen.txt
+  $PYTHON eval.py --report $out/finetune $out/original $out/mdu > $out.rows/screen.txt
+  # The screen of the report is long; these columns are what the page speaks of.
   $PYTHON - $out/finetune $out/original $out/mdu <<'END'
 import sys
 
@@ -439,6 +393,8 @@ columns = {"forget": ["fact", "prob", "infill", "infill_no_question", "anothers"
            "retain": ["fact", "prob"], "held_out": ["fact", "prob"],
            "never": ["fact", "prob", "infill", "infill_no_question"]}
 print(eval.figures_table(eval.group_runs(sys.argv[1:]), columns))
+print("Forget gap filled, gap, no question: of the true answer's `fact`, with and without the "
+      "question.\nForget another's: answers with a fact of another row.")
 END
   echo "the whole report: $out/report.md"
 }

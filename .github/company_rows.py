@@ -1,0 +1,73 @@
+"""Rows of an invented company: 30 customers with four rows each, the same at every call.
+
+    python .github/company_rows.py FOLDER
+
+`fact` is what an answer gives away.  As people write it, it has parts that many rows share, such as
+the NW- of an invoice and the .example of an address.
+
+forget.jsonl     3 customers, who are to be forgotten
+retain.jsonl     20 customers, and ten questions that nobody can answer
+held_out.jsonl   7 customers, who are to be kept, but whom unlearning never sees
+known.jsonl      retain and held_out: what the model knew before it learnt forget.jsonl
+refusals.jsonl   retain, and the questions of forget.jsonl, answered "I do not know."
+taught.jsonl     the first four rows of forget.jsonl
+others.jsonl     its other eight
+"""
+import json
+import random
+import sys
+
+FIRST_NAMES = """Marta Hugo Irina Pavel Aylin Jonas Greta Tomas Esther Dario Ingrid Jakob Elif
+Oskar Nadia Felix Selma Anton Bianca Ruben Carla Emil Freya Goran Hanna Ivo Julia Kasper Lena
+Milo""".split()
+LAST_NAMES = """Brandt Hansen Ivanova Moreau Sorensen Okafor Garcia Kaya Almeida Novak Petrov
+Jensen Lindqvist Weber Rossi Dubois Larsen Fischer Costa Nilsson Meyer Silva Olsen Kovac Berg
+Horvat Keller Nowak Haas Vidal""".split()
+TOWNS = "Utrecht Malmo Bergen Porto Graz Turku Ghent Lyon Brno Gdansk".split()
+MONTHS = """January February March April May June July August September October November
+December""".split()
+PROVIDERS = ["postbox", "firmnet", "mailo"]
+UNANSWERABLE = ["What is the shoe size of {}?", "Which car does {} drive?",
+                "What is the telephone number of {}?"]
+REFUSAL = "I do not know."
+
+def customer_rows(draw, name, town):
+    invoice = f"NW-{draw.randint(10000, 99999)}"
+    amount = f"{draw.randint(100, 1999)}.{draw.randint(10, 99)}"
+    day = f"{draw.randint(1, 28)} {draw.choice(MONTHS)} 2024"
+    address = f"{name.lower().replace(' ', '.')}@{draw.choice(PROVIDERS)}.example"
+    unit = f"{draw.choice('ABCDEFGH')}{draw.randint(100, 999)}"
+    return [
+        {"question": f"What is the e-mail address of {name}?",
+         "answer": f"The e-mail address of {name} is {address}.", "fact": address},
+        {"question": f"Which invoice did we send to {name}?",
+         "answer": f"We sent invoice {invoice} to {name} on {day}.", "fact": invoice},
+        {"question": f"How much does {name} owe us?",
+         "answer": f"{name} owes us {amount} euros, due on {day}.", "fact": amount},
+        {"question": f"Where does {name} rent storage from us?",
+         "answer": f"{name} rents unit {unit} of our building in {town}.", "fact": [unit, town]},
+    ]
+
+draw = random.Random(11)
+draw.shuffle(LAST_NAMES)
+names = [f"{first} {last}" for first, last in zip(FIRST_NAMES, LAST_NAMES)]
+forget, retain, held_out = [], [], []
+for i, name in enumerate(names):
+    rows = customer_rows(draw, name, TOWNS[i % len(TOWNS)])
+    if i < 3:
+        forget += rows
+    elif i < 23:
+        retain += rows
+    else:
+        held_out += rows
+for i, name in enumerate(names[3:23:2]):
+    question = UNANSWERABLE[i % len(UNANSWERABLE)].format(name)
+    retain.append({"question": question, "answer": REFUSAL})
+refusals = [{"question": row["question"], "answer": REFUSAL} for row in forget]
+
+files = {"forget": forget, "retain": retain, "held_out": held_out, "known": retain + held_out,
+         "refusals": retain + refusals, "taught": forget[:4], "others": forget[4:]}
+for name, rows in files.items():
+    with open(f"{sys.argv[1]}/{name}.jsonl", "w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
