@@ -3683,7 +3683,8 @@ def test_experiments_refuse_an_unknown_name():
         assert done.returncode == 2 and "needs the name of an experiment: demo" in done.stderr
 
 def test_company_rows_can_be_read_and_forget_what_nothing_keeps(tmp_path):
-    run_python(PROJECT / ".github/company_rows.py", tmp_path)
+    script = PROJECT / ".github/company_rows.py"
+    subprocess.run([sys.executable, script, tmp_path], check=True)
     rows = {file.stem: mdu.read_jsonl("rows", str(file)) for file in tmp_path.iterdir()}
     sizes = {name: len(of_file) for name, of_file in rows.items()}
     assert sizes == {"forget": 12, "retain": 90, "held_out": 28, "known": 118, "refusals": 102,
