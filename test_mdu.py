@@ -2959,6 +2959,55 @@ def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, ca
     ev.main(["--ask", "Who?", "--response-length", "2", "--model", scored])
     assert f"\n{scored}: " in capsys.readouterr().out
 
+# ---- Files of a report or an analysis ----
+def test_own_path_replaces_only_what_eval_wrote(scored, unlearned, tmp_path, capsys):
+    """Beside files of the user's they take a name with a number, also after an earlier report."""
+    run = made_up_run(scored, tmp_path / "run")
+    shutil.copytree(unlearned, run, dirs_exist_ok=True)
+    (tmp_path / "analysis").mkdir()
+    for name in ("report.png", "report-2.md", "analysis/convergence.md"):
+        (tmp_path / name).write_text("my own")
+    before = read_all(tmp_path)
+    for _ in range(2):
+        ev.main(["--report", run])
+        screen = capsys.readouterr().out
+        assert f"{tmp_path}/report.png stays as it is" in screen
+        assert f"{tmp_path}/report-2.md stays as it is" in screen
+        assert screen.endswith(f"all tables and answers: {tmp_path}/report-3.md\n")
+        assert "](report-3.png)" in (tmp_path / "report-3.md").read_text()
+        ev.main(["--analysis", "convergence", run])
+        assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/convergence-2.json\n")
+    after = read_all(tmp_path)
+    assert before.items() <= after.items()
+    new = {str(file.relative_to(tmp_path)) for file in after.keys() - before.keys()}
+    assert new == {
+        "report-3.md", "report-3.png", "analysis/convergence-2.json", "analysis/convergence-2.png"}
+    (tmp_path / "report-3.md").write_text("old\n" + (tmp_path / "report-3.md").read_text())
+    (tmp_path / "report-3.png").write_text("my own")
+    ev.main(["--report", run])
+    assert (tmp_path / "report-3.png").read_text() == "my own"
+    assert (tmp_path / "report-4.md").exists()
+
+def test_own_path_of_an_analysis_with_a_table(base, tmp_path, capsys):
+    run = shutil.copytree(base, tmp_path / "run")
+    command = ["--analysis", "rollout", "--limit", "1", "--steps", "2", str(run)]
+    for _ in range(2):
+        ev.main(command)
+        assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout.json\n")
+    (tmp_path / "analysis/rollout.md").write_text("my own")
+    ev.main(command)
+    assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout-2.json\n")
+    assert (tmp_path / "analysis/rollout.md").read_text() == "my own"
+    table = (tmp_path / "analysis/rollout-2.md").read_text()
+    assert len(read_table(table.split("\n\n")[1])["k"]) == 3
+
+def test_save_picture_does_without_matplotlib(tmp_path, monkeypatch, capsys):
+    assert ev.save_picture(tmp_path / "a.png", lambda figure, what: figure.text(0, 0, what), "a")
+    assert (tmp_path / "a.png").exists()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not ev.save_picture(tmp_path / "b.png", None, None)
+    assert "b.png not drawn: needs matplotlib" in capsys.readouterr().out
+
 # ---- Report ----
 def made_up_run(scored, folder, options=(), forget=(), **parts):
     """A scored run with other options, figures of "forget", and other parts of its summary."""
@@ -3137,34 +3186,6 @@ def test_report_and_analyse_write_beside_a_run(scored, unlearned, tmp_path, monk
     panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
     assert list(panels["base"]) == ["run"]
 
-def test_own_path_replaces_only_what_eval_wrote(scored, unlearned, tmp_path, capsys):
-    """Beside files of the user's they take a name with a number, also after an earlier report."""
-    run = made_up_run(scored, tmp_path / "run")
-    shutil.copytree(unlearned, run, dirs_exist_ok=True)
-    (tmp_path / "analysis").mkdir()
-    for name in ("report.png", "report-2.md", "analysis/convergence.md"):
-        (tmp_path / name).write_text("my own")
-    before = read_all(tmp_path)
-    for _ in range(2):
-        ev.main(["--report", run])
-        screen = capsys.readouterr().out
-        assert f"{tmp_path}/report.png stays as it is" in screen
-        assert f"{tmp_path}/report-2.md stays as it is" in screen
-        assert screen.endswith(f"all tables and answers: {tmp_path}/report-3.md\n")
-        assert "](report-3.png)" in (tmp_path / "report-3.md").read_text()
-        ev.main(["--analysis", "convergence", run])
-        assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/convergence-2.json\n")
-    after = read_all(tmp_path)
-    assert before.items() <= after.items()
-    new = {str(file.relative_to(tmp_path)) for file in after.keys() - before.keys()}
-    assert new == {
-        "report-3.md", "report-3.png", "analysis/convergence-2.json", "analysis/convergence-2.png"}
-    (tmp_path / "report-3.md").write_text("old\n" + (tmp_path / "report-3.md").read_text())
-    (tmp_path / "report-3.png").write_text("my own")
-    ev.main(["--report", run])
-    assert (tmp_path / "report-3.png").read_text() == "my own"
-    assert (tmp_path / "report-4.md").exists()
-
 def test_report_and_parse_say_what_is_for_english(scored, tmp_path, capsys):
     ev.main(["--report", made_up_run(scored, tmp_path / "run")])
     [legend] = re.findall(r"(?s)\nknowledge: .*?\.\n", capsys.readouterr().out)
@@ -3201,13 +3222,6 @@ def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     assert alone[0]["seed"] == together[1]["seed"] == [0, 10, 0]
     ev.main(["--report", "2/model"])
     assert "| model " in capsys.readouterr().out
-
-def test_save_picture_does_without_matplotlib(tmp_path, monkeypatch, capsys):
-    assert ev.save_picture(tmp_path / "a.png", lambda figure, what: figure.text(0, 0, what), "a")
-    assert (tmp_path / "a.png").exists()
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not ev.save_picture(tmp_path / "b.png", None, None)
-    assert "b.png not drawn: needs matplotlib" in capsys.readouterr().out
 
 # ---- Analyses ----
 def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path):
@@ -3315,19 +3329,6 @@ def test_analysis_trajectory_and_analysis_rollout_by_hand(base, unlearned, tmp_p
     two = ["2/3", "Ceka<mask> author<end>", "Ceka Foba author"]
     assert table[1:] == [[row["question"], row["answer"], *cells] for cells in (one, two, two)]
     assert len(anchor.seen) == 2 + 1 + 1  # steps that were left
-
-def test_own_path_of_an_analysis_with_a_table(base, tmp_path, capsys):
-    run = shutil.copytree(base, tmp_path / "run")
-    command = ["--analysis", "rollout", "--limit", "1", "--steps", "2", str(run)]
-    for _ in range(2):
-        ev.main(command)
-        assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout.json\n")
-    (tmp_path / "analysis/rollout.md").write_text("my own")
-    ev.main(command)
-    assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout-2.json\n")
-    assert (tmp_path / "analysis/rollout.md").read_text() == "my own"
-    table = (tmp_path / "analysis/rollout-2.md").read_text()
-    assert len(read_table(table.split("\n\n")[1])["k"]) == 3
 
 def test_analyse_says_that_the_rows_have_changed_since_the_training(unlearned, tmp_path, capsys):
     run = shutil.copytree(unlearned, tmp_path / "run")
