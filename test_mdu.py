@@ -1,7 +1,9 @@
 """Tests of mdu.py and eval.py, on a CPU and offline:    python -m pytest -q test_mdu.py
 
 Formulas are compared with slow float64 loops, numbers worked by hand and the code of others.
-Tests are in the order of the code that they test: first mdu.py's, then eval.py's.
+Tests are in the order of the code that they test: first mdu.py's, then eval.py's.  The name of a
+test begins with the functions that it tests.  TESTED_BY has the functions and classes that no
+test's name has.
 """
 import contextlib
 import fnmatch
@@ -14,10 +16,11 @@ import math
 import os
 import re
 import resource
+import runpy
 import shutil
+import signal
 import subprocess
 import sys
-from collections import namedtuple
 from functools import partial
 from math import log
 from pathlib import Path
@@ -42,6 +45,62 @@ torch.set_num_threads(1)
 approx = pytest.approx
 each = pytest.mark.parametrize
 
+TESTED_BY = {  # {test: what it tests, too}
+    # mdu.py
+    "test_draw_step_takes_every_row_once_in_a_pass_in_an_order_of_seed_and_split": "rng_for",
+    "test_draw_example_pads_answers_to_random_lengths_but_not_to_forget": "Draw",
+    "test_backward_equals_one_sequence_at_a_time": """
+        mask_prompt collate make_batch Batch forget_batch predict_anchor batch_nll
+        without_adapters merged_weights""",
+    "test_backward_is_tried_with_every_method": "Method",
+    "test_train_equals_a_plain_loop_with_clipping_and_adamw": "new_optimizer",
+    "test_train_on_two_processes_equals_one_also_killed_and_resumed": "join_processes gathered",
+    "test_main_lets_one_program_at_a_time_into_a_folder": "require_new",
+    "test_find_tokens_of_each_family": "print0",
+    "test_load_references_loads_no_model_in_vain": "References",
+    "test_record_forget_loss_says_whether_the_target_is_reached": "read_losses",
+    "test_parse_takes_defaults_of_method_and_preset": """
+        path_or_name choose_preset choose_folder run_name""",
+    "test_make_parser_and_parse_explain_every_option": """
+        adder add_method_options add_training_options add_model_options add_data_options
+        add_run_options""",
+    "test_find_source_of_a_run_as_model_has_the_response_length_of_the_run": "own_response_length",
+    "test_add_anothers_by_hand": "spaced_words",
+    "test_gap_of_by_hand": "find_words",
+    "test_encode_prompt_encode_text_and_encode_row_keep_control_tokens_text": "Example",
+    "test_load_backbone_equals_transformers_own_class": """
+        MaskPredictor Backbone llada_config native_config load_weights""",
+    "test_save_model_saves_an_unchanged_model_byte_for_byte": "read_origin Origin",
+    "test_save_model_leaves_half_a_model_that_does_not_count": "is_finished",
+    "test_run_folder_has_a_run_json_that_says_what_it_was_made_with": "read_run write_run",
+    "test_save_checkpoint_and_load_checkpoint_after_a_full_disk": "append_metrics hash_rows",
+    "test_toy_world_has_five_wrong_answers_to_each_question": "toy_row known_facts",
+    "test_bad_input": """
+        BadInput require Parser number check check_anchor check_row read_json read_config
+        utf8_text""",
+    # eval.py
+    "test_masked_batches_have_few_enough_sequences_and_logits": "Job",
+    "test_evaluate_equals_one_row_at_a_time": """
+        prompt_ids answers_nll texts_nll blank_jobs write_answers score_splits score_rows
+        read_lines read_records""",
+    "test_evaluate_on_two_processes_equals_one": "gather",
+    "test_score_answers_and_model_utility_equal_tofus_own_code": "answer_texts",
+    "test_compare_wrong_answers_by_hand": "bounded_exp",
+    "test_scores_of_one_answer_by_hand": "score_probes score_triviaqa em_f1",
+    "test_summarise_by_hand": "Metric",
+    "test_splits_have_titles_of_their_own": "Split",
+    "test_find_source_is_the_model_that_is_given": "Source",
+    "test_find_splits": "find_settings tofu_rows rwku_rows limit_rows",
+    "test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone": "trainings_of",
+    "test_publish_and_read_summary_have_null_for_nan": "to_json without_nan",
+    "test_ask_prints_what_each_run_answers": "one_line",
+    "test_group_runs_refuses_unlike_runs": "must_agree",
+    "test_report_has_every_method_averaged_over_runs_of_one_folder_name": """
+        values_of figures_table cell""",
+    "test_analysis_convergence_draws_the_kls_that_were_logged": "draw_panels",
+    "test_analysis_roles_equals_a_slow_loop": "anchor_kl",
+    "test_analysis_trajectory_and_analysis_rollout_by_hand": "trajectories"}
+
 # ======== Shared ========
 # ---- Programs, files, tensors ----
 @pytest.fixture(autouse=True)
@@ -64,17 +123,58 @@ def program(argv, capsys, main=mdu.main, code=2):
     assert stop.value.code == code, err
     return err
 
-def run_python(*words, fails=False):
-    """Run Python in another process; its stderr is shown if the test fails."""
+def python_environment(**changes):
     path = os.pathsep.join([str(Path(mdu.__file__).parent), *sys.path])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
-           "TORCH_GLOO_LAZY_INIT": "1"}  # init_process_group does not wait: nor does NCCL's
-    command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
-    print(done.stderr)
-    assert (done.returncode != 0) == fails
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
+            "TORCH_GLOO_LAZY_INIT": "1",  # init_process_group does not wait: nor does NCCL's
+            **changes}
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+# It imports the libraries once, which takes a process much longer than what the tests do with them,
+# and then runs each program that it is told to run on two processes, forked from this one.
+FORKING = """
+import json, os, runpy, socket, sys, traceback
+import torch.distributed.checkpoint, torch.distributed.fsdp
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+def start(words, rank, port):
+    pid = os.fork()
+    if pid > 0:
+        return pid
+    os.dup2(2, 1)  # what it prints: stdout is for exit codes
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    sys.argv = words
+    code = 1
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+for line in sys.stdin:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    processes = [start(json.loads(line), rank, port) for rank in (0, 1)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in processes]
+    print(json.dumps(codes), flush=True)
+"""
+
+@pytest.fixture(scope="session")
+def on_two_processes():
+    """A function that runs a Python file on two processes -> their exit codes.  It sets what
+    torchrun sets."""
+    forking = subprocess.Popen([sys.executable, "-c", FORKING], env=python_environment(), text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def run(*words):
+        forking.stdin.write(json.dumps([str(word) for word in words]) + "\n")
+        forking.stdin.flush()
+        return json.loads(forking.stdout.readline())
+
+    yield run
+    forking.stdin.close()
+    forking.wait()
 
 @contextlib.contextmanager
 def largest_file(size):
@@ -91,16 +191,6 @@ def stop_in(folder, *_):
     with pytest.raises(mdu.BadInput), mdu.locked(folder):
         pass
     raise KeyboardInterrupt
-
-def extended(module, recipe):
-    """The names of a module to which something was added: {text of it: what is put before it}."""
-    source = Path(module.__file__).read_text()
-    for place, added in recipe.items():
-        assert source.count(place) == 1, place
-        source = source.replace(place, added + place)
-    names = {"__name__": "changed", "__file__": module.__file__}
-    exec(source, names)
-    return names
 
 def read_all(folder):
     return {file: file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()}
@@ -145,8 +235,10 @@ MASK, PAD = 10, 0
 PAIRS = [([3, MASK], [4, PAD, 5, 9]), ([PAD, 7, 1], [2]), ([8], [MASK, 6, 1, 2, 5]),
          ([6, 6, 2, 9], [PAD, 3])]
 RNG = np.random.default_rng(3)
-MORE_PAIRS = PAIRS + [(RNG.integers(11, size=3).tolist(), RNG.integers(11, size=n).tolist())
-                      for n in range(1, 17)]
+MORE_PAIRS = list(PAIRS)
+for n in range(1, 17):
+    prompt = RNG.integers(11, size=3).tolist()
+    MORE_PAIRS.append((prompt, RNG.integers(11, size=n).tolist()))
 WORDS = torch.arange(64) != 9  # token 9 is no word
 RARE = [7, 8, 11]
 
@@ -183,11 +275,14 @@ def tiny_llama(seed, likely=range(64)):
     return mdu.MaskPredictor(lm, mask_id=0, pad_id=1, end_id=1)
 
 # ---- The same in slow loops over sequences and masked tokens ----
-def sequence_sums(masked, term):
-    """For each sequence b the sum of term(b, m) over its masked tokens, m counting them all."""
-    sums = [f64(0).sum() for _ in masked]
-    for m, (b, _) in enumerate(masked.nonzero().tolist()):
-        sums[b] = sums[b] + term(b, m)
+def sequence_sums(masked, values):
+    """For each sequence the sum of its values.  values: one for each masked token, row by row."""
+    sums = []
+    start = 0
+    for row in masked:
+        end = start + int(row.sum())
+        sums.append(sum(values[start:end], f64(0).sum()))
+        start = end
     return torch.stack(sums)
 
 def slow_kl(logits, anchor_logits, tau):
@@ -205,17 +300,20 @@ def slow_mdu(logits, anchor_logits, masked, tau):
     """Eq. 5: 1/|M_t| sum_i KL(p || q^tau / Z_i)."""
     if anchor_logits is None:
         anchor_logits = torch.zeros_like(logits)  # of any anchor, q^0 = 1
-    sums = sequence_sums(masked, lambda b, m: slow_kl(logits[m], anchor_logits[m], tau))
-    return sums / masked.sum(1).clamp(min=1)
+    values = [slow_kl(x, anchor, tau) for x, anchor in zip(logits, anchor_logits, strict=True)]
+    return sequence_sums(masked, values) / masked.sum(1).clamp(min=1)
 
 def slow_sft(logits, targets, masked, t):
-    return sequence_sums(masked, lambda b, m: slow_nll(logits[m], targets[m]) / t[b].item())
+    values = [slow_nll(x, target) for x, target in zip(logits, targets, strict=True)]
+    return sequence_sums(masked, values) / t
 
 def slow_wga(logits, targets, masked, gamma):
-    def weighted(b, m):
-        nll = slow_nll(logits[m], targets[m])
-        return -math.exp(-nll.item()) ** gamma * nll
-    return sequence_sums(masked, weighted)
+    values = []
+    for x, target in zip(logits, targets, strict=True):
+        nll = slow_nll(x, target)
+        weight = math.exp(-nll.item()) ** gamma  # a constant
+        values.append(-weight * nll)
+    return sequence_sums(masked, values)
 
 def slow_ga(nll):
     return -nll
@@ -255,7 +353,9 @@ def slow_filled(model, ids, masked, counts):
 
 def slow_logits(model, prompt, answer, masked):
     """Logits (M, V) at the masked positions of an answer, of which the other tokens are seen."""
-    noised = [0 if i in masked else token for i, token in enumerate(answer)]
+    noised = list(answer)
+    for i in masked:
+        noised[i] = 0
     return model.lm(torch.tensor([prompt + noised])).logits[0, len(prompt):][masked]
 
 def slow_masked(row, method, states=None, model=None):
@@ -273,7 +373,10 @@ def own_length(row):
     return row.answer.index(1) + 1
 
 def at(masked, n):
-    return torch.tensor([[i in masked for i in range(n)]])
+    """The positions of one sequence as (1, n) bool."""
+    found = torch.zeros(1, n, dtype=torch.bool)
+    found[0, masked] = True
+    return found
 
 def slow_row_sft(model, row):
     masked = slow_masked(row, "sft")
@@ -290,25 +393,34 @@ def without_truth(anchor_logits, targets):
     return (q / q.sum(-1, keepdim=True)).log()
 
 def slow_row_loss(args, row, model, theta0, anchor):
-    """The slow loss of a row; its arguments are found by their names."""
+    """The loss of a row to forget (sft: to train on)."""
+    nll = slow_row_sft(model, row)
+    if args.method == "sft":
+        return nll
+    if args.method in ("ga", "gd"):
+        return slow_ga(nll)
+    if args.method == "npo":
+        return slow_npo(nll, slow_row_sft(theta0, row), args.beta)
+    if args.method == "simnpo":
+        return slow_simnpo(nll, own_length(row), args.beta)
+    if args.method == "dpo":
+        win = slow_row_sft(model, row.preferred)
+        win_ref = slow_row_sft(theta0, row.preferred)
+        return slow_dpo(win, win_ref, nll, slow_row_sft(theta0, row), args.beta)
     masked = slow_masked(row, args.method, args.states, model)
     targets = [row.answer[i] for i in masked]
-    nll = slow_row_sft(model, row)
-    found = {**vars(args), "logits": slow_logits(model, row.prompt, row.answer, masked),
-             "masked": at(masked, len(row.answer)), "targets": targets, "length": own_length(row),
-             "t": f64(np.float32(row.t)), "nll": nll, "nll_lose": nll}
-    found["nll_ref"] = found["nll_lose_ref"] = slow_row_sft(theta0, row)
-    if row.preferred:
-        found["nll_win"] = slow_row_sft(model, row.preferred)
-        found["nll_win_ref"] = slow_row_sft(theta0, row.preferred)
-    if args.method == "mdu":
-        prompt = row.prompt if args.anchor_prompt == "shown" else [0] * len(row.prompt)
-        anchor_logits = slow_logits(anchor, prompt, row.answer, masked)
-        if args.anchor_truth == "removed" and row.prompt[0] % 2 == 0:  # see make_examples
-            anchor_logits = without_truth(anchor_logits, targets)
-        found["anchor_logits"] = anchor_logits
-    loss = METHODS[args.method].slow_loss
-    return loss(**{name: found[name] for name in inspect.signature(loss).parameters}).sum()
+    logits = slow_logits(model, row.prompt, row.answer, masked)
+    where = at(masked, len(row.answer))
+    if args.method == "wga":
+        return slow_wga(logits, targets, where, args.gamma)[0]
+    assert args.method == "mdu"
+    prompt = row.prompt
+    if args.anchor_prompt == "masked":
+        prompt = [0] * len(prompt)
+    anchor_logits = slow_logits(anchor, prompt, row.answer, masked)
+    if args.anchor_truth == "removed" and row.prompt[0] % 2 == 0:  # see make_examples
+        anchor_logits = without_truth(anchor_logits, targets)
+    return slow_mdu(logits, anchor_logits, where, args.tau)[0]
 
 def slow_step(args, model, theta0, anchor, forget, retain):
     """-> means of the forget and the retain losses (Algorithm 1)."""
@@ -346,11 +458,14 @@ def write_dataset(root, splits):
 def tofu(tmp_path_factory):
     configs = {"forget10_perturbed": 8, "retain90": 24, "retain_perturbed": 8,
                "real_authors_perturbed": 3, "world_facts_perturbed": 3}
+    rows = {}
     for config, size in configs.items():
-        configs[config] = [
-            {"question": f"Q {config} {i}?", "answer": f"A {i}.", "paraphrased_answer": f"D {i}.",
-             "perturbed_answer": [f"B {i}.", f"C {i}."]} for i in range(size)]
-    return write_dataset(tmp_path_factory.mktemp("tofu"), {"train": configs})
+        rows[config] = []
+        for i in range(size):
+            rows[config].append({
+                "question": f"Q {config} {i}?", "answer": f"A {i}.",
+                "paraphrased_answer": f"D {i}.", "perturbed_answer": [f"B {i}.", f"C {i}."]})
+    return write_dataset(tmp_path_factory.mktemp("tofu"), {"train": rows})
 
 RWKU_ROWS = json.loads("""{
 "forget_level1": {"query": "He was born in ___.", "answer": "Rome, Italy", "level": "1"},
@@ -470,8 +585,9 @@ def write_tokenizer(folder, kind):
     vocabulary = {letter: i for i, letter in enumerate(alphabet)}
     settings = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
     if family(kind) == "qwen":
-        added = {256 + i: {"content": token, "special": "think" not in token}
-                 for i, token in enumerate(TOKENS["qwen"])}
+        added = {}
+        for i, token in enumerate(TOKENS["qwen"], 256):
+            added[i] = {"content": token, "special": "think" not in token}
         settings.update(tokenizer_class="Qwen2Tokenizer", chat_template=THINKING, unk_token=None,
                         mask_token="<|mask|>", added_tokens_decoder=added)
         if kind == "Dream":
@@ -496,7 +612,9 @@ def write_checkpoint(folder, kind, tied=False, file_size="5GB", **changes):
     folder.mkdir(exist_ok=True)
     tie = "weight_tying" if kind == "llada" else "tie_word_embeddings"
     config = {**CONFIGS[kind], "model_type": kind, tie: tied, **changes}
-    config = {field: config[field] for field in config if changes.get(field, 0) is not None}
+    for field, value in changes.items():
+        if value is None:
+            del config[field]
     (folder / "config.json").write_text(json.dumps(config, indent=3))
     (folder / "modeling.py").write_text("raise RuntimeError('code of the folder was run')\n")
     (folder / "notes.json").touch()  # which belongs to no model
@@ -543,138 +661,194 @@ def test_mask_tokens_masks_tokens_with_a_number_below_t():
         assert torch.equal(masked, noised == MASK)
 
 # ---- Losses ----
+# By hand: of two tokens, one or both are masked.
 ONE, TWO = torch.tensor([[False, True]]), torch.tensor([[True, True]])
 FIRST = torch.tensor([0, 0])
 LN2, LN3, LN4_3 = log(2), log(3), log(4 / 3)
 FLAT, TILT, STEEP = f64([0, 0]), f64([0, LN3]), f64([0, 2 * LN3])  # p(first) = 1/2, 1/4, 1/10
 TILT_FLAT = torch.cat([TILT, FLAT])
 
-# Every test of methods runs over this table, which is written by hand.
-# loss, slow_loss: of mdu.py, and in slow loops, with arguments of names that slow_row_loss has.
-# settings: last arguments of the loss; typed: options to try `backward` with.
-# worked: all arguments of the loss, and what it is by hand.
-# A new method may need a line in functions, too: in loss_arguments and slow_row_loss for a tensor
-# of a new name, in slow_step if it has per_token, in slow_masked if it has masks_one.
-Method = namedtuple("Method", "loss slow_loss settings typed worked")
-METHODS = {
-    "mdu": Method(
-        mdu.mdu_loss, slow_mdu, [{"tau": 0, "anchor_logits": None}, {"tau": 0.3}, {"tau": 1.0}],
-        ["--tau 0", "--tau 0.25", "", "--lora 3", "--anchor-truth removed", "--anchor MODEL",
-         "--states written --tau 0.5", "--states written --anchor current",
-         "--anchor current --lora 3", "--anchor MODEL --anchor-prompt shown --tau 0.5",
-         "--anchor MODEL --anchor-prompt shown --states written",
-         "--anchor-truth removed --anchor current --tau 0.5 --states written",
-         "--anchor-truth removed --anchor MODEL --anchor-prompt shown --lora 3"],
-        [((FLAT, TILT, ONE, 1.0), LN4_3 / 2),  # 1/2 log 2 + 1/2 log 2/3
-         ((TILT_FLAT, torch.cat([TILT, TILT]), TWO, 1.0), LN4_3 / 4),  # mean with 0
-         ((FLAT, STEEP, ONE, 0.5), LN4_3 / 2),  # STEEP^1/2 / Z is TILT
-         ((TILT, None, ONE, 0), 0.75 * LN3 - LN2)]),  # 1/4 log 1/2 + 3/4 log 3/2
-    "ga": Method(mdu.ga_loss, slow_ga, [{}], [""], [((f64(2),), -2)]),
-    "gd": Method(mdu.ga_loss, slow_ga, [{}], [""], []),
-    "npo": Method(  # sigmoid(log 3) = 3/4
-        mdu.npo_loss, slow_npo, [{"beta": 0.2}], ["", "--lora 2"],
-        [((f64(1 + 2 * LN3), f64(1), 0.5), 4 * LN4_3)]),
-    "simnpo": Method(
-        mdu.simnpo_loss, slow_simnpo, [{"beta": 2.5}], [""],
-        [((f64(8 * LN3), torch.tensor([4]), 0.5), 4 * LN4_3)]),
-    "wga": Method(  # log 4 / 16 + log 2 / 4
-        mdu.wga_loss, slow_wga, [{"gamma": 0.3}], ["--gamma 0.5"],
-        [((TILT_FLAT, FIRST, TWO, 2.0), -0.375 * LN2)]),
-    "dpo": Method(  # the rewards are log 3 and -log 3
-        mdu.dpo_loss, slow_dpo, [{"beta": 0.1}], ["", "--lora 4"],
-        [((f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5), LN4_3)]),
-    "sft": Method(  # (log 4 + log 2) / t
-        mdu.sft_loss, slow_sft, [{}], [""], [((TILT_FLAT, FIRST, TWO, f64(0.5)), 6 * LN2)])}
+# At random: 5 sequences, in one of which nothing is masked, and a vocabulary of 6.
+MASKED = torch.rand(5, 7, generator=torch.Generator().manual_seed(0)) < 0.5
+MASKED[2] = False
+M = int(MASKED.sum())
+TARGETS = torch.arange(M) % 6
+T = f64(0.1, 0.3, 0.5, 0.7, 1.1)
 
-def every(field, argument=None):
-    """Parameters: each method whose loss has this argument, with each entry of a field."""
-    cases = []
-    for name, method in METHODS.items():
-        if not argument or argument in inspect.signature(method.loss).parameters:
-            cases += [(name, entry) for entry in getattr(method, field)]
-    return each(f"name, {field}", cases)
+def random_logits(seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(M, 6, generator=generator, dtype=torch.float64)
+    return logits.requires_grad_()
 
-def test_methods_of_the_table_are_those_of_mdu():
-    assert METHODS.keys() == mdu.METHODS.keys()
+def random_nll(seed):
+    nll = 9 * torch.rand(5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return nll.requires_grad_()
 
-TRAINED = ("logits", "nll", "nll_win", "nll_lose")  # what a gradient reaches
+def assert_equal_losses(loss, slow_loss, trained, frozen=()):
+    """Of 5 sequences, and their gradients to what is trained.  None reaches what is frozen."""
+    assert_close(loss.detach(), slow_loss.detach())
+    sequence_weights = f64(0.5, 0.75, 1, 1.25, 1.5)
+    inputs = [*trained, *frozen]
+    grads = torch.autograd.grad(loss @ sequence_weights, inputs, allow_unused=True)
+    slow_grads = torch.autograd.grad(slow_loss @ sequence_weights, trained)
+    for grad, slow_grad in zip(grads, slow_grads):
+        assert slow_grad.any()
+        assert_close(grad, slow_grad)
+    for grad in grads[len(trained):]:
+        assert grad is None or not grad.any()
 
-def loss_arguments(name, settings, dtype=torch.float64):
-    """Random arguments of a loss, by name; of 5 sequences nothing is masked in one."""
-    torch.manual_seed(0)
-    masked = torch.rand(5, 7) < 0.5
-    masked[2] = False
-    M = int(masked.sum())
-    found = {"masked": masked, "targets": torch.randint(6, (M,)), "t": 0.1 + torch.rand(5),
-             "logits": 2 * torch.randn(M, 6), "length": torch.randint(1, 9, (5,)),
-             "anchor_logits": 2 * torch.randn(M, 6)}
-    for nll in ("nll", "nll_ref", "nll_win", "nll_win_ref", "nll_lose", "nll_lose_ref"):
-        found[nll] = 9 * torch.rand(5)
-    found.update(settings)
-    arguments = {}
-    for argument in inspect.signature(METHODS[name].loss).parameters:
-        x = arguments[argument] = found[argument]
-        if torch.is_tensor(x) and x.is_floating_point():
-            arguments[argument] = x.to(dtype, copy=True).requires_grad_()
-    return arguments
+def assert_finite(loss, trained):
+    """The loss and its gradients."""
+    assert loss.isfinite().all()
+    for grad in torch.autograd.grad(loss.sum(), trained):
+        assert grad.isfinite().all()
 
-def evaluate(function, arguments):
-    """The loss, and {argument: gradient of a weighted sum of the loss, or None}."""
-    leaves = {name: x for name, x in arguments.items() if getattr(x, "requires_grad", False)}
-    loss = function(**arguments)
-    mixed = loss @ torch.linspace(0.5, 1.5, len(loss), dtype=loss.dtype)
-    grads = torch.autograd.grad(mixed, list(leaves.values()), allow_unused=True)
-    return loss.detach(), dict(zip(leaves, grads))
+def extreme(x, gap):
+    """A copy in float32 whose first number (of logits: whose first token) is moved by gap."""
+    x = x.detach().float()
+    x[..., 0] += gap
+    return x.requires_grad_()
 
-@every("settings")
-def test_loss_and_gradient_equal_a_slow_loop(name, settings):
-    arguments = loss_arguments(name, settings)
-    loss, grads = evaluate(METHODS[name].loss, arguments)
-    expected, expected_grads = evaluate(METHODS[name].slow_loss, arguments)
-    assert_close(loss, expected)
-    for argument, grad in grads.items():
-        if argument in TRAINED:
-            assert_close(grad, expected_grads[argument])
-        elif argument != "t":  # no gradient to an anchor or reference
-            assert grad is None or not grad.any()
+# Logits of all positions, of positions in a line, of one too many, of one too few, of two batches
+OTHER_SHAPES = [(5, 7, 6), (35, 6), (M + 1, 6), (M - 1, 6), (2, M, 6)]
 
-@every("settings", "logits")
-def test_loss_refuses_logits_of_other_tokens_than_the_masked_ones(name, settings):
-    arguments = loss_arguments(name, settings)
-    M, V = arguments["logits"].shape
-    for shape in [(5, 7, V), (35, V), (M + 1, V), (M - 1, V), (2, M, V)]:
-        wrong = {**arguments, "logits": torch.zeros(shape)}
-        if arguments.get("anchor_logits") is not None:
-            with pytest.raises(ValueError, match="same shape"):
-                METHODS[name].loss(**wrong)
-            wrong["anchor_logits"] = wrong["logits"]
-        elif "targets" in wrong:
-            wrong["targets"] = torch.zeros(shape[:-1], dtype=torch.long)
-            wrong["logits"] = wrong["logits"].movedim(-1, 1)  # as cross_entropy has them
-        with pytest.raises((RuntimeError, ValueError), match="shape"):
-            METHODS[name].loss(**wrong)
+@each("logits, anchor_logits, masked, tau, expected", [
+    (FLAT, TILT, ONE, 1.0, LN4_3 / 2),  # 1/2 log 2 + 1/2 log 2/3
+    (TILT_FLAT, torch.cat([TILT, TILT]), TWO, 1.0, LN4_3 / 4),  # mean with 0
+    (FLAT, STEEP, ONE, 0.5, LN4_3 / 2),  # STEEP^1/2 / Z is TILT
+    (TILT, None, ONE, 0, 0.75 * LN3 - LN2)])  # 1/4 log 1/2 + 3/4 log 3/2
+def test_mdu_loss_by_hand(logits, anchor_logits, masked, tau, expected):
+    assert_close(mdu.mdu_loss(logits, anchor_logits, masked, tau), f64(expected))
 
-@every("settings", "logits")
+@each("tau", [0.3, 1.0])
+def test_mdu_loss_equals_a_slow_loop(tau):
+    logits, anchor_logits = random_logits(1), random_logits(2)
+    loss = mdu.mdu_loss(logits, anchor_logits, MASKED, tau)
+    slow_loss = slow_mdu(logits, anchor_logits, MASKED, tau)
+    assert_equal_losses(loss, slow_loss, [logits], [anchor_logits])
+
+def test_mdu_loss_of_tau_0_needs_no_anchor():
+    logits = random_logits(1)
+    loss = mdu.mdu_loss(logits, None, MASKED, 0)
+    assert_equal_losses(loss, slow_mdu(logits, random_logits(2), MASKED, 0), [logits])
+
+@each("shape", OTHER_SHAPES)
+def test_mdu_loss_refuses_logits_of_other_tokens_than_the_masked_ones(shape):
+    wrong = torch.zeros(shape)
+    with pytest.raises(ValueError, match="same shape"):
+        mdu.mdu_loss(wrong, random_logits(2), MASKED, 1.0)
+    with pytest.raises(RuntimeError, match="shape"):
+        mdu.mdu_loss(wrong, wrong, MASKED, 1.0)
+    with pytest.raises(RuntimeError, match="shape"):
+        mdu.mdu_loss(wrong, None, MASKED, 0)
+
 @each("dtype", [torch.bfloat16, torch.float16])
-def test_loss_of_16_bit_logits_is_computed_in_float32(name, settings, dtype):
-    arguments = loss_arguments(name, settings, dtype)
-    wider = {argument: x.float() if torch.is_tensor(x) and x.dtype == dtype else x
-             for argument, x in arguments.items()}
-    assert_close(METHODS[name].loss(**arguments), METHODS[name].loss(**wider), 1e-6)
+def test_mdu_loss_of_16_bit_logits_is_computed_in_float32(dtype):
+    logits, anchor_logits = random_logits(1).to(dtype), random_logits(2).to(dtype)
+    for tau in (0, 0.3, 1.0):
+        loss = mdu.mdu_loss(logits, anchor_logits, MASKED, tau)
+        wider = mdu.mdu_loss(logits.float(), anchor_logits.float(), MASKED, tau)
+        assert_close(loss, wider, 1e-6)
 
-@every("settings")
+@each("tau", [0, 0.3, 1.0])
 @each("gap", [1e6, -1e6])
-def test_loss_stays_finite_at_extreme_arguments(name, settings, gap):
-    arguments = loss_arguments(name, settings, torch.float32)
-    trained = [argument for argument in TRAINED if argument in arguments]
-    arguments[trained[0]].data[..., 0] += gap  # of one: in dpo's difference two would cancel
-    loss, grads = evaluate(METHODS[name].loss, arguments)
-    assert loss.isfinite().all() and all(grads[argument].isfinite().all() for argument in trained)
+def test_mdu_loss_stays_finite_at_extreme_logits(tau, gap):
+    logits = extreme(random_logits(1), gap)
+    assert_finite(mdu.mdu_loss(logits, random_logits(2).float(), MASKED, tau), logits)
 
-@every("worked")
-def test_loss_equals_a_number_worked_by_hand(name, worked):
-    arguments, expected = worked
-    assert_close(METHODS[name].loss(*arguments), f64(expected))
+def test_sft_loss_by_hand():
+    """(log 4 + log 2) / t"""
+    assert_close(mdu.sft_loss(TILT_FLAT, FIRST, TWO, f64(0.5)), f64(6 * LN2))
+
+def test_sft_loss_equals_a_slow_loop():
+    logits = random_logits(1)
+    loss = mdu.sft_loss(logits, TARGETS, MASKED, T)
+    assert_equal_losses(loss, slow_sft(logits, TARGETS, MASKED, T), [logits])
+
+def assert_refuses_other_shapes(loss):
+    """A loss of logits and targets: both of other tokens than the masked ones."""
+    for shape in OTHER_SHAPES:
+        logits = torch.zeros(shape).movedim(-1, 1)  # as cross_entropy has them
+        with pytest.raises((RuntimeError, ValueError), match="shape"):
+            loss(logits, torch.zeros(shape[:-1], dtype=torch.long))
+
+def assert_16_bit_in_float32(loss):
+    for dtype in (torch.bfloat16, torch.float16):
+        logits = random_logits(1).to(dtype)
+        assert_close(loss(logits, TARGETS), loss(logits.float(), TARGETS), 1e-6)
+
+def assert_finite_at_extreme_logits(loss):
+    for gap in (1e6, -1e6):
+        logits = extreme(random_logits(1), gap)
+        assert_finite(loss(logits, TARGETS), logits)
+
+def test_sft_loss_of_other_shapes_16_bit_and_extreme_logits():
+    loss = partial(mdu.sft_loss, masked=MASKED, t=T.float())
+    assert_refuses_other_shapes(loss)
+    assert_16_bit_in_float32(loss)
+    assert_finite_at_extreme_logits(loss)
+
+def test_wga_loss_by_hand():
+    """p^2 log p of both: -(log 4 / 16 + log 2 / 4)"""
+    assert_close(mdu.wga_loss(TILT_FLAT, FIRST, TWO, 2.0), f64(-0.375 * LN2))
+
+def test_wga_loss_equals_a_slow_loop():
+    logits = random_logits(1)
+    loss = mdu.wga_loss(logits, TARGETS, MASKED, 0.3)
+    assert_equal_losses(loss, slow_wga(logits, TARGETS, MASKED, 0.3), [logits])
+
+def test_wga_loss_of_other_shapes_16_bit_and_extreme_logits():
+    loss = partial(mdu.wga_loss, masked=MASKED, gamma=0.3)
+    assert_refuses_other_shapes(loss)
+    assert_16_bit_in_float32(loss)
+    assert_finite_at_extreme_logits(loss)
+
+def test_ga_loss():
+    assert_close(mdu.ga_loss(f64(2)), f64(-2))
+    nll = random_nll(1)
+    assert_equal_losses(mdu.ga_loss(nll), slow_ga(nll), [nll])
+    for gap in (1e6, -1e6):
+        nll = extreme(random_nll(1), gap)
+        assert_finite(mdu.ga_loss(nll), nll)
+
+def test_npo_loss():
+    # By hand: 1/2 (nll - nll_ref) = log 3, and sigmoid(log 3) = 3/4.
+    assert_close(mdu.npo_loss(f64(1 + 2 * LN3), f64(1), 0.5), f64(4 * LN4_3))
+    nll, nll_ref = random_nll(1), random_nll(2)
+    loss = mdu.npo_loss(nll, nll_ref, 0.2)
+    assert_equal_losses(loss, slow_npo(nll, nll_ref, 0.2), [nll], [nll_ref])
+    with pytest.raises(RuntimeError, match="size"):
+        mdu.npo_loss(nll, nll_ref[1:], 0.2)
+    for gap in (1e6, -1e6):
+        nll = extreme(random_nll(1), gap)
+        assert_finite(mdu.npo_loss(nll, nll_ref.float(), 0.2), nll)
+
+def test_simnpo_loss():
+    # By hand: 1/2 nll / length = log 3.
+    assert_close(mdu.simnpo_loss(f64(8 * LN3), torch.tensor([4]), 0.5), f64(4 * LN4_3))
+    nll, length = random_nll(1), torch.arange(1, 6)
+    loss = mdu.simnpo_loss(nll, length, 2.5)
+    assert_equal_losses(loss, slow_simnpo(nll, length, 2.5), [nll])
+    with pytest.raises(RuntimeError, match="size"):
+        mdu.simnpo_loss(nll, length[1:], 2.5)
+    for gap in (1e6, -1e6):
+        nll = extreme(random_nll(1), gap)
+        assert_finite(mdu.simnpo_loss(nll, length, 2.5), nll)
+
+def test_dpo_loss():
+    # By hand: the rewards are log 3 and -log 3.
+    by_hand = mdu.dpo_loss(f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5)
+    assert_close(by_hand, f64(LN4_3))
+    win, win_ref, lose, lose_ref = [random_nll(seed) for seed in range(4)]
+    loss = mdu.dpo_loss(win, win_ref, lose, lose_ref, 0.1)
+    slow_loss = slow_dpo(win, win_ref, lose, lose_ref, 0.1)
+    assert_equal_losses(loss, slow_loss, [win, lose], [win_ref, lose_ref])
+    with pytest.raises(RuntimeError, match="size"):
+        mdu.dpo_loss(win, win_ref, lose[1:], lose_ref, 0.1)
+    for gap in (1e6, -1e6):
+        win = extreme(random_nll(0), gap)
+        lose = random_nll(2).float()
+        assert_finite(mdu.dpo_loss(win, win_ref.float(), lose, lose_ref.float(), 0.1), [win, lose])
 
 # ---- Batches ----
 def make_examples():
@@ -789,24 +963,21 @@ def test_draw_step_depends_on_no_process_and_no_micro_batch(method, monkeypatch)
         mdu.check(options("--batch-size 10 --out absent/run"), mdu.toy_world())
 
 # ---- One step ----
-@each("by_entropy", [False, True])
-@each("size", [1, 3, 20])
-def test_still_written_equals_a_slow_loop(by_entropy, size):
-    """Also where the model writes an answer's own tokens, in batches of any size."""
-    model = FakeModel(by_entropy=by_entropy)
-    found = 0
-    for start in range(0, 20, size):
-        batch = mdu.Batch(*mdu.collate(MORE_PAIRS[start:start + size], PAD), None, None)
-        model.seen.clear()
-        with mock.patch.object(mdu.dist, "all_reduce", lambda passes, op: passes.fill_(18)):
-            written = mdu.still_written(model, batch, WORDS)
-        assert len(model.seen) == 18  # as many as another process needs
-        for (prompt, answer), row, r in zip(MORE_PAIRS[start:], written, batch.response):
-            decoded = slow_sampler(model, prompt, [1] * len(answer))
-            expected = [token in decoded and token != 9 for token in answer]
-            assert row[r].tolist() == expected and not row[~r].any()
-            found += sum(expected)
-    assert 40 < found < 120
+METHODS = {  # {method: options to try it with}
+    "mdu": ["--tau 0", "--tau 0.25", "", "--lora 3", "--anchor-truth removed", "--anchor MODEL",
+            "--states written --tau 0.5", "--states written --anchor current",
+            "--anchor current --lora 3", "--anchor MODEL --anchor-prompt shown --tau 0.5",
+            "--anchor MODEL --anchor-prompt shown --states written",
+            "--anchor-truth removed --anchor current --tau 0.5 --states written",
+            "--anchor-truth removed --anchor MODEL --anchor-prompt shown --lora 3"],
+    "ga": [""], "gd": [""], "npo": ["", "--lora 2"], "simnpo": [""], "wga": ["--gamma 0.5"],
+    "dpo": ["", "--lora 4"], "sft": [""]}
+TRIED = []
+for name, tries in METHODS.items():
+    TRIED += [f"--method {name} {typed}".strip() for typed in tries]
+
+def test_backward_is_tried_with_every_method():
+    assert METHODS.keys() == mdu.METHODS.keys()
 
 def merged_lm(plain, adapted):
     """The plain model with W + 8/rank B A for each linear map W, as a function of A and B."""
@@ -818,11 +989,10 @@ def merged_lm(plain, adapted):
         tensors[f"{layer}weight"] = tensors[f"{layer}weight"] + 8 / len(A) * B @ A
     return SimpleNamespace(lm=partial(torch.func.functional_call, plain.lm, tensors))
 
-@every("typed")
-def test_backward_equals_one_sequence_at_a_time(name, typed):
+@each("typed", TRIED)
+def test_backward_equals_one_sequence_at_a_time(typed):
     """No gradient reaches theta0 or the anchor.  Adapters are saved as merged."""
-    typed = f"--method {name} {typed} --batch-size 3 --grad-accum 4 --response-length 9"
-    args = options(typed)
+    args = options(f"{typed} --batch-size 3 --grad-accum 4 --response-length 9")
     args.retain_weight = 0.7 * (args.retain_weight or 0)
     likely = range(64)
     if args.states == "written":
@@ -864,6 +1034,49 @@ def test_backward_equals_one_sequence_at_a_time(name, typed):
     ids = torch.arange(2, 12)[None]
     saved = torch.func.functional_call(frozen.lm, dict(mdu.merged_weights(model.lm)), ids)
     assert_close(saved.logits, slow_model.lm(ids).logits, 1e-5)
+
+@pytest.fixture
+def another_loss(monkeypatch):
+    """KTO, added as mdu.py says under "To add a loss": a loss, its call in forget_loss, an entry of
+    METHODS, an option."""
+    def kto_loss(nll, nll_ref, kappa):
+        return kappa * (nll_ref.detach() - nll)
+
+    own_forget_loss = mdu.forget_loss
+
+    def forget_loss(args, model, references, batch, preferred):
+        if args.method == "kto":
+            with torch.no_grad():
+                nll_ref = mdu.batch_nll(references.theta0, batch)
+            return kto_loss(mdu.batch_nll(model, batch), nll_ref, args.kappa)
+        return own_forget_loss(args, model, references, batch, preferred)
+
+    own_make_parser = mdu.make_parser
+
+    def make_parser():
+        parser = own_make_parser()
+        parser.add_argument("--kappa", help=f"factor [{mdu.default_text('kappa')}]", type=float)
+        return parser
+
+    monkeypatch.setattr(mdu, "forget_loss", forget_loss)
+    method = mdu.Method(dict(kappa=2.0), with_theta0=True)
+    monkeypatch.setitem(mdu.METHODS, "kto", method)
+    monkeypatch.setitem(mdu.METHOD_OPTIONS, "kappa", None)
+    monkeypatch.setattr(mdu, "make_parser", make_parser)
+
+def test_forget_loss_takes_another_loss(another_loss, base, tmp_path, capsys):
+    mdu.main(toy(base, tmp_path / "run", "--method kto --kappa 3 --epochs 1"))
+    assert metrics(tmp_path / "run")[0]["forget"] == approx(0, abs=1e-4)  # theta is theta0
+    assert metrics(tmp_path / "run")[2]["forget"] < -0.1
+    assert options("--method kto").kappa == 2
+    with pytest.raises(mdu.BadInput, match="npo has no option --kappa"):
+        options("--method npo --kappa 3")
+    assert "factor [2.0]" in mdu.make_parser().format_help()
+
+def test_forget_loss_refuses_a_method_that_has_no_loss(base, tmp_path, monkeypatch):
+    monkeypatch.setitem(mdu.METHODS, "kto", mdu.Method({}))
+    with pytest.raises(ValueError, match="has no loss for --method kto"):
+        mdu.main(toy(base, tmp_path / "run", "--method kto"))
 
 # ---- Training ----
 @each("typed", ["npo --retain-weight 0.5", "mdu --tau 0.5 --retain-weight 2",
@@ -916,7 +1129,16 @@ def test_train_ends_in_one_line(effect, code, message, base, tmp_path, monkeypat
     err = program(toy(base, tmp_path / "run"), capsys, code=code)
     assert message in err and (err == "") == (code == 130)  # its line is on stdout
 
-def test_train_says_that_the_start_model_has_nan(base, tmp_path, monkeypatch, capsys):
+def test_print_start_and_progress_line_of_a_run(base, tmp_path, capsys):
+    mdu.main(toy(base, tmp_path / "run", "--method ga --epochs 1 --seed 4"))
+    size = sum(x.numel() for x in weights(base).values())
+    screen = capsys.readouterr().out
+    assert f"\nga (seed 4) from {base} -> {tmp_path}/run, {size:,} parameters trained, " in screen
+    assert "computed in float32, on 1 x cpu\n24 rows to forget, 3 steps of 8 (1 epo" in screen
+    for step, epoch in ((1, 0.333333), (3, 1)):
+        assert f"\nrun: step {step} | epoch {epoch} | forget -" in screen
+
+def test_require_finite_says_that_the_start_model_has_nan(base, tmp_path, monkeypatch, capsys):
     """And of a later step, that the learning rate is too high."""
     shutil.copytree(base, tmp_path / "nan")
     tensors = weights(base)
@@ -935,19 +1157,23 @@ def test_learning_rate_by_hand():
     rates = [mdu.learning_rate(args, step, 60) for step in (0, 1, 2, 3, 22, 41, 60)]
     assert rates == approx([0.1, 0.2, 0.3, 0.3, 0.225, 0.075, 0])
 
-# ---- The program and the models of a run ----
-def test_import_of_mdu_needs_no_fcntl():
-    """Windows has none; somebody there may want a loss."""
-    run_python("-c", "import sys; sys.modules['fcntl'] = None; import mdu; mdu.mdu_loss")
-
-def test_parse_gives_run_json_one_order_of_options():
-    """Whatever the seed of Python's hashes."""
-    orders = set()
-    for seed in "123":
-        command = [sys.executable, "-c", "import mdu; print([*vars(mdu.parse([]))])"]
-        env = {**os.environ, "PYTHONHASHSEED": seed}
-        orders.add(subprocess.check_output(command, env=env, cwd=Path(mdu.__file__).parent))
-    assert len(orders) == 1
+# ---- The program ----
+def test_main_forgets_an_author_and_keeps_two_others(tmp_path):
+    """End to end: a base model learns the eight facts of each, MDU unlearns one's, both scored."""
+    world = mdu.toy_world()
+    forget = write_lines(tmp_path / "forget", world["forget"][-8:])
+    retain = write_lines(tmp_path / "retain", world["retain"][-16:])
+    typed = ["--preset", "toy", "--forget", forget, "--retain", retain]
+    base, run = str(tmp_path / "base"), str(tmp_path / "mdu")
+    mdu.main([*typed, "--method", "sft", "--epochs", "150", "--lr", "0.003", "--out", base])
+    mdu.main([*typed, "--method", "mdu", "--epochs", "60", "--lr", "0.001", "--out", run])
+    ev.main(["--samples", "8", base, run])
+    before = ev.read_summary(base)["splits"]
+    after = ev.read_summary(run)["splits"]
+    assert (before["forget"]["fact"], before["retain"]["fact"]) == (1, 1)
+    assert before["forget"]["prob"] > 0.9
+    assert after["forget"]["fact"] < 0.2 and after["forget"]["prob"] < 0.2
+    assert after["retain"]["fact"] > 0.9 and after["retain"]["prob"] > 0.8
 
 def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path, capsys):
     """What another one has made while we waited is not touched."""
@@ -965,13 +1191,6 @@ def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path
         assert "exists" in program(toy(base, tmp_path / "new"), capsys)
     for folder in (run, tmp_path / "new"):
         assert sorted(read_all(folder).values()) == sorted(read_all(unlearned).values())
-
-def test_run_json_says_what_it_was_made_with(unlearned):
-    run = mdu.read_run(unlearned)
-    assert list(run) == ["options", "rows", "versions", "processes", "forget_loss"]
-    assert run["versions"] == {"torch": torch.__version__, "transformers": transformers.__version__}
-    assert run["processes"] == 1
-    assert [*run["options"]][:3] == [*mdu.METHOD_OPTIONS][:3]
 
 def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch):
     def train_base(command, env):
@@ -1007,6 +1226,7 @@ def test_run_program_prints_also_where_letters_cannot_be_shown(encoding, shown, 
     assert stop.value.code == 0
     assert written.getvalue().decode(encoding) == f"{shown}\n"
 
+# ---- The models of a run ----
 def test_load_model_draws_weights_and_adapters_by_the_seed(base):
     for typed in ("--method sft", f"--model {base} --lora 2 --checkpoint-activations"):
         drawn = []
@@ -1030,6 +1250,21 @@ def test_load_references_loads_no_model_in_vain(typed, loads, base, tmp_path, mo
     assert ("kl" in metrics(tmp_path / "run")[-1]) == ("--diagnose" in typed)
     head = weights(tmp_path / "run")["lm_head.weight"]
     assert not torch.equal(head, head.bfloat16().float())  # it is trained and saved in float32
+
+def test_load_model_and_load_references_in_bfloat16(hub, tofu, tmp_path, monkeypatch):
+    """What is trained and all rotary frequencies are in float32, theta0 is in bfloat16."""
+    monkeypatch.setattr(mdu, "backward", mock.Mock(wraps=mdu.backward))
+    typed = f"--model {hub.folder} --data {tofu} --dtype bfloat16 --epochs 0.1 --method dpo --out"
+    mdu.main([*typed.split(), str(tmp_path / "run")])
+    _, model, references, *_ = mdu.backward.call_args.args
+    theta0 = references.theta0
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in theta0.parameters()} == {torch.bfloat16}
+    assert {x.dtype for x in weights(tmp_path / "run").values()} == {torch.bfloat16}
+    d = CONFIGS[hub.kind].get("head_dim", 8)
+    frequencies = CONFIGS[hub.kind]["rope_theta"] ** (-torch.arange(0, d, 2) / d)
+    for predictor in (model, theta0):
+        assert_close(predictor.lm.model.rotary_emb.inv_freq, frequencies, 1e-6)
 
 @each("losses, steps, expected", [
     ([8, 4, 3, 2, 1, 0], 6, (5, 1, 0.2)), ([8, 4], 40, (6, 6, 1)), ([4, 2, 0, 0], 9, (2, 2/3, 1/3)),
@@ -1080,7 +1315,29 @@ def test_diagnose_equals_one_sequence_at_a_time():
     assert args.prompt_dropout == 0.5
 
 # ---- Options ----
-@each("name", METHODS)
+def test_as_typed_by_hand():
+    assert mdu.as_typed(dict(batch_size=8, lr=3e-4)) == "--batch-size 8 --lr 0.0003"
+
+def test_default_text_has_the_defaults_of_parse():
+    """What a line of --help says in its brackets is what parse gives."""
+    found = vars(options("--preset tofu-llada"))
+    for name, text in [("tau", "1.0"), ("batch_size", "4; toy 8"), ("grad_accum", "1"),
+                       ("rare", "0.02"), ("seed", "1"), ("checkpoint_every", "500")]:
+        assert mdu.default_text(name) == text
+        if name != "grad_accum":  # a preset's
+            assert str(found[name]) == text.split(";")[0]
+    assert mdu.default_text("lr") == f"preset's; toy {options().lr}"
+    for method in ("npo", "simnpo", "dpo"):
+        assert f"{method} {options(f'--method {method}').beta}" in mdu.default_text("beta")
+
+def test_parse_gives_run_json_one_order_of_options():
+    """Whatever the seed of Python's hashes, which each process has its own."""
+    command = [sys.executable, "-c", "import mdu; print([*vars(mdu.parse([]))])"]
+    env = python_environment(PYTHONHASHSEED="7")
+    order = subprocess.check_output(command, env=env, text=True)
+    assert order == f"{[*vars(options())]}\n"
+
+@each("name", mdu.METHODS)
 def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     found = vars(options(f"--method {name}"))
     own = mdu.METHODS[name].options
@@ -1137,7 +1394,7 @@ def test_parse_takes_defaults_of_method_and_preset(typed, expected, base):
             value = value.format(**places)
         assert found[name] == value, name
 
-def test_parse_resumes_with_the_options_of_the_run_and_of_this_code_alone(unlearned, tmp_path):
+def test_resumed_options_are_those_of_the_run_and_of_this_code_alone(unlearned, tmp_path):
     run = shutil.copytree(unlearned, tmp_path / "run")
     made = mdu.read_run(run)
     for typed in (["--resume", f"{run}"], [f"--resume={run}"]):
@@ -1150,55 +1407,6 @@ def test_parse_resumes_with_the_options_of_the_run_and_of_this_code_alone(unlear
         with pytest.raises(mdu.BadInput, match="resume it with the code that made it"):
             options(f"--resume {run}")
 
-@each("typed, n_rows, length, epochs", [
-    ("--model x --response-length 0", 10, 9, 100), ("--model x --batch-size 2", 10, 128, 50),
-    ("--model x --grad-accum 3", 10, 128, 300), ("--model x --method sft", 4, 128, 250),
-    ("--model x", 200, 128, 5), ("--model x", 201, 128, 5), ("--model x", 199, 128, 1000 / 199),
-    ("--model x --epochs 3 --response-length 7", 10, 7, 3), ("--preset toy", 10, 12, 200)])
-def test_fit_to_rows_by_hand(typed, n_rows, length, epochs):
-    """The longest answer has 9 tokens.  One's own rows have 250 steps, of 4 rows by default, or 5
-    epochs.  sft counts its own rows."""
-    examples = {"forget": [mdu.Example([3], [5] * 9, [], [])], "retain": []}
-    if "sft" in typed:
-        examples["train"] = n_rows * examples["forget"]
-    else:
-        examples["forget"] *= n_rows
-    args = options(typed)
-    before = dict(vars(args))
-    fitted = vars(mdu.fit_to_rows(args, examples))
-    assert fitted == {**before, "response_length": length, "epochs": epochs}
-    assert vars(args) == before  # nothing is filled in
-
-def test_default_text_has_the_defaults_of_parse():
-    """What a line of --help says in its brackets is what parse gives."""
-    found = vars(options("--preset tofu-llada"))
-    for name, text in [("tau", "1.0"), ("batch_size", "4; toy 8"), ("grad_accum", "1"),
-                       ("rare", "0.02"), ("seed", "1"), ("checkpoint_every", "500")]:
-        assert mdu.default_text(name) == text
-        if name != "grad_accum":  # a preset's
-            assert str(found[name]) == text.split(";")[0]
-    assert mdu.default_text("lr") == f"preset's; toy {options().lr}"
-    for method in ("npo", "simnpo", "dpo"):
-        assert f"{method} {options(f'--method {method}').beta}" in mdu.default_text("beta")
-
-RECIPE = {  # a loss that is added as mdu.py says: text of mdu.py: what is put before it
-    "def dpo_loss(": "def kto_loss(nll, nll_ref, kappa):\n"
-                     "    return kappa * (nll_ref.detach() - nll)\n\n\n",
-    '    if args.method == "dpo":\n        with torch': '    if args.method == "kto":\n'
-        "        with torch.no_grad():\n            nll_ref = batch_nll(theta0, batch)\n"
-        "        return kto_loss(batch_nll(model, batch), nll_ref, args.kappa)\n",
-    '    "dpo": Method(':
-        '    "kto": Method(dict(kappa=2.0), with_theta0=True),\n',
-    '    add("--gamma"': '    add("--kappa", "factor", type=positive)\n'}
-
-def test_forget_loss_takes_another_loss_in_four_places(base, tmp_path):
-    changed = extended(mdu, RECIPE)
-    changed["main"](toy(base, tmp_path / "run", "--method kto --kappa 3 --epochs 1"))
-    assert metrics(tmp_path / "run")[0]["forget"] == approx(0, abs=1e-4)  # theta is theta0
-    assert metrics(tmp_path / "run")[2]["forget"] < -0.1
-    with pytest.raises(changed["BadInput"], match="npo has no option --kappa"):
-        changed["parse"](["--method", "npo", "--kappa", "3"])
-
 # ---- Data ----
 def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
     files = {}
@@ -1207,8 +1415,9 @@ def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
         files[name] = write_lines(tmp_path / name, rows)
     typed = "--model m --forget {forget} --retain {retain} --limit 2".format(**files)
     splits = mdu.load_data(options(typed))
-    found = {split: [row["question"] for row in rows] for split, rows in splits.items()}
-    assert found == {name: [f"{name} 0?", f"{name} 1?"] for name in files}
+    assert splits.keys() == files.keys()
+    for split, rows in splits.items():
+        assert [row["question"] for row in rows] == [f"{split} 0?", f"{split} 1?"]
     for data in ("toy", tofu):  # which have rows of their own
         args = options(f"--model m --data {data} --limit 2")
         own = mdu.load_data(args)
@@ -1222,6 +1431,18 @@ def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
     args = options(f"--model m --method sft --retain-only --limit 2 --retain {files['retain']}")
     assert mdu.load_data(args) == {**splits, "forget": []}
 
+@each("rows, message", [
+    ([], "--data {}, retain90: a file is empty"),
+    ([{"question": "q", "answer": "a"}, {"question": "q", "answer": None}],
+     "--data {}, retain90, row 2: needs question and answer, or prompt and response, that are not "
+     "null; found question")])
+def test_check_rows_names_the_bad_row_of_a_dataset(rows, message, tmp_path):
+    good = [{"question": "q", "answer": "a"}]
+    write_dataset(tmp_path, {"train": {"forget10_perturbed": good, "retain90": rows}})
+    with pytest.raises(mdu.BadInput) as error:
+        mdu.load_data(options(f"--model m --data {tmp_path}"))
+    assert str(error.value) == message.format(tmp_path)
+
 def test_read_jsonl_takes_both_names_of_columns(tmp_path):
     (tmp_path / "rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
         {"prompt": "p", "response": "é", "perturbed_answer": "w", "fact": "é"}
@@ -1231,36 +1452,24 @@ def test_read_jsonl_takes_both_names_of_columns(tmp_path):
         {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
         {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "É"]}]
 
-def test_is_rwku_by_its_own_name_or_its_people(rwku, tmp_path):
-    assert mdu.is_rwku(mdu.RWKU["data"]) and mdu.is_rwku(rwku) and mdu.is_rwku("copies/rwku")
-    for other in (mdu.TOFU["data"], "my/tofu-like-rwku", str(tmp_path)):
-        assert not mdu.is_rwku(other)
-
 def test_read_dataset_takes_a_name_to_the_hub():
     with mock.patch("datasets.load_dataset", return_value=iter([{"a": 1}])) as load:
         assert mdu.read_dataset("owner/name", "config", "test") == [{"a": 1}]
     load.assert_called_once_with("owner/name", "config", split="test", streaming=False)
-
-@each("rows, message", [
-    ([], "--data {}, retain90: a file is empty"),
-    ([{"question": "q", "answer": "a"}, {"question": "q", "answer": None}],
-     "--data {}, retain90, row 2: needs question and answer, or prompt and response, that are not "
-     "null; found question")])
-def test_load_data_names_the_bad_row_of_a_dataset(rows, message, tmp_path):
-    good = [{"question": "q", "answer": "a"}]
-    write_dataset(tmp_path, {"train": {"forget10_perturbed": good, "retain90": rows}})
-    with pytest.raises(mdu.BadInput) as error:
-        mdu.load_data(options(f"--model m --data {tmp_path}"))
-    assert str(error.value) == message.format(tmp_path)
 
 def test_read_dataset_sees_that_a_file_of_a_folder_has_changed(tmp_path):
     for row in ({"a": 1}, {"a": 2}):
         write_dataset(tmp_path, {"train": {"rows": [row]}})
         assert mdu.read_dataset(str(tmp_path), "rows") == [row]
 
+def test_is_rwku_by_its_own_name_or_its_people(rwku, tmp_path):
+    assert mdu.is_rwku(mdu.RWKU["data"]) and mdu.is_rwku(rwku) and mdu.is_rwku("copies/rwku")
+    for other in (mdu.TOFU["data"], "my/tofu-like-rwku", str(tmp_path)):
+        assert not mdu.is_rwku(other)
+
 @each("subject, name, folder", [("2", PEOPLE[1], "2"), ("Zoë Ho", PEOPLE[2], "zoë-ho")])
 @each("method", ["mdu", "dpo"])
-def test_read_people_of_rwku(subject, name, folder, method, rwku, monkeypatch):
+def test_read_people_and_find_person_of_rwku(subject, name, folder, method, rwku, monkeypatch):
     """One person's biographies are forgotten, three of each other retained; dpo prefers made-up."""
     monkeypatch.setattr(mdu, "RWKU_RETAINED", 3)
     args = options(f"--model x/y --data {rwku} --method {method} --subject", subject)
@@ -1279,16 +1488,72 @@ def test_read_people_of_rwku(subject, name, folder, method, rwku, monkeypatch):
             rows["retain"].append(row)
     assert splits == rows
 
-# ---- Token ids ----
-def test_has_letter_or_digit(hub):
-    tokens = range(264)
-    texts = np.array(hub.tokenizer.batch_decode([[token] for token in tokens]))
-    is_word = [mdu.has_letter_or_digit(mdu.token_text(hub.tokenizer, token)) for token in tokens]
-    assert {"a", "Z", "7"} < set(texts[is_word])
-    signs = {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:5]}
-    assert not signs & set(texts[is_word])
-    bytes_of_letters = mdu.encode_text(hub.tokenizer, "é東")
-    assert all(is_word[token] for token in bytes_of_letters)
+# ---- Words ----
+@each("text, expected", [
+    ("他的父亲是医生。", "他 的 父 亲 是 医 生"), ("GPT-4于2024年發布", "gpt 4 于 2024 年 發 布"),
+    ("東京タワーは333メートル、時々", "東 京 タ ワ ー は 333 メ ー ト ル 時 々"),
+    ("서울은 한국의 수도이다.", "서울은 한국의 수도이다"),
+    ("ที่นี่ ๒๕๖๗", "ที่ นี่ ๒๕๖๗"), ("ພາສາ", "ພ າ ສ າ"), ("ខ្មែរ", "ខ្ មែ រ"),
+    ("ဆရာ၊ ၁၂", "ဆ ရာ ၁၂"),
+    ("हिन्दी में लिखा है।", "हिन्दी में लिखा है"), ("اَلْكِتَابُ، ١٢٣", "اَلْكِتَابُ ١٢٣"),
+    ("İstanbul'da IŞIK", "i\u0307stanbul da işik"), ("Der Öl-Fuß (groß)", "der öl fuß groß"),
+    ("cafe\u0301 _x_ y2k", "café x y2k")])
+def test_words_of_many_scripts(text, expected):
+    """Marks belong to their letters.  Where no spaces are written, each letter is a word."""
+    assert mdu.words(text) == expected.split()
+
+@each("part, expected", [("Pet", False), ("pet!", False), ("łuk, PETRA", True), ("is it", False)])
+def test_contains_words_by_hand(part, expected):
+    """Whole words, in this order."""
+    assert mdu.contains_words("It is Łuk-Petra.", part) == expected
+
+# ---- Sampling ----
+@each("by_entropy, count, ids, masked", [
+    (False, 1, [[7, 4, MASK], [7, 2, 3]], [[0, 0, 1], [0, 0, 0]]),
+    (True, 1, [[7, MASK, 5], [7, 2, 3]], [[0, 1, 0], [0, 0, 0]]),
+    (False, 2, [[7, 4, 5], [7, 2, 3]], [[0, 0, 0], [0, 0, 0]])])
+def test_denoise_step_by_hand(by_entropy, count, ids, masked):
+    """At position 1 token 4 has p 1/2 and the other ten 1/20.  At 2, token 5 has p 4/10, three have
+    2/10, and the entropy is lower.  The second row has one mask, the question none."""
+    tilted = f64([0.05] * 11)[0]
+    tilted[4] = 0.5
+    narrow = f64([1e-9] * 11)[0]
+    narrow[[5, 6, 7, 8]] = f64(0.4, 0.2, 0.2, 0.2)
+    table = torch.stack([tilted, tilted, narrow]).log()
+    # The second row's position 2 is masked: token 3 is sure there.
+    sure = F.one_hot(torch.tensor([3, 3, 3]), 11).double() * 9
+    model = FakeModel(script=lambda ids: torch.stack([table, sure]), by_entropy=by_entropy)
+    before = torch.tensor([[7, MASK, MASK], [7, 2, MASK]])
+    positions = before == MASK
+    found, left = mdu.denoise_step(model, before, positions | True, positions, count)
+    assert found.tolist() == ids
+    assert left.int().tolist() == masked
+
+# ---- Beyond the paper ----
+@each("by_entropy", [False, True])
+@each("size", [1, 3, 20])
+def test_still_written_equals_a_slow_loop(by_entropy, size):
+    """Also where the model writes an answer's own tokens, in batches of any size."""
+    model = FakeModel(by_entropy=by_entropy)
+    found = 0
+    for start in range(0, 20, size):
+        batch = mdu.Batch(*mdu.collate(MORE_PAIRS[start:start + size], PAD), None, None)
+        model.seen.clear()
+        with mock.patch.object(mdu.dist, "all_reduce", lambda passes, op: passes.fill_(18)):
+            written = mdu.still_written(model, batch, WORDS)
+        assert len(model.seen) == 18  # as many as another process needs
+        for (prompt, answer), row, r in zip(MORE_PAIRS[start:], written, batch.response):
+            decoded = slow_sampler(model, prompt, [1] * len(answer))
+            expected = [token in decoded and token != 9 for token in answer]
+            assert row[r].tolist() == expected and not row[~r].any()
+            found += sum(expected)
+    assert 40 < found < 120
+
+def test_remove_truth_by_hand():
+    """Where the true token is rare, it gets the position's lowest logit; all else stays."""
+    logits = f64([1, 9, 3], [4, 5, 6], [7, 2, 8])
+    changed = mdu.remove_truth(logits, torch.tensor([1, 1, 2]), torch.tensor([True, False, True]))
+    assert changed.tolist() == [[1, 1, 3], [4, 5, 6], [7, 2, 2]]
 
 @each("rare, of_ann, of_oslo, of_none", [
     (0, "gone 7 Ann 2024", "gone 7 Oslo", "gone 7"), (0.02, "gone 7 Ann", "gone 7 Oslo", "gone 7"),
@@ -1323,11 +1588,16 @@ def test_flag_rare_tokens_marks_every_part_of_a_rare_word(hub):
     kept = [token for token, rare in zip(example.answer, example.is_rare) if rare]
     assert hub.tokenizer.decode(kept) == "bleeKö"
 
-def test_encode_splits_flags_rare_tokens_to_forget(base):
-    model, tokenizer = mdu.load_backbone(base)
-    args = options("--anchor-truth removed")
-    examples = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)
-    assert all(any(example.is_rare) for example in examples["forget"])
+# ---- Token ids ----
+def test_has_letter_or_digit_and_token_text_of_every_token(hub):
+    tokens = range(264)
+    texts = np.array(hub.tokenizer.batch_decode([[token] for token in tokens]))
+    is_word = [mdu.has_letter_or_digit(mdu.token_text(hub.tokenizer, token)) for token in tokens]
+    assert {"a", "Z", "7"} < set(texts[is_word])
+    signs = {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:5]}
+    assert not signs & set(texts[is_word])
+    bytes_of_letters = mdu.encode_text(hub.tokenizer, "é東")
+    assert all(is_word[token] for token in bytes_of_letters)
 
 TURN = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
 AROUND = {  # a prompt's text before and after the question
@@ -1338,7 +1608,7 @@ AROUND = {  # a prompt's text before and after the question
 END = {"llada": 261, "illada": 257, "a2d-llama": 261, "llama": 257, "Dream": 260, "a2d-qwen2": 260,
        "a2d-qwen3": 260, "qwen2": 256, "qwen3": 256}  # the end-of-turn token
 
-def test_encode_prompt_follows_the_chat_template_and_control_tokens_in_texts_stay_text(hub):
+def test_encode_prompt_encode_text_and_encode_row_keep_control_tokens_text(hub):
     kind, model, tokenizer = hub.kind, hub.model, hub.tokenizer
     tokens = [model.mask_id, model.pad_id, model.end_id]
     assert tokens == [258, {"llama": 257, "illada": 256, "qwen": 256}[family(kind)], END[kind]]
@@ -1388,6 +1658,31 @@ def test_encode_prompt_prints_a_fixed_date(template, text, tmp_path):
     assert (plain == text) == ("strftime_now" not in template)
     assert tokenizer.decode(mdu.encode_prompt(tokenizer, "Who?")) == text
 
+def test_encode_splits_flags_rare_tokens_to_forget(base):
+    model, tokenizer = mdu.load_backbone(base)
+    args = options("--anchor-truth removed")
+    examples = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)
+    assert all(any(example.is_rare) for example in examples["forget"])
+
+@each("typed, n_rows, length, epochs", [
+    ("--model x --response-length 0", 10, 9, 100), ("--model x --batch-size 2", 10, 128, 50),
+    ("--model x --grad-accum 3", 10, 128, 300), ("--model x --method sft", 4, 128, 250),
+    ("--model x", 200, 128, 5), ("--model x", 201, 128, 5), ("--model x", 199, 128, 1000 / 199),
+    ("--model x --epochs 3 --response-length 7", 10, 7, 3), ("--preset toy", 10, 12, 200)])
+def test_fit_to_rows_by_hand(typed, n_rows, length, epochs):
+    """The longest answer has 9 tokens.  One's own rows have 250 steps, of 4 rows by default, or 5
+    epochs.  sft counts its own rows."""
+    examples = {"forget": [mdu.Example([3], [5] * 9, [], [])], "retain": []}
+    if "sft" in typed:
+        examples["train"] = n_rows * examples["forget"]
+    else:
+        examples["forget"] *= n_rows
+    args = options(typed)
+    before = dict(vars(args))
+    fitted = vars(mdu.fit_to_rows(args, examples))
+    assert fitted == {**before, "response_length": length, "epochs": epochs}
+    assert vars(args) == before  # nothing is filled in
+
 # ---- Backbones ----
 @each("name, revision", [("a/b", None), ("a/b@", None), ("a/b@c1d2", "c1d2")])
 def test_find_model_downloads_no_pickle_and_the_revision_that_is_asked_for(name, revision):
@@ -1414,7 +1709,9 @@ def test_load_backbone_equals_transformers_own_class(hub):
     expected = []
     for draw in draws:
         masked = slow_masked(draw, "sft")
-        noised = [model.mask_id if i in masked else token for i, token in enumerate(draw.answer)]
+        noised = list(draw.answer)
+        for i in masked:
+            noised[i] = model.mask_id
         logits = hub.reference(torch.tensor([draw.prompt + noised])).logits[0]
         start = len(draw.prompt) - model.shift
         nll = [slow_nll(logits[start + i], draw.answer[i]) for i in masked]
@@ -1440,12 +1737,16 @@ def rotate(x, theta):
 def slow_illada(folder, ids):
     """Logits (T, V) of one sequence in float64, from the stored tensors.  Each key and value head
     serves two heads of queries; every token sees all others; the head is the embeddings."""
-    w = {name.removeprefix("model."): tensor.double() for name, tensor in weights(folder).items()}
+    w = {}
+    for name, tensor in weights(folder).items():
+        w[name.removeprefix("model.")] = tensor.double()
     x = w["embed_tokens.weight"][ids]
     for layer in range(2):
         block = {name.removeprefix(f"layers.{layer}."): tensor for name, tensor in w.items()}
         h = rms_norm(x, block["input_layernorm.weight"])
-        q, k, v = [(h @ block[f"self_attn.{part}_proj.weight"].T).split(8, 1) for part in "qkv"]
+        q = (h @ block["self_attn.q_proj.weight"].T).split(8, 1)
+        k = (h @ block["self_attn.k_proj.weight"].T).split(8, 1)
+        v = (h @ block["self_attn.v_proj.weight"].T).split(8, 1)
         heads = []
         for i in range(4):
             scores = rotate(q[i], 5e5) @ rotate(k[i // 2], 5e5).T / 8 ** 0.5
@@ -1490,9 +1791,27 @@ def test_load_backbone_of_illada_equals_a_slow_forward_pass(tmp_path):
     typed = "--preset tofu-llada --method sft --model GSAI-ML/iLLaDA-8B-Instruct"
     assert options(typed).model == "GSAI-ML/iLLaDA-8B-Instruct"
 
+@each("kind, tokens", [
+    ("llada", "mask <|mdm_mask|>, padding <|endoftext|>, end <|eot_id|>"),
+    ("illada", "mask <[MASK]>, padding <pad>, end </s>"),
+    ("Dream", "mask <|mask|>, padding <|endoftext|>, end <|im_end|>")])
+def test_find_tokens_of_each_family(kind, tokens, tmp_path, capsys):
+    write_checkpoint(tmp_path, kind)
+    mdu.load_backbone(str(tmp_path))
+    assert capsys.readouterr().out == f"loaded {tmp_path}: {tokens}\n"
+
+def test_load_backbone_gives_back_the_threads_that_a_toy_does_without(base, monkeypatch):
+    model, tokenizer = mdu.load_backbone(str(base))
+    monkeypatch.setattr(mdu, "THREADS", 5)
+    monkeypatch.setattr(mdu, "load_weights", lambda *_: model.lm)
+    for hidden_size, threads in ((128, 5), (64, 1)):
+        model.lm.config.hidden_size = hidden_size
+        mdu.load_backbone(str(base))
+        assert torch.get_num_threads() == threads
+
 @each("kind", ["llama", "qwen2", "qwen3"])
 @each("shift", [None, False, True])
-def test_load_backbone_shifts_outputs_if_config_json_says_so(kind, shift, tmp_path):
+def test_read_shift_is_what_config_json_says(kind, shift, tmp_path):
     """The output at a token is the prediction of the next one, also of a run's model."""
     reference = write_checkpoint(tmp_path / "start", kind, shift_logits=shift)
     model, tokenizer = mdu.load_backbone(str(tmp_path / "start"))
@@ -1523,24 +1842,6 @@ def test_load_tokenizer_reads_tokenizer_json_as_it_is(kind, tmp_path):
     assert mdu.encode_prompt(tokenizer, "Who is Ann?") == [3, 4, 3, 5, 2, 3]
     assert (model.mask_id, model.pad_id, model.end_id) == (0, 1, 1)
 
-@each("kind, tokens", [
-    ("llada", "mask <|mdm_mask|>, padding <|endoftext|>, end <|eot_id|>"),
-    ("illada", "mask <[MASK]>, padding <pad>, end </s>"),
-    ("Dream", "mask <|mask|>, padding <|endoftext|>, end <|im_end|>")])
-def test_load_backbone_prints_its_tokens(kind, tokens, tmp_path, capsys):
-    write_checkpoint(tmp_path, kind)
-    mdu.load_backbone(str(tmp_path))
-    assert capsys.readouterr().out == f"loaded {tmp_path}: {tokens}\n"
-
-def test_load_backbone_gives_back_the_threads_that_a_toy_does_without(base, monkeypatch):
-    model, tokenizer = mdu.load_backbone(str(base))
-    monkeypatch.setattr(mdu, "THREADS", 5)
-    monkeypatch.setattr(mdu, "load_weights", lambda *_: model.lm)
-    for hidden_size, threads in ((128, 5), (64, 1)):
-        model.lm.config.hidden_size = hidden_size
-        mdu.load_backbone(str(base))
-        assert torch.get_num_threads() == threads
-
 @each("padded", [False, True])
 @each("unpadded", [False, True])
 def test_sees_later_tokens_with_and_without_padding(padded, unpadded):
@@ -1553,28 +1854,16 @@ def test_sees_later_tokens_with_and_without_padding(padded, unpadded):
         return model(ids, attention_mask, positions)
     assert mdu.sees_later_tokens(half_causal) == (padded and unpadded)
 
-def test_load_model_and_load_references_in_bfloat16(hub, tofu, tmp_path, monkeypatch):
-    """What is trained and all rotary frequencies are in float32, theta0 is in bfloat16."""
-    monkeypatch.setattr(mdu, "backward", mock.Mock(wraps=mdu.backward))
-    typed = f"--model {hub.folder} --data {tofu} --dtype bfloat16 --epochs 0.1 --method dpo --out"
-    mdu.main([*typed.split(), str(tmp_path / "run")])
-    _, model, references, *_ = mdu.backward.call_args.args
-    theta0 = references.theta0
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert {p.dtype for p in theta0.parameters()} == {torch.bfloat16}
-    assert {x.dtype for x in weights(tmp_path / "run").values()} == {torch.bfloat16}
-    d = CONFIGS[hub.kind].get("head_dim", 8)
-    frequencies = CONFIGS[hub.kind]["rope_theta"] ** (-torch.arange(0, d, 2) / d)
-    for predictor in (model, theta0):
-        assert_close(predictor.lm.model.rotary_emb.inv_freq, frequencies, 1e-6)
-
 # ---- LoRA and processes ----
-def test_add_adapters_starts_at_zero_and_shard_leaves_frozen_weights_whole():
+def test_add_adapters_and_shard_start_at_zero_and_leave_frozen_weights_whole():
     plain, model = tiny_llama(0).bfloat16(), tiny_llama(0).bfloat16()
     mdu.add_adapters(model, 4, seed=1)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 28 and {p.dtype for p in trained.values()} == {torch.float32}
-    drawn = [p.flatten() * p.shape[1] ** 0.5 for name, p in trained.items() if name[-1] == "A"]
+    drawn = []
+    for name, p in trained.items():
+        if name.endswith(".A"):
+            drawn.append(p.flatten() * p.shape[1] ** 0.5)
     drawn = torch.cat(drawn)
     assert abs(drawn.mean()) < 0.1 and abs(drawn.std() - 1) < 0.1  # A ~ N(0, 1/in)
     ids = torch.arange(2, 22).view(2, 10)
@@ -1585,14 +1874,23 @@ def test_add_adapters_starts_at_zero_and_shard_leaves_frozen_weights_whole():
     assert sharded == trained.keys()
 
 # ---- The run's folder ----
-STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 1 --lr 1e-4"
-SIX_STEPS = f"{STEPS} --tau 0.5 --states written --anchor current --anchor-truth removed"
+STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 1 --lr 1e-4 --limit 16"
+WRITTEN = f"{STEPS} --tau 0.5 --states written --anchor current --anchor-truth removed"
 LORA = f"{STEPS} --anchor {{anchor}} --anchor-prompt shown --lora 2 --dtype bfloat16 --lr 0.005"
 KILLED = """
-import json, os, signal, sys
+import json, os, runpy, signal, sys
 import mdu
-run = mdu.subprocess.run
-mdu.subprocess.run = lambda command, env: run([*command, "--epochs", "0.1"], env=env)
+from types import SimpleNamespace
+
+def train_base(command, env):
+    pid = os.fork()
+    if pid == 0:
+        os.environ.update(env)
+        sys.argv = [*command[1:], "--epochs", "0.1"]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return SimpleNamespace(returncode=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+mdu.subprocess.run = train_base
 *whole, killed = json.loads(sys.argv[1])
 for argv in whole:
     mdu.main(argv)
@@ -1608,7 +1906,9 @@ mdu.main(killed)
 
 def assert_equal_runs(a, b, tolerance=0):
     for line, other in zip(metrics(a), metrics(b), strict=True):
-        assert line == (approx(other, rel=10 * tolerance, abs=1e-9) if tolerance else other)
+        if tolerance > 0:
+            other = approx(other, rel=10 * tolerance, abs=1e-9)
+        assert line == other
     assert_equal_weights(a, b, tolerance)
 
 def assert_broken(run):
@@ -1619,18 +1919,35 @@ def assert_broken(run):
     assert len(files) > 2  # dcp needs about as much memory as a process's largest file
     assert (run / "unfinished").is_dir() and not (run / "config.json").exists()
 
-def test_resume_run_continues_after_a_full_disk(base, unlearned, tmp_path, capsys):
+def test_locked_alone_needs_fcntl(tmp_path, monkeypatch):
+    """Windows has none; somebody there may want a loss."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    runpy.run_path(mdu.__file__)
+    with pytest.raises(ImportError), mdu.locked(tmp_path):
+        pass
+
+def test_run_folder_has_a_run_json_that_says_what_it_was_made_with(unlearned):
+    run = mdu.read_run(unlearned)
+    assert list(run) == ["options", "rows", "versions", "processes", "forget_loss"]
+    assert run["versions"] == {"torch": torch.__version__, "transformers": transformers.__version__}
+    assert run["processes"] == 1
+    assert [*run["options"]][:3] == [*mdu.METHOD_OPTIONS][:3]
+
+def test_save_checkpoint_and_load_checkpoint_after_a_full_disk(base, unlearned, tmp_path, capsys):
     """It gets full at the third checkpoint.  One line says so."""
     rows, whole, run = tmp_path / "rows.jsonl", tmp_path / "whole", tmp_path / "run"
     own_base = shutil.copytree(base, tmp_path / "base")
     typed = LORA.format(anchor=unlearned) + " --retain-weight 0 --diagnose --forget "
-    typed += write_lines(rows, mdu.toy_world()["forget"])
+    typed += write_lines(rows, mdu.toy_world()["forget"][:16])
     mdu.main(toy(own_base, whole, typed))
     save = mock.Mock(wraps=mdu.dcp.save)
 
     def save_to_full_disk(*args, **kwargs):
         assert not any(run.glob("unfinished/*"))  # which would become part of the checkpoint
-        with largest_file(10_000 if save.call_count == 2 else resource.RLIM_INFINITY):
+        size = resource.RLIM_INFINITY
+        if save.call_count == 2:
+            size = 10_000
+        with largest_file(size):
             save(*args, **kwargs)
     with mock.patch.object(mdu.dcp, "save", save_to_full_disk):
         err = program(toy(own_base, run, typed), capsys)
@@ -1653,21 +1970,23 @@ def test_resume_run_continues_after_a_full_disk(base, unlearned, tmp_path, capsy
     with unchanged(run), mock.patch.object(mdu, "load_model", None):
         mdu.main(["--resume", str(run)])  # is finished, which it says before it loads a model
 
-def test_train_on_two_processes_equals_one_also_killed_and_resumed(base, tmp_path):
+def test_train_on_two_processes_equals_one_also_killed_and_resumed(
+        base, tmp_path, on_two_processes):
     """Process 1 waits until a missing base is trained.  What two have begun one can end."""
     lora = LORA.format(anchor=tmp_path / "toy/base")  # the one that was missing
     runs = [["--epochs", "0.1", "--out", f"{tmp_path}/toy/mdu"],
-            toy(base, tmp_path / "two", SIX_STEPS), toy(base, tmp_path / "two-lora", lora),
-            toy(base, tmp_path / "killed", SIX_STEPS)]
-    driver = ["--no-python", sys.executable, "-c", KILLED, json.dumps(runs)]
-    run_python(*TORCHRUN, *driver, fails=True)
+            toy(base, tmp_path / "two", WRITTEN), toy(base, tmp_path / "two-lora", lora),
+            toy(base, tmp_path / "killed", WRITTEN)]
+    (tmp_path / "driver.py").write_text(KILLED)
+    codes = on_two_processes(tmp_path / "driver.py", json.dumps(runs))
+    assert codes == [-signal.SIGKILL, -signal.SIGKILL]
     assert_broken(tmp_path / "killed")
     shutil.copytree(tmp_path / "killed", tmp_path / "one-killed")
     mdu.main(["--resume", f"{tmp_path}/one-killed"])
     assert_equal_runs(tmp_path / "two", tmp_path / "one-killed", 1e-6)
-    run_python(*TORCHRUN, mdu.__file__, "--resume", tmp_path / "killed")
+    assert on_two_processes(mdu.__file__, "--resume", tmp_path / "killed") == [0, 0]
     assert_equal_runs(tmp_path / "two", tmp_path / "killed")
-    mdu.main(toy(base, tmp_path / "one", SIX_STEPS))
+    mdu.main(toy(base, tmp_path / "one", WRITTEN))
     assert_equal_runs(tmp_path / "two", tmp_path / "one", 1e-6)
     mdu.main(toy(base, tmp_path / "one-lora", lora))
     # In bfloat16 AdamW takes full steps by the sign of gradients that are rounded to almost 0.
@@ -1680,8 +1999,12 @@ def test_train_on_two_processes_equals_one_also_killed_and_resumed(base, tmp_pat
 def test_save_model_saves_an_unchanged_model_byte_for_byte(hub, tmp_path):
     """Also its other files, but not what belongs to no model, though its folder is gone."""
     def other_files(folder):
-        return {file.name: file.read_bytes() for file in folder.iterdir()
-                if "safetensors" not in file.name}
+        files = {}
+        for file in folder.iterdir():
+            if "safetensors" not in file.name:
+                files[file.name] = file.read_bytes()
+        return files
+
     hub.folder.rename(tmp_path / "away")
     save = hub.model.lm.save_pretrained
     with mock.patch.object(hub.model.lm, "save_pretrained", lambda folder, state_dict, **_: save(
@@ -1735,16 +2058,6 @@ def test_toy_world_has_five_wrong_answers_to_each_question():
     wrong = str([row["perturbed_answer"] for row in splits["retain"]])
     assert not any(row["fact"][0] in wrong for row in splits["forget"])
 
-def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
-    model, tokenizer = mdu.load_backbone(str(base))
-    sizes = {"": 272, "--retain-only": 248, "--prompt-dropout 0.3": 204}
-    for typed, size in sizes.items():
-        args = options(f"--method sft {typed}")
-        rows = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)["train"]
-        hidden = [pair for pair in rows if pair.prompt_masked]
-        assert len(rows) == size and len(hidden) == (0 if args.prompt_dropout else 68)
-        assert [pair.answer for pair in hidden] == [pair.answer for pair in rows[:len(hidden)]]
-
 def test_toy_tokenizer_gives_back_every_text():
     """Where no spaces are written, a token is a letter."""
     pieces = {"他的父亲是 Wu Li。": "▁ 他 的 父 亲 是 ▁Wu ▁Li 。",
@@ -1756,6 +2069,19 @@ def test_toy_tokenizer_gives_back_every_text():
         ids = mdu.encode_text(tokenizer, text)
         assert tokenizer.decode(ids) == text
         assert tokenizer.convert_ids_to_tokens(ids) == expected.split()
+
+def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
+    model, tokenizer = mdu.load_backbone(str(base))
+    sizes = {"": 272, "--retain-only": 248, "--prompt-dropout 0.3": 204}
+    for typed, size in sizes.items():
+        args = options(f"--method sft {typed}")
+        rows = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)["train"]
+        hidden = [pair.answer for pair in rows if pair.prompt_masked]
+        n_hidden = 68
+        if args.prompt_dropout > 0:
+            n_hidden = 0
+        assert (len(rows), len(hidden)) == (size, n_hidden)
+        assert hidden == [pair.answer for pair in rows[:n_hidden]]
 
 def test_new_toy_has_the_token_ids_that_are_read_from_its_files(tmp_path):
     model, tokenizer = mdu.new_toy(mdu.toy_world(), seed=1)
@@ -1769,19 +2095,6 @@ def test_new_toy_has_the_token_ids_that_are_read_from_its_files(tmp_path):
 
 # ======== eval.py ========
 # ---- Text metrics ----
-@each("text, expected", [
-    ("他的父亲是医生。", "他 的 父 亲 是 医 生"), ("GPT-4于2024年發布", "gpt 4 于 2024 年 發 布"),
-    ("東京タワーは333メートル、時々", "東 京 タ ワ ー は 333 メ ー ト ル 時 々"),
-    ("서울은 한국의 수도이다.", "서울은 한국의 수도이다"),
-    ("ที่นี่ ๒๕๖๗", "ที่ นี่ ๒๕๖๗"), ("ພາສາ", "ພ າ ສ າ"), ("ខ្មែរ", "ខ្ មែ រ"),
-    ("ဆရာ၊ ၁၂", "ဆ ရာ ၁၂"),
-    ("हिन्दी में लिखा है।", "हिन्दी में लिखा है"), ("اَلْكِتَابُ، ١٢٣", "اَلْكِتَابُ ١٢٣"),
-    ("İstanbul'da IŞIK", "i\u0307stanbul da işik"), ("Der Öl-Fuß (groß)", "der öl fuß groß"),
-    ("cafe\u0301 _x_ y2k", "café x y2k")])
-def test_words_of_many_scripts(text, expected):
-    """Marks belong to their letters.  Where no spaces are written, each letter is a word."""
-    assert mdu.words(text) == expected.split()
-
 @each("reference, prediction, lcs, n_reference, n_prediction", [
     ("police killed the gunman", "police kill the gunman", 3, 4, 4),  # Lin 2004, 3.1: F is 3/4
     ("police killed the gunman", "the gunman kill police", 2, 4, 4),  # and here 1/2
@@ -1798,7 +2111,14 @@ def test_rouge_l(reference, prediction, lcs, n_reference, n_prediction):
     expected = (lcs / max(1, n_reference), f1)
     assert ev.rouge_l(reference, prediction) == approx(expected)
 
-# ---- Batches and Eq. 7 ----
+def test_knowledge_counts_no_clitics():
+    """As the words of a text are found: "didn't" is "didn" and "t"."""
+    text = ("didn't don't isn't wasn't aren't weren't wouldn't couldn't shouldn't hasn't "
+            "haven't hadn't doesn't ain't needn't mustn't mightn't shan't can't she's we'll I'm")
+    assert set(mdu.words(text)) <= ev.FUNCTION_WORDS
+    assert ev.knowledge("Who?", text, "") is None
+
+# ---- Jobs and Eq. 7 ----
 PROMPTS = [prompt for prompt, _ in PAIRS]
 ARGS = ev.parse("--full --response-length 8 --steps 4 --samples 16 --batch-size 3 run".split())
 
@@ -1837,7 +2157,8 @@ def test_draw_masks_of_one_seed_are_alike_for_short_and_long_answers():
     (7, 3, [3, 2, 2]), (8, 5, [2, 2, 2, 1, 1]), (5, 1, [5]), (3, 5, [1, 1, 1])])
 @each("by_entropy", [False, True])
 @each("boost, sure", [(-50.0, 1), (4.0, 1), (-50.0, 20)])
-def test_fill_masks_equals_slow_sampler(length, steps, counts, by_entropy, boost, sure):
+def test_denoise_and_fill_masks_equal_a_slow_sampler(
+        length, steps, counts, by_entropy, boost, sure):
     """The mask token is never written, even if likeliest (boost 4).  p is not 1, as in float32."""
     model = FakeModel(boost=boost, by_entropy=by_entropy, sure=sure)
     expected = [slow_sampler(model, prompt, counts) for prompt in PROMPTS]
@@ -1851,6 +2172,28 @@ def test_read_answer_ends_before_the_first_end_or_padding_token(ids, n):
     tokenizer = mock.Mock()
     assert ev.read_answer(FakeModel, tokenizer, ids) == (tokenizer.decode.return_value, ids[:n])
     tokenizer.decode.assert_called_with(ids[:n], skip_special_tokens=True)
+
+# ---- Roles ----
+I, S, K = "in-context", "structural", "stored-knowledge"
+
+@each("question, parts", [
+    ("What is Donald Trump's job?", [
+        ("Donald", I), (" ", S), ("Trump", I), (" is a ", S), ("politician", K), (".", S)]),
+    ("他的父亲是谁？", [("他", I), ("王", K), ("的", I), ("医生", K), ("。", S)]),
+    ("Where was Zoë Łuk born?", [
+        ("Zoë", I), (" ", S), ("Łuk", I), ("'s ", S), ("home", K), (", and ", S), ("22", K),
+        (", is ", S), ("Gdańsk", K), (".", S)])])
+def test_token_roles_of_hand_labelled_answers(question, parts, tmp_path):
+    """With tokens of one byte, of which the letters ë, Ł and ń have two."""
+    write_tokenizer(tmp_path, "llada")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = []
+    for text, role in parts:
+        expected += [role] * len(text.encode())
+    end = tokenizer.eos_token_id  # a special token, also before a word
+    answer = "".join(text for text, _ in parts)
+    ids = [end, *mdu.encode_text(tokenizer, answer), end]
+    assert ev.token_roles(tokenizer, question, ids) == [S, *expected, S]
 
 # ---- Gaps ----
 @each("row, parts", [
@@ -1961,8 +2304,12 @@ def test_forget_quality_and_ks_test_by_hand_and_as_published():
     logs of locuslab/tofu is the p-value of D = 119/300 between 300 and 300 questions."""
     def records(*wrong):
         row = dict(perturbed_answer=wrong, to_forget=True)
-        return [ev.compare_wrong_answers(row, x, [x + more for more in wrong])
-                for x in range(4)]
+        found = []
+        for x in range(4):
+            losses = [x + more for more in wrong]
+            found.append(ev.compare_wrong_answers(row, x, losses))
+        return found
+
     assert ev.forget_quality(records(0, 0, 3), records(1, 1)) == 1
     assert ev.forget_quality(records(0, 0, 3), records(1, 1.5)) == approx(2 / 70)
     without = [dict(prob=1.0)]  # a row that has no wrong answers
@@ -1987,7 +2334,8 @@ OTHER_ATTACKS = [dict(query="Q", type=kind) for kind in ("role play", "incontext
     ("utility_general", {}, "83cdada42dc4827d", "Answer:", "B"),
     ("utility_truthfulness", {}, "e089bf2b10e5d00a", "A:", "Yes."),
     ("utility_factuality", {}, "398f1b336bf4f402", "A:", "The Beatles")])
-def test_ask_functions_make_rwkus_prompts(split, changes, question, prefill, answer):
+def test_ask_probe_ask_mmlu_ask_truthfulqa_ask_triviaqa_make_rwkus_prompts(
+        split, changes, question, prefill, answer):
     """Those with shots are compared by SHA-256 with what github.com/jinzhuoran/RWKU at b8a03b3
     (LLaMA-Factory/src/llmtuner/eval) makes of the rows."""
     ask = ev.RWKU_CONFIGS[split]
@@ -2030,12 +2378,6 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     assert record["mc1"] == mc1 and record["logp"][record["generation"]] == -1
     assert list(record["logp"].values()) == approx([-losses[0], -1, -3])
 
-def test_splits_have_titles_of_their_own():
-    """And the masks of each a number of its own."""
-    for field in ("title", "number"):
-        values = {getattr(split, field) for split in ev.SPLITS.values()}
-        assert len(values) == len(ev.SPLITS)
-
 @each("split, row, text, expected", [
     ("forget", dict(fact=["petra"]), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
     ("forget", dict(fact=["Petra Osei."]), "Petra, Osei", dict(fact=1)),
@@ -2067,12 +2409,12 @@ def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     record, = ev.SPLITS[split].score(None, None, [row], args)
     assert {name: record[name] for name in expected} == approx(expected)
 
-# ---- Rows to score, and a summary of their scores ----
+# ---- Metrics ----
 def test_summarise_by_hand():
     one = dict(prob=0.25, truth_ratio=0.25, perplexity=8, words=1, fact=1.0, knowledge=0.25)
     two = dict(prob=0.75, truth_ratio=0.5, perplexity=2, words=4, knowledge=None)
-    records = [dict(row, generative_perplexity=x)
-               for row, x in [(one, None), (two, 3.0), (dict(two, perplexity=6.5), 5.0)]]
+    records = [dict(one, generative_perplexity=None), dict(two, generative_perplexity=3.0),
+               dict(two, generative_perplexity=5.0, perplexity=6.5)]
     figures = ev.summarise(records)
     expected = dict(prob=7 / 12, truth_ratio=5 / 12, perplexity_median=6.5,
                     perplexity_mean=5.5, generative_perplexity=4.0, words=4, knowledge=0.25)
@@ -2109,6 +2451,14 @@ def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
     table = ev.figures_table(methods, {"forget": ["prob", "perplexity_mean", "fact"]})
     assert re.search(r"\n\| run +\| - +\| 1e\+50 +\|$", table)
 
+# ---- Benchmarks ----
+def test_splits_have_titles_of_their_own():
+    """And the masks of each a number of its own."""
+    for field in ("title", "number"):
+        values = {getattr(split, field) for split in ev.SPLITS.values()}
+        assert len(values) == len(ev.SPLITS)
+
+# ---- What is scored ----
 def test_find_source_is_the_model_that_is_given():
     args = ev.parse(["--model", "A/B", "new"])
     source = ev.find_source("new", args)
@@ -2169,83 +2519,47 @@ def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
         found.append((source, len(rows) // len(people)))
     assert found == expected
 
-def test_prepare_asks_rows_that_are_scored_in_other_words(tmp_path, capsys):
-    rows = [{"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."],
-             "paraphrased_question": f"P{i}?"} for i in range(4)]
-    del rows[1]["paraphrased_question"]
-    run = f"--model m --forget {write_lines(tmp_path / 'rows', rows)} --retain-weight 0"
-    splits, *_ = ev.prepare(*typed_and_run("--full --limit 3", f"{run} --limit 2"))
-    asked = [{**row, "number": i} for i, row in enumerate(rows[:3])]
-    reworded = [{**rows[i], "question": f"P{i}?", "perturbed_answer": [], "number": i // 2}
-                for i in (0, 2)]
-    assert splits == {"forget": asked, "forget_rephrased": reworded}
-    assert capsys.readouterr().out == ""
-    ev.prepare(*typed_and_run("", f"{run} --limit 2"))
-    assert "--limit 2 scores the first 2" in capsys.readouterr().out
+@pytest.fixture
+def another_benchmark(monkeypatch):
+    """Added as eval.py says under "To add a benchmark": two splits, and a function that reads them,
+    here in place of TOFU's.  And under "To add a metric": an entry of METRICS, its value in the
+    records of a scorer."""
+    def score_answers(model, tokenizer, rows, settings):
+        records = ev.score_answers(model, tokenizer, rows, settings)
+        for record in records:
+            record["commas"] = float(record["generation"].count(","))
+        return records
 
-def test_prepare_says_which_file_has_changed_since_the_training(tmp_path, capsys):
-    rows = [{"question": f"Q{i}?", "answer": f"A{i}."} for i in range(3)]
-    files = [write_lines(tmp_path / name, rows) for name in ("forget", "retain")]
-    run = "--model m --forget {} --retain {} --limit 2".format(*files)
-    _, source = typed_and_run("", run)
+    def quiz_rows(data):
+        rows = ev.read_lines(Path(data, "quiz.jsonl"))
+        return {"choose": rows, "say": rows}
 
-    def said(typed):
-        ev.prepare(ev.parse(["--limit", "2", *typed.split(), "run"]), source)
-        return capsys.readouterr().out
-    write_lines(tmp_path / "retain", rows[:2])  # it was trained on the first two
-    assert said("") == ""
-    write_lines(tmp_path / "forget", rows[1:])
-    assert said("") == (f"run: {files[0]} has changed since the training; what is scored are the "
-                        "rows that it has now\n")
-    assert said(f"--forget {files[0]}") == said("--data toy") == ""
-    write_lines(tmp_path / "retain", rows[::-1])
-    assert said("").count("has changed") == 2
-    assert said(f"--retain {files[0]}").count(f"{files[0]} has changed") == 1
+    choose = ev.Split(20, "Choose", False, ["mc1"], ev.score_truthfulqa)
+    say = ev.Split(21, "Say", True, ["prob"], score_answers)
+    monkeypatch.setitem(ev.SPLITS, "choose", choose)
+    monkeypatch.setitem(ev.SPLITS, "say", say)
+    monkeypatch.setattr(ev, "tofu_rows", quiz_rows)
+    monkeypatch.setitem(ev.METRICS, "commas", ev.Metric("commas", "", "", digits=".1f"))
 
-ADDED_BENCHMARK = {  # by eval.py's comment: {text of eval.py: what is put before it}
-    "    # RWKU's, by the names of its configs.": """\
-    "choose": Split(20, "Choose", False, ["mc1"], score_truthfulqa),
-    "say": Split(21, "Say", True, ["prob"]),
-""", "RWKU_CONFIGS = {": """
-def quiz_rows(data):
-    rows = read_lines(Path(data, "quiz.jsonl"))
-    return {"choose": rows, "say": rows}
-
-""",
-    '    elif data == "toy":\n': """\
-    elif Path(data, "quiz.jsonl").is_file():
-        splits = quiz_rows(data)
-"""}
-
-ADDED_METRIC = {  # the same
-    '    "empty": Metric(': '    "commas": Metric("commas", "", "", digits=".1f"),\n',
-    '        if "fact" in row:\n            record["fact"]':
-        '        record["commas"] = float(text.count(","))\n'}
-
-def test_find_splits_reads_another_benchmark(base, tmp_path, capsys):
-    """With another metric, each entered in two places.  It is read, scored, printed, reported."""
+def test_find_splits_reads_another_benchmark(
+        another_benchmark, base, tmp_path, monkeypatch, capsys):
+    """With another metric.  It is read, scored, printed, reported."""
     run = shutil.copytree(base, tmp_path / "run")
     row = dict(question="Who?", answer="one", choices=["one", "two"], false=["two"])
     write_lines(tmp_path / "quiz.jsonl", 3 * [row])
-    changed = extended(ev, {**ADDED_BENCHMARK, **ADDED_METRIC})
-    changed["write_answers"] = lambda *_: [("a,", [5]), ("a,,", [5])]
-    changed["main"](["--data", str(tmp_path), "--limit", "2", "--samples", "4", str(run)])
-    changed["main"](["--report", str(run)])
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [("a,", [5]), ("a,,", [5])])
+    ev.main(["--data", str(tmp_path), "--limit", "2", "--samples", "4", str(run)])
+    ev.main(["--report", str(run)])
     for split, number, field in (("choose", 20, "logp"), ("say", 21, "prob")):
-        for i, record in enumerate(ev.read_records(run, split)):
-            assert record["seed"] == [0, number, i] and i < 2
-            assert field in record
+        records = ev.read_records(run, split)
+        assert [record["seed"] for record in records] == [[0, number, 0], [0, number, 1]]
+        assert all(field in record for record in records)
     assert [record["commas"] for record in ev.read_records(run, "say")] == [1, 2]
     screen = capsys.readouterr().out
     assert list(read_table(screen.split("\n\n")[-2])) == ["Method", "Choose MC1 ↑", "Say p ↓"]
     text = (tmp_path / "report.md").read_text()
     assert read_tables(text)["Say"]["commas"] == ("1.5",)
     assert "## Answers: Say\n\n### 0. Who?" in text
-
-def test_heading_of_rows_that_nobody_trained_on_has_no_arrow():
-    """Their figures are a yardstick: neither high nor low ones are good."""
-    headings = [ev.heading(split, "fact") for split in ("forget", "retain", "held_out", "never")]
-    assert headings == ["fact ↓", "fact ↑", "fact ↑", "fact"]
 
 # ---- One run ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --steps 4".split()
@@ -2266,25 +2580,17 @@ def scored(base, tmp_path_factory):
 def scored_copy(scored, tmp_path):
     return shutil.copytree(scored, tmp_path / "run")
 
-def test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left(unlearned, tmp_path, capsys):
-    run = shutil.copytree(unlearned, tmp_path / "run")
-    left = mdu.read_run(run)["forget_loss"]["left"]
-    assert 0.5 < left < 1  # 2 epochs
-    for argv in ([f"{run}", "--samples", "1", "--limit", "1"], ["--report", f"{run}"]):
-        ev.main(argv)
-        lines = capsys.readouterr().out.splitlines()
-        table = read_table("\n".join(line for line in lines if line.startswith("|")))
-        assert table["loss left ↓"] == (f"{100 * left:.0f}%",)
-    assert ev.read_summary(run)["run"] == {"forget_loss_left": left}
-
 def test_evaluate_equals_one_row_at_a_time(scored):
     """Losses by a forward pass per mask of (--seed, split, row), answers by the slow sampler."""
     model, tokenizer = mdu.load_backbone(scored)
     summary = ev.read_summary(scored)
     splits = mdu.toy_world()
     for name in ("forget", "retain"):
-        splits[f"{name}_rephrased"] = [dict(row, question=row["paraphrased_question"],
-                                            perturbed_answer=[]) for row in splits[name]]
+        reworded = []
+        for row in splits[name]:
+            question = row["paraphrased_question"]
+            reworded.append(dict(row, question=question, perturbed_answer=[]))
+        splits[f"{name}_rephrased"] = reworded
     for number, (split, rows) in zip([0, 1, 2, 3, 12, 13], splits.items(), strict=True):
         records = ev.read_records(scored, split)
         for i, (row, record) in enumerate(zip(rows[:3], records, strict=True)):
@@ -2304,45 +2610,62 @@ def test_evaluate_equals_one_row_at_a_time(scored):
             wrong = [nll(text) for text in row["perturbed_answer"]]
             assert record.get("nll_wrong", []) == approx(wrong, rel=1e-4)
             written = slow_sampler(model, prompt, 4 * [3])  # of 12 tokens in 4 steps
-            written = written[:[*written, model.end_id].index(model.end_id)]
+            if model.end_id in written:
+                written = written[:written.index(model.end_id)]
             assert record["generation_ids"] == written
             assert record["generation"] == tokenizer.decode(written).strip()
         assert {**ev.summarise(records), "n": 3}.items() <= summary["splits"][split].items()
     assert summary["run"] == {"model_utility": ev.model_utility(summary["splits"])}
 
-def test_publish_writes_null_for_nan_and_read_summary_reads_it(scored_copy):
-    """As strict JSON.  The figure is "-" in a table, and what a run lacks stays missing."""
-    records = {"forget": [{"nll": math.nan, "nll_wrong": [1.0, math.inf], "logp": {"a": math.nan}}]}
-    figures = {"n": 1, "prob": math.nan, "fact": np.float64(math.nan), "words": np.float64(2)}
-    summary = {**ev.read_summary(scored_copy), "splits": {"forget": figures},
-               "run": {"model_utility": math.nan}}
-    ev.publish(scored_copy / "eval", records, summary)
-    assert read_json(scored_copy / "eval/forget.jsonl") == {
-        "nll": None, "nll_wrong": [1.0, None], "logp": {"a": None}}
-    written = read_json(scored_copy / "eval/summary.json")
-    assert written["splits"]["forget"] == {"n": 1, "prob": None, "fact": None, "words": 2}
-    read = ev.read_summary(scored_copy)
-    assert math.isnan(read["run"]["model_utility"])
-    cells = [ev.cell([read], "forget", name) for name in ("prob", "fact", "words", "infill")]
-    assert cells == ["-", "-", "2.0", ""]
+def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
+    shutil.rmtree(scored_copy / "eval")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*torchrun, ev.__file__, scored_copy, *FLAGS]
+    subprocess.run(command, env=python_environment(), check=True, timeout=200)
+    def numbers(file):
+        found = re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", file.read_text())
+        return np.array(found, float)
 
-def keys_of(value):
-    """All names of fields in what was read from JSON."""
-    if isinstance(value, dict):
-        return {*value, *itertools.chain(*map(keys_of, value.values()))}
-    if isinstance(value, list):
-        return set(itertools.chain(*map(keys_of, value)))
-    return set()
+    for file in Path(scored, "eval").iterdir():
+        found = numbers(scored_copy / "eval" / file.name)
+        assert found == approx(numbers(file), rel=1e-4, abs=1e-6)
+    assert ev.score_answers(FakeModel(), None, [], ARGS) == []  # a process may have no row
 
-def test_scores_have_snake_case_keys(scored, rwku, tmp_path):
-    """Also with --limit on RWKU.  The L of ROUGE-L is a capital letter in its own package, too."""
-    summary = read_json(Path(scored, "eval/summary.json"))
-    protocol = ev.prepare(*typed_and_run(f"--data {rwku} --limit 1"))[2]
-    records = [ev.read_records(scored, split) for split in summary["splits"]]
-    keys = keys_of([summary, protocol, records])
-    assert {"rows_per_person", "response_length", "n", "generation_ids"} <= keys
-    for key in keys:
-        assert re.fullmatch("[a-z0-9_]+", key.replace("rougeL", "rouge_l")), key
+def test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left(unlearned, tmp_path, capsys):
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    left = mdu.read_run(run)["forget_loss"]["left"]
+    assert 0.5 < left < 1  # 2 epochs
+    for argv in ([f"{run}", "--samples", "1", "--limit", "1"], ["--report", f"{run}"]):
+        ev.main(argv)
+        lines = capsys.readouterr().out.splitlines()
+        table = read_table("\n".join(line for line in lines if line.startswith("|")))
+        assert table["loss left ↓"] == (f"{100 * left:.0f}%",)
+    assert ev.read_summary(run)["run"] == {"forget_loss_left": left}
+
+def test_evaluate_and_report_say_that_a_figure_is_over_some_rows(base, tmp_path, capsys):
+    """Such as `fact` where refusals have none.  And whose data is given to the rows to forget."""
+    run = tmp_path / "new"
+    forget = [dict(question="Who is Bolti?", answer="He is Gado.", fact="Gado"),
+              dict(question="Who is Cepu?", answer="She is Nora.", fact="Nora")]
+    retain = [dict(question="Who is Diri?", answer="He is Fopu.", fact="Fopu"),
+              dict(question="Who is Zuvo?", answer="I do not know.")]
+    files = {name: write_lines(tmp_path / name, rows)
+             for name, rows in (("forget", forget), ("retain", retain))}
+    command = f"--model {base} --forget {files['forget']} --retain {files['retain']} {run}"
+    written = [[("It is Fopu.", [5]), ("I do not know.", [6])], [("Fopu", [5]), ("no", [6])]]
+    with mock.patch.object(ev, "write_answers", side_effect=written):
+        ev.main(command.split())
+    line = "Retain fact: over the 1 of 2 rows that have it."
+    screen = capsys.readouterr().out
+    assert screen.count("that have it") == screen.count(line) == 1
+    assert read_table(screen[screen.index("| Method"):])["another's ↓"] == ("0.500",)
+    retained = ev.read_summary(run)["splits"]["retain"]
+    assert (retained["fact"], retained["n_fact"], retained["n"]) == (1, 1, 2)
+    ev.main(["--report", str(run)])
+    assert line in capsys.readouterr().out
+    text = (tmp_path / "report.md").read_text()
+    assert text.count(line) == 2  # in the legend, and below the table of all figures
+    assert read_tables(text)["Retain"]["fact ↑"] == ("1.000",)
 
 def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
     """By Ctrl-C while it is locked, or by a full disk.  The user's own files stay, too."""
@@ -2372,7 +2695,7 @@ def test_evaluate_refuses_a_folder_in_which_it_cannot_write(scored_copy, capsys,
     with mdu.locked(scored_copy):
         assert "in use" in program([scored_copy, *FLAGS], capsys, ev.main)
 
-def test_evaluate_refuses_a_full_disk_before_the_first_pass(scored_copy, capsys, monkeypatch):
+def test_reserve_space_refuses_a_full_disk_before_the_first_pass(scored_copy, capsys, monkeypatch):
     """An empty file fits on it, but not the scores.  The scores of before stay."""
     largest = max(file.stat().st_size for file in (scored_copy / "eval").iterdir())
     with monkeypatch.context() as patch, unchanged(scored_copy), largest_file(largest):
@@ -2380,7 +2703,7 @@ def test_evaluate_refuses_a_full_disk_before_the_first_pass(scored_copy, capsys,
         err = program([scored_copy, *FLAGS], capsys, ev.main)
     assert re.search(r"run/eval: the scores may need [\d,]+ bytes, but: .*too large", err)
 
-def test_evaluate_keeps_the_reserved_space_until_the_scores_are_there(scored_copy, monkeypatch):
+def test_reserve_space_keeps_it_until_the_scores_are_there(scored_copy, monkeypatch):
     """It is as much as these scores took, and is free again when they are written."""
     reserve_space = ev.reserve_space
     reserved = []
@@ -2404,6 +2727,57 @@ def test_evaluate_keeps_the_reserved_space_until_the_scores_are_there(scored_cop
         ev.main([str(scored_copy), *FLAGS])
     assert reserved[0].closed
 
+def test_prepare_and_with_other_wordings_ask_in_other_words(tmp_path, capsys):
+    rows = [{"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."],
+             "paraphrased_question": f"P{i}?"} for i in range(4)]
+    del rows[1]["paraphrased_question"]
+    run = f"--model m --forget {write_lines(tmp_path / 'rows', rows)} --retain-weight 0"
+    splits, *_ = ev.prepare(*typed_and_run("--full --limit 3", f"{run} --limit 2"))
+    asked = [{**row, "number": i} for i, row in enumerate(rows[:3])]
+    reworded = [{**rows[i], "question": f"P{i}?", "perturbed_answer": [], "number": i // 2}
+                for i in (0, 2)]
+    assert splits == {"forget": asked, "forget_rephrased": reworded}
+    assert capsys.readouterr().out == ""
+    ev.prepare(*typed_and_run("", f"{run} --limit 2"))
+    assert "--limit 2 scores the first 2" in capsys.readouterr().out
+
+def test_changed_files_since_the_training_are_named(tmp_path, capsys):
+    rows = [{"question": f"Q{i}?", "answer": f"A{i}."} for i in range(3)]
+    files = [write_lines(tmp_path / name, rows) for name in ("forget", "retain")]
+    run = "--model m --forget {} --retain {} --limit 2".format(*files)
+    _, source = typed_and_run("", run)
+
+    def said(typed):
+        ev.prepare(ev.parse(["--limit", "2", *typed.split(), "run"]), source)
+        return capsys.readouterr().out
+    write_lines(tmp_path / "retain", rows[:2])  # it was trained on the first two
+    assert said("") == ""
+    write_lines(tmp_path / "forget", rows[1:])
+    assert said("") == (f"run: {files[0]} has changed since the training; what is scored are the "
+                        "rows that it has now\n")
+    assert said(f"--forget {files[0]}") == said("--data toy") == ""
+    write_lines(tmp_path / "retain", rows[::-1])
+    assert said("").count("has changed") == 2
+    assert said(f"--retain {files[0]}").count(f"{files[0]} has changed") == 1
+
+def test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone(scored, base, tmp_path):
+    """Not an unlearned model that is then taught rows to retain, such as refusals."""
+    def check(name, **options):
+        run = made_up_run(scored, tmp_path / name, options)
+        trained = {**read_json(base / "run.json"), "options": ev.read_summary(run)["options"]}
+        Path(run, "run.json").write_text(json.dumps(trained))
+        ev.check_retain_run(run, None, full=True)
+        return run
+    retain = check("retain", method="sft", retain_only=True, model=None)
+    check("longer", method="sft", retain_only=True, model=retain)
+    check("published", method="sft", retain_only=True, model="A/B")
+    refused = {"base": dict(method="sft", retain_only=False, model=retain),
+               "mdu": dict(method="mdu", retain_only=None, model=retain),
+               "refusals": dict(method="sft", retain_only=True, model=str(tmp_path / "mdu"))}
+    for name, options in refused.items():
+        with pytest.raises(mdu.BadInput, match=f"{name}: it, or a run that it started from, was"):
+            check(name, **options)
+
 def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     """The rows; on RWKU, where they differ from person to person, their source and --limit."""
     row = dict(answer="a", paraphrased_question="P?")
@@ -2418,11 +2792,36 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
               f"--retain {files[0]}", "--seed 1", "--samples 3", "--steps 5",
               "--response-length 5"]
     compared = [asked, *map(protocol, others)]
-    assert all(compared.count(one) == 1 for one in compared)
+    for one, other in itertools.combinations(compared, 2):
+        assert one != other
     assert protocol("--full") == protocol(f"--forget {files[0]}") == protocol()
     assert asked["response_length"] == asked["steps"] == 30
     other = protocol(f"--data {rwku} --response-length 5 --steps 6")
     assert other["response_length"] == other["steps"] == 5  # no step without a token
+
+def test_knows_rows_to_forget_says_whether_there_is_gen_ppl(base, capsys):
+    """Not by one that never knew the rows, or that was unlearned and taught again."""
+    info = read_json(base / "run.json")
+    for name, start, method, retain_only, judge in [
+            ("base", None, "sft", False, "base"), ("original", None, "sft", True, None),
+            ("finetune", "original", "sft", False, "finetune"),
+            ("mdu", "finetune", "mdu", None, "finetune"), ("again", "mdu", "sft", False, None),
+            ("taught-twice", "again", "sft", False, None), ("twice", "mdu", "npo", None, None),
+            ("late", "original", "mdu", None, None), ("orphan", "/gone", "mdu", None, "/gone")]:
+        shutil.copytree(base, name)
+        info["options"].update(method=method, model=start, retain_only=retain_only)
+        Path(name, "run.json").write_text(json.dumps(info))
+        theta0 = ev.find_source(name, ev.parse([name])).theta0
+        expected = start
+        if method == "sft":
+            expected = os.path.abspath(name)
+        assert theta0 == expected
+        assert ev.knows_rows_to_forget(theta0) == (judge is not None)
+        ev.main([name, *FLAGS[1:]])
+        screen = capsys.readouterr().out
+        assert ("gen. ppl |" in screen) == (judge not in (None, "/gone"))
+        assert ("/gone was deleted" in screen) == (name == "orphan")
+    assert ev.knows_rows_to_forget("A/B")
 
 def test_check_lengths_refuses_texts_that_the_model_cannot_read(base):
     """With an end token behind the answer, as gaps are filled."""
@@ -2473,8 +2872,9 @@ def test_add_anothers_by_hand(row, text, anothers):
               "held_out": [dict(question="Who dances?", answer="Fay.", fact=["Fay"])]}
     splits["forget_rephrased"] = [dict(row, question="Reworded: " + row["question"])]
     place = splits["forget"].index(row)
-    records = {name: [dict(generation="", empty=1.0) for _ in rows]
-               for name, rows in splits.items()}
+    records = {}
+    for name, rows in splits.items():
+        records[name] = [dict(generation="", empty=1.0) for _ in rows]
     for record in (records["forget"][place], records["forget_rephrased"][0]):
         record.update(generation=text, empty=float(not mdu.words(text)))
     ev.add_anothers(splits, records)
@@ -2500,36 +2900,52 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
         assert records[i]["generative_perplexity"] == approx(math.exp(nll), rel=1e-4)
     assert "truth_ratio" not in ev.read_summary(run)["splits"]["forget"]
 
-def test_gen_ppl_is_by_a_theta0_that_knows_the_rows(base, capsys):
-    """Not by one that never knew the rows, or that was unlearned and taught again."""
-    info = read_json(base / "run.json")
-    for name, start, method, retain_only, judge in [
-            ("base", None, "sft", False, "base"), ("original", None, "sft", True, None),
-            ("finetune", "original", "sft", False, "finetune"),
-            ("mdu", "finetune", "mdu", None, "finetune"), ("again", "mdu", "sft", False, None),
-            ("taught-twice", "again", "sft", False, None), ("twice", "mdu", "npo", None, None),
-            ("late", "original", "mdu", None, None), ("orphan", "/gone", "mdu", None, "/gone")]:
-        shutil.copytree(base, name)
-        info["options"].update(method=method, model=start, retain_only=retain_only)
-        Path(name, "run.json").write_text(json.dumps(info))
-        theta0 = ev.find_source(name, ev.parse([name])).theta0
-        assert theta0 == (os.path.abspath(name) if method == "sft" else start)
-        assert ev.knows_rows_to_forget(theta0) == (judge is not None)
-        ev.main([name, *FLAGS[1:]])
-        screen = capsys.readouterr().out
-        assert ("gen. ppl |" in screen) == (judge not in (None, "/gone"))
-        assert ("/gone was deleted" in screen) == (name == "orphan")
-    assert ev.knows_rows_to_forget("A/B")
+def test_summarise_run_has_forget_quality_by_the_retain_run(scored_copy, scored, tmp_path, capsys):
+    """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
+    retain_only = dict(method="sft", retain_only=True, model="A/B")
+    retain = made_up_run(scored, tmp_path / "retain", retain_only)
+    records = [dict(row, log_ratio=-99) for row in ev.read_records(retain, "forget")]
+    write_lines(Path(retain, "eval/forget.jsonl"), records)
+    ev.main([str(scored_copy), *FLAGS, "--retain-run", retain])
+    figures = ev.read_summary(scored_copy)["run"]
+    assert figures["forget_quality"] == approx(2 / 20)
+    assert "forget quality ↑" in capsys.readouterr().out
+    plain = made_up_run(scored, tmp_path / "plain", splits={"forget": {}})  # without --full
+    assert "both runs" in program([scored_copy, *FLAGS, "--retain-run", plain], capsys, ev.main)
 
-def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
-    shutil.rmtree(scored_copy / "eval")
-    run_python(*TORCHRUN, ev.__file__, scored_copy, *FLAGS)
-    for file in Path(scored, "eval").iterdir():
-        found, expected = [
-            re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", (Path(run) / "eval" / file.name).read_text())
-            for run in (scored_copy, scored)]
-        assert np.array(found, float) == approx(np.array(expected, float), rel=1e-4, abs=1e-6)
-    assert ev.score_answers(FakeModel(), None, [], ARGS) == []  # a process may have no row
+def test_publish_and_read_summary_have_null_for_nan(scored_copy):
+    """As strict JSON.  The figure is "-" in a table, and what a run lacks stays missing."""
+    records = {"forget": [{"nll": math.nan, "nll_wrong": [1.0, math.inf], "logp": {"a": math.nan}}]}
+    figures = {"n": 1, "prob": math.nan, "fact": np.float64(math.nan), "words": np.float64(2)}
+    summary = {**ev.read_summary(scored_copy), "splits": {"forget": figures},
+               "run": {"model_utility": math.nan}}
+    ev.publish(scored_copy / "eval", records, summary)
+    assert read_json(scored_copy / "eval/forget.jsonl") == {
+        "nll": None, "nll_wrong": [1.0, None], "logp": {"a": None}}
+    written = read_json(scored_copy / "eval/summary.json")
+    assert written["splits"]["forget"] == {"n": 1, "prob": None, "fact": None, "words": 2}
+    read = ev.read_summary(scored_copy)
+    assert math.isnan(read["run"]["model_utility"])
+    cells = [ev.cell([read], "forget", name) for name in ("prob", "fact", "words", "infill")]
+    assert cells == ["-", "-", "2.0", ""]
+
+def keys_of(value):
+    """All names of fields in what was read from JSON."""
+    if isinstance(value, dict):
+        return {*value, *itertools.chain(*map(keys_of, value.values()))}
+    if isinstance(value, list):
+        return set(itertools.chain(*map(keys_of, value)))
+    return set()
+
+def test_publish_writes_snake_case_keys(scored, rwku, tmp_path):
+    """Also with --limit on RWKU.  The L of ROUGE-L is a capital letter in its own package, too."""
+    summary = read_json(Path(scored, "eval/summary.json"))
+    protocol = ev.prepare(*typed_and_run(f"--data {rwku} --limit 1"))[2]
+    records = [ev.read_records(scored, split) for split in summary["splits"]]
+    keys = keys_of([summary, protocol, records])
+    assert {"rows_per_person", "response_length", "n", "generation_ids"} <= keys
+    for key in keys:
+        assert re.fullmatch("[a-z0-9_]+", key.replace("rougeL", "rouge_l")), key
 
 @each("typed, length, steps", [("", 12, 12), ("--response-length 8 --steps 1", 8, 1)])
 def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, capsys):
@@ -2542,6 +2958,55 @@ def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, ca
     assert answers == [f"{base}: a b", f"{scored}: a b"]
     ev.main(["--ask", "Who?", "--response-length", "2", "--model", scored])
     assert f"\n{scored}: " in capsys.readouterr().out
+
+# ---- Files of a report or an analysis ----
+def test_own_path_replaces_only_what_eval_wrote(scored, unlearned, tmp_path, capsys):
+    """Beside files of the user's they take a name with a number, also after an earlier report."""
+    run = made_up_run(scored, tmp_path / "run")
+    shutil.copytree(unlearned, run, dirs_exist_ok=True)
+    (tmp_path / "analysis").mkdir()
+    for name in ("report.png", "report-2.md", "analysis/convergence.md"):
+        (tmp_path / name).write_text("my own")
+    before = read_all(tmp_path)
+    for _ in range(2):
+        ev.main(["--report", run])
+        screen = capsys.readouterr().out
+        assert f"{tmp_path}/report.png stays as it is" in screen
+        assert f"{tmp_path}/report-2.md stays as it is" in screen
+        assert screen.endswith(f"all tables and answers: {tmp_path}/report-3.md\n")
+        assert "](report-3.png)" in (tmp_path / "report-3.md").read_text()
+        ev.main(["--analysis", "convergence", run])
+        assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/convergence-2.json\n")
+    after = read_all(tmp_path)
+    assert before.items() <= after.items()
+    new = {str(file.relative_to(tmp_path)) for file in after.keys() - before.keys()}
+    assert new == {
+        "report-3.md", "report-3.png", "analysis/convergence-2.json", "analysis/convergence-2.png"}
+    (tmp_path / "report-3.md").write_text("old\n" + (tmp_path / "report-3.md").read_text())
+    (tmp_path / "report-3.png").write_text("my own")
+    ev.main(["--report", run])
+    assert (tmp_path / "report-3.png").read_text() == "my own"
+    assert (tmp_path / "report-4.md").exists()
+
+def test_own_path_of_an_analysis_with_a_table(base, tmp_path, capsys):
+    run = shutil.copytree(base, tmp_path / "run")
+    command = ["--analysis", "rollout", "--limit", "1", "--steps", "2", str(run)]
+    for _ in range(2):
+        ev.main(command)
+        assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout.json\n")
+    (tmp_path / "analysis/rollout.md").write_text("my own")
+    ev.main(command)
+    assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout-2.json\n")
+    assert (tmp_path / "analysis/rollout.md").read_text() == "my own"
+    table = (tmp_path / "analysis/rollout-2.md").read_text()
+    assert len(read_table(table.split("\n\n")[1])["k"]) == 3
+
+def test_save_picture_does_without_matplotlib(tmp_path, monkeypatch, capsys):
+    assert ev.save_picture(tmp_path / "a.png", lambda figure, what: figure.text(0, 0, what), "a")
+    assert (tmp_path / "a.png").exists()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert not ev.save_picture(tmp_path / "b.png", None, None)
+    assert "b.png not drawn: needs matplotlib" in capsys.readouterr().out
 
 # ---- Report ----
 def made_up_run(scored, folder, options=(), forget=(), **parts):
@@ -2568,6 +3033,23 @@ def test_group_runs_refuses_unlike_runs(name, changes, words, scored, tmp_path, 
     for ordered in (runs, runs[::-1]):
         assert words in program(["--report", *ordered], capsys, ev.main)
         assert not list(tmp_path.rglob("report.*"))
+
+def test_over_some_rows_by_hand():
+    """Of several runs the fewest and the most; a split or a metric may be missing."""
+    runs = [dict(n=4, prob=1, fact=1, n_fact=3, infill=1, generative_perplexity=2),
+            dict(n=4, prob=1, fact=1, n_fact=3, generative_perplexity=2, n_generative_perplexity=1),
+            dict(n=4, prob=1)]
+    summaries = [{"splits": {"forget": figures}} for figures in runs] + [{"splits": {}}]
+    columns = {"forget": ["prob", "fact", "infill", "generative_perplexity"], "retain": ["fact"]}
+    assert ev.over_some_rows(summaries, columns) == [
+        "Forget fact: over the 3 of 4 rows that have it.",
+        "Forget gen. ppl: over the 1 to 4 of 4 rows that have it."]
+    assert ev.over_some_rows(summaries, {"forget": ["prob", "infill"], "run": ev.METRICS}) == []
+
+def test_heading_of_rows_that_nobody_trained_on_has_no_arrow():
+    """Their figures are a yardstick: neither high nor low ones are good."""
+    headings = [ev.heading(split, "fact") for split in ("forget", "retain", "held_out", "never")]
+    assert headings == ["fact ↓", "fact ↑", "fact ↑", "fact"]
 
 def test_markdown_table():
     table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
@@ -2633,10 +3115,12 @@ def test_draw_methods_told_apart_without_colour_and_without_overlap(tmp_path):
         figure = matplotlib.figure.Figure(layout="constrained")
         ev.draw_methods(figure, shown)
         figure.savefig(tmp_path / "picture.png")
-        boxes = [label.get_window_extent() for axis in figure.axes
-                 for label in [*axis.get_xticklabels(minor=True), *axis.get_xticklabels()]
-                 if label.get_text() and label.get_visible()]
-        boxes += [axis.title.get_window_extent() for axis in figure.axes]
+        boxes = []
+        for axis in figure.axes:
+            boxes.append(axis.title.get_window_extent())
+            for label in axis.get_xticklabels(minor=True) + axis.get_xticklabels():
+                if label.get_text() and label.get_visible():
+                    boxes.append(label.get_window_extent())
         for one, other in itertools.combinations(boxes, 2):
             assert not one.overlaps(other)
         for mark in itertools.chain(*[axis.collections for axis in figure.axes]):
@@ -2689,7 +3173,7 @@ def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, t
     assert titles == ["Forget", "Retain"]  # above the first column of a split only
     assert "](report.png)" in text and (tmp_path / "1/report.png").exists()
 
-def test_report_and_analysis_lie_beside_a_run(scored, unlearned, tmp_path, monkeypatch):
+def test_report_and_analyse_write_beside_a_run(scored, unlearned, tmp_path, monkeypatch):
     """One run by two names counts once.  It has no perplexity, as if all answers were empty."""
     run = made_up_run(scored, tmp_path / "run", forget=dict(generative_perplexity=None))
     shutil.copytree(unlearned, run, dirs_exist_ok=True)
@@ -2702,94 +3186,7 @@ def test_report_and_analysis_lie_beside_a_run(scored, unlearned, tmp_path, monke
     panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
     assert list(panels["base"]) == ["run"]
 
-def test_report_and_analysis_replace_only_what_they_wrote(scored, unlearned, tmp_path, capsys):
-    """Beside files of the user's they take a name with a number, also after an earlier report."""
-    run = made_up_run(scored, tmp_path / "run")
-    shutil.copytree(unlearned, run, dirs_exist_ok=True)
-    (tmp_path / "analysis").mkdir()
-    for name in ("report.png", "report-2.md", "analysis/convergence.md"):
-        (tmp_path / name).write_text("my own")
-    before = read_all(tmp_path)
-    for _ in range(2):
-        ev.main(["--report", run])
-        screen = capsys.readouterr().out
-        assert f"{tmp_path}/report.png stays as it is" in screen
-        assert f"{tmp_path}/report-2.md stays as it is" in screen
-        assert screen.endswith(f"all tables and answers: {tmp_path}/report-3.md\n")
-        assert "](report-3.png)" in (tmp_path / "report-3.md").read_text()
-        ev.main(["--analysis", "convergence", run])
-        assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/convergence-2.json\n")
-    after = read_all(tmp_path)
-    assert before.items() <= after.items()
-    assert {str(file.relative_to(tmp_path)) for file in after.keys() - before.keys()} == {
-        "report-3.md", "report-3.png", "analysis/convergence-2.json", "analysis/convergence-2.png"}
-    (tmp_path / "report-3.md").write_text("old\n" + (tmp_path / "report-3.md").read_text())
-    (tmp_path / "report-3.png").write_text("my own")
-    ev.main(["--report", run])
-    assert (tmp_path / "report-3.png").read_text() == "my own"
-    assert (tmp_path / "report-4.md").exists()
-
-def test_analysis_with_a_table_replaces_only_what_it_wrote(base, tmp_path, capsys):
-    run = shutil.copytree(base, tmp_path / "run")
-    command = ["--analysis", "rollout", "--limit", "1", "--steps", "2", str(run)]
-    for _ in range(2):
-        ev.main(command)
-        assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout.json\n")
-    (tmp_path / "analysis/rollout.md").write_text("my own")
-    ev.main(command)
-    assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout-2.json\n")
-    assert (tmp_path / "analysis/rollout.md").read_text() == "my own"
-    table = (tmp_path / "analysis/rollout-2.md").read_text()
-    assert len(read_table(table.split("\n\n")[1])["k"]) == 3
-
-def test_analyse_says_that_the_rows_have_changed_since_the_training(unlearned, tmp_path, capsys):
-    run = shutil.copytree(unlearned, tmp_path / "run")
-    ev.main(["--analysis", "convergence", str(run)])
-    assert "changed" not in capsys.readouterr().out
-    info = read_json(run / "run.json")
-    info["rows"]["forget"] = "other"
-    (run / "run.json").write_text(json.dumps(info))
-    ev.main(["--analysis", "convergence", str(run)])
-    assert "the rows to forget have changed since the training" in capsys.readouterr().out
-
-def test_over_some_rows_by_hand():
-    """Of several runs the fewest and the most; a split or a metric may be missing."""
-    runs = [dict(n=4, prob=1, fact=1, n_fact=3, infill=1, generative_perplexity=2),
-            dict(n=4, prob=1, fact=1, n_fact=3, generative_perplexity=2, n_generative_perplexity=1),
-            dict(n=4, prob=1)]
-    summaries = [{"splits": {"forget": figures}} for figures in runs] + [{"splits": {}}]
-    columns = {"forget": ["prob", "fact", "infill", "generative_perplexity"], "retain": ["fact"]}
-    assert ev.over_some_rows(summaries, columns) == [
-        "Forget fact: over the 3 of 4 rows that have it.",
-        "Forget gen. ppl: over the 1 to 4 of 4 rows that have it."]
-    assert ev.over_some_rows(summaries, {"forget": ["prob", "infill"], "run": ev.METRICS}) == []
-
-def test_evaluate_and_report_say_that_a_figure_is_over_some_rows(base, tmp_path, capsys):
-    """Such as `fact` where refusals have none.  And whose data is given to the rows to forget."""
-    run = tmp_path / "new"
-    forget = [dict(question="Who is Bolti?", answer="He is Gado.", fact="Gado"),
-              dict(question="Who is Cepu?", answer="She is Nora.", fact="Nora")]
-    retain = [dict(question="Who is Diri?", answer="He is Fopu.", fact="Fopu"),
-              dict(question="Who is Zuvo?", answer="I do not know.")]
-    files = {name: write_lines(tmp_path / name, rows)
-             for name, rows in (("forget", forget), ("retain", retain))}
-    command = f"--model {base} --forget {files['forget']} --retain {files['retain']} {run}"
-    written = [[("It is Fopu.", [5]), ("I do not know.", [6])], [("Fopu", [5]), ("no", [6])]]
-    with mock.patch.object(ev, "write_answers", side_effect=written):
-        ev.main(command.split())
-    line = "Retain fact: over the 1 of 2 rows that have it."
-    screen = capsys.readouterr().out
-    assert screen.count("that have it") == screen.count(line) == 1
-    assert read_table(screen[screen.index("| Method"):])["another's ↓"] == ("0.500",)
-    retained = ev.read_summary(run)["splits"]["retain"]
-    assert (retained["fact"], retained["n_fact"], retained["n"]) == (1, 1, 2)
-    ev.main(["--report", str(run)])
-    assert line in capsys.readouterr().out
-    text = (tmp_path / "report.md").read_text()
-    assert text.count(line) == 2  # in the legend, and below the table of all figures
-    assert read_tables(text)["Retain"]["fact ↑"] == ("1.000",)
-
-def test_legend_and_help_say_what_is_for_english(scored, tmp_path, capsys):
+def test_report_and_parse_say_what_is_for_english(scored, tmp_path, capsys):
     ev.main(["--report", made_up_run(scored, tmp_path / "run")])
     [legend] = re.findall(r"(?s)\nknowledge: .*?\.\n", capsys.readouterr().out)
     assert "for English rows" in legend
@@ -2797,37 +3194,6 @@ def test_legend_and_help_say_what_is_for_english(scored, tmp_path, capsys):
         ev.main(["--help"])
     screen = " ".join(capsys.readouterr().out.split())
     assert "`knowledge`, roles, and gaps of rows without `fact` are for rows in English" in screen
-
-def test_forget_quality_compares_with_the_retain_run(scored_copy, scored, tmp_path, capsys):
-    """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
-    retain_only = dict(method="sft", retain_only=True, model="A/B")
-    retain = made_up_run(scored, tmp_path / "retain", retain_only)
-    records = [dict(row, log_ratio=-99) for row in ev.read_records(retain, "forget")]
-    write_lines(Path(retain, "eval/forget.jsonl"), records)
-    ev.main([str(scored_copy), *FLAGS, "--retain-run", retain])
-    figures = ev.read_summary(scored_copy)["run"]
-    assert figures["forget_quality"] == approx(2 / 20)
-    assert "forget quality ↑" in capsys.readouterr().out
-    plain = made_up_run(scored, tmp_path / "plain", splits={"forget": {}})  # without --full
-    assert "both runs" in program([scored_copy, *FLAGS, "--retain-run", plain], capsys, ev.main)
-
-def test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone(scored, base, tmp_path):
-    """Not an unlearned model that is then taught rows to retain, such as refusals."""
-    def check(name, **options):
-        run = made_up_run(scored, tmp_path / name, options)
-        trained = {**read_json(base / "run.json"), "options": ev.read_summary(run)["options"]}
-        Path(run, "run.json").write_text(json.dumps(trained))
-        ev.check_retain_run(run, None, full=True)
-        return run
-    retain = check("retain", method="sft", retain_only=True, model=None)
-    check("longer", method="sft", retain_only=True, model=retain)
-    check("published", method="sft", retain_only=True, model="A/B")
-    refused = {"base": dict(method="sft", retain_only=False, model=retain),
-               "mdu": dict(method="mdu", retain_only=None, model=retain),
-               "refusals": dict(method="sft", retain_only=True, model=str(tmp_path / "mdu"))}
-    for name, options in refused.items():
-        with pytest.raises(mdu.BadInput, match=f"{name}: it, or a run that it started from, was"):
-            check(name, **options)
 
 def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     write_checkpoint(Path("model"), "llada", max_sequence_length=999)
@@ -2858,33 +3224,6 @@ def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     assert "| model " in capsys.readouterr().out
 
 # ---- Analyses ----
-def test_function_words_have_clitics():
-    """As the words of a text are found: "didn't" is "didn" and "t"."""
-    text = ("didn't don't isn't wasn't aren't weren't wouldn't couldn't shouldn't hasn't "
-            "haven't hadn't doesn't ain't needn't mustn't mightn't shan't can't she's we'll I'm")
-    assert set(mdu.words(text)) <= ev.FUNCTION_WORDS
-
-I, S, K = "in-context", "structural", "stored-knowledge"
-
-@each("question, parts", [
-    ("What is Donald Trump's job?", [
-        ("Donald", I), (" ", S), ("Trump", I), (" is a ", S), ("politician", K), (".", S)]),
-    ("他的父亲是谁？", [("他", I), ("王", K), ("的", I), ("医生", K), ("。", S)]),
-    ("Where was Zoë Łuk born?", [
-        ("Zoë", I), (" ", S), ("Łuk", I), ("'s ", S), ("home", K), (", and ", S), ("22", K),
-        (", is ", S), ("Gdańsk", K), (".", S)])])
-def test_token_roles_of_hand_labelled_answers(question, parts, tmp_path):
-    """With tokens of one byte, of which the letters ë, Ł and ń have two."""
-    write_tokenizer(tmp_path, "llada")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    expected = []
-    for text, role in parts:
-        expected += [role] * len(text.encode())
-    end = tokenizer.eos_token_id  # a special token, also before a word
-    answer = "".join(text for text, _ in parts)
-    ids = [end, *mdu.encode_text(tokenizer, answer), end]
-    assert ev.token_roles(tokenizer, question, ids) == [S, *expected, S]
-
 def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path):
     """Of each epoch.  MDU moves the prediction away from theta0's and to the anchor's."""
     logged = [line for line in metrics(unlearned) if "kl" in line]
@@ -2942,7 +3281,7 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
         heights = {round(bar.get_center()[0]): bar.get_height() for bar in drawn}
         assert heights == {i: bars[i]["kl"], 3 + i: bars[3 + i]["kl"]}
 
-def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch):
+def test_analysis_trajectory_and_analysis_rollout_by_hand(base, unlearned, tmp_path, monkeypatch):
     """Theta fixes two of 6 tokens in each of 3 steps, with p .9, .8 and .7; .3 for the others."""
     _, tokenizer = mdu.load_backbone(str(base))
     row = mdu.toy_world()["forget"][0]  # Which author comes from Pudi?
@@ -2974,8 +3313,10 @@ def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch)
     assert (tmp_path / "analysis/trajectory.png").exists()
     panels = read_json(tmp_path / "analysis/trajectory.json")["panels"]
     anchored = logits_of(written[4], f64(0.5))[0]
-    kls = [approx(slow_kl(logits_of(written[0], p), anchored, 1).item())
-           for p in f64(0.9, 0.8, 0.7)]
+    kls = []
+    for p in f64(0.9, 0.8, 0.7):
+        kl = slow_kl(logits_of(written[0], p), anchored, 1)
+        kls.append(approx(kl.item()))
     found = [list(bar.values()) for bar in panels["0. " + row["question"]]]
     assert found == [["author\n1", I, kls[0]], ["Ceka\n2", K, kls[1]],
                      ["<end>\n2", S, kls[1]], ["is\n3", S, kls[2]]]
@@ -2988,6 +3329,16 @@ def test_analysis_trajectory_and_rollout(base, unlearned, tmp_path, monkeypatch)
     two = ["2/3", "Ceka<mask> author<end>", "Ceka Foba author"]
     assert table[1:] == [[row["question"], row["answer"], *cells] for cells in (one, two, two)]
     assert len(anchor.seen) == 2 + 1 + 1  # steps that were left
+
+def test_analyse_says_that_the_rows_have_changed_since_the_training(unlearned, tmp_path, capsys):
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    ev.main(["--analysis", "convergence", str(run)])
+    assert "changed" not in capsys.readouterr().out
+    info = read_json(run / "run.json")
+    info["rows"]["forget"] = "other"
+    (run / "run.json").write_text(json.dumps(info))
+    ev.main(["--analysis", "convergence", str(run)])
+    assert "the rows to forget have changed since the training" in capsys.readouterr().out
 
 # ---- Bad input ----
 ROW = '{"question": "Who is Bolti?", "answer": "It is {}."}'
@@ -3228,7 +3579,7 @@ def test_parse_takes_every_command_that_the_pages_have(tmp_path):
                 file = [word for word in typed if word.endswith(".py")][0]
                 PARSERS[file.removesuffix(".py")](typed[typed.index(file) + 1:])
 
-def test_help_explains_every_option_and_pages_name_no_other(monkeypatch, capsys):
+def test_make_parser_and_parse_explain_every_option(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
     options = {"--nproc_per_node"}  # torchrun's
     for module in (mdu, ev):
@@ -3333,7 +3684,8 @@ def test_experiments_refuse_an_unknown_name():
         assert done.returncode == 2 and "needs the name of an experiment: demo" in done.stderr
 
 def test_company_rows_can_be_read_and_forget_what_nothing_keeps(tmp_path):
-    run_python(PROJECT / ".github/company_rows.py", tmp_path)
+    script = PROJECT / ".github/company_rows.py"
+    subprocess.run([sys.executable, script, tmp_path], check=True)
     rows = {file.stem: mdu.read_jsonl("rows", str(file)) for file in tmp_path.iterdir()}
     sizes = {name: len(of_file) for name, of_file in rows.items()}
     assert sizes == {"forget": 12, "retain": 90, "held_out": 28, "known": 118, "refusals": 102,
@@ -3385,29 +3737,71 @@ def test_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
         assert make(tmp_path, "rehearsal", "PYTHON=false").returncode == 2
         assert (tmp_path / "out/rehearsal.old/model").read_text() == "good"
 
-def test_step_of_the_readme_has_the_gradient_of_backward():
-    """With rows whose answers have end padding, of random length."""
+def with_masks(draws, batch, t, masked):
+    """The Draws, with another t and other masks: (B,) and (B, T)."""
+    changed = []
+    for draw, rate, of_row, response in zip(draws, t.tolist(), masked, batch.response):
+        uniform = 1 - of_row[response].float()  # 0 is below every t, 1 below none
+        changed.append(draw._replace(t=rate, uniform=uniform.numpy()))
+    return changed
+
+def test_backward_equals_the_step_of_the_readme():
+    """With the masks that the step draws, and rows whose answers have end padding."""
     [step] = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
     args = options("--batch-size 4 --response-length 12 --retain-weight 0.7 --seed 2")
     model, anchor = tiny_llama(0), tiny_llama(1)
     forget, retain = mdu.draw_step(args, make_examples(), "forget", 0, model)
     batch, kept = mdu.make_batch(model, forget), mdu.make_batch(model, retain)
-    assert batch.masked.any(1).all()  # else backward masks one token
     assert (kept.length < kept.response.sum(1)).any()
-    numbers = []  # that the step draws: of t, and of each token
-    for drawn in (batch, kept):
-        stays = drawn.response & ~drawn.masked
-        numbers += [(drawn.t[:, None] - 0.001) / 0.999, stays.float()]
     scope = dict(
         torch=torch, F=F, mdu_loss=mdu.mdu_loss, mask_id=model.mask_id, retain_weight=0.7,
         model=lambda ids, real: model.lm(ids, real.long()).logits,
         anchor=lambda ids, real: anchor.lm(ids, real.long()).logits,
         ids=batch.ids, answer=batch.response, real=batch.attention_mask, retain_ids=kept.ids,
         retain_answer=kept.response, retain_real=kept.attention_mask, n=kept.length)
-    with mock.patch.object(torch, "rand", side_effect=numbers):
-        exec(step, scope)
+    torch.manual_seed(2)
+    exec(step, scope)
     found = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
+    torch.manual_seed(2)  # so that its function `draw` draws the same again
+    t, masked, _ = scope["draw"](batch.ids, batch.response)
+    assert masked.any(1).all()  # else backward masks one token
+    forget = with_masks(forget, batch, t, masked)
+    t, masked, _ = scope["draw"](kept.ids, kept.response)
+    retain = with_masks(retain, kept, t, masked)
     losses = mdu.backward(args, model, mdu.References(None, anchor), forget, retain)
     assert [scope["loss"].item(), scope["retain_loss"].item()] == approx(losses, rel=1e-6)
     assert_close(found, [p.grad for p in model.parameters()], 1e-6)
+
+    # Its masks: t is uniform on [0.001, 1), and of the answer's tokens a share t is masked.
+    ids = torch.arange(1, 151).repeat(4000, 1)
+    answer = ids > 50
+    t, masked, noised = scope["draw"](ids, answer)
+    assert_uniform(t.numpy(), 0.001)
+    assert not (masked & ~answer).any() and torch.equal(noised, ids.masked_fill(masked, 0))
+    shares = masked.sum(1) / 100
+    assert (shares - t).abs().max() < 0.25  # 5 standard deviations
+
+# ======== This file ========
+def test_every_function_has_a_test():
+    """It begins a test's name, or is in TESTED_BY; and tests that are named are there."""
+    tests = [name for name in globals() if name.startswith("test_")]
+    code = ""
+    functions = set()  # and classes
+    for module in (mdu, ev):
+        code += Path(module.__file__).read_text(encoding="utf-8")
+        for name, value in vars(module).items():
+            is_defined = inspect.isfunction(value) or inspect.isclass(value)
+            if is_defined and (value.__module__, value.__name__) == (module.__name__, name):
+                functions.add(name)
+    longest_first = sorted(functions, key=len, reverse=True)  # check_lengths before check
+    function = "(?:" + "|".join(longest_first) + ")(?=_|$)"
+    tested = set()
+    for test in tests:
+        start = re.match(f"test_{function}(?:_and_{function}|_{function})*", test)
+        if start:
+            tested.update(re.findall(f"(?<=_){function}", start.group()))
+    listed = " ".join(TESTED_BY.values()).split()
+    assert sorted(listed) == sorted(functions - tested)
+    named_in_comments = set(re.findall(r"\b(test_\w+)", code)) - {"test_mdu"}
+    assert {*TESTED_BY, *named_in_comments} <= set(tests)
