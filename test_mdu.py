@@ -1273,9 +1273,12 @@ def test_forget_loss_left_by_hand(losses, steps, expected):
     """Means of the first and the last tenth of the steps, at least three of each."""
     assert mdu.forget_loss_left(losses, steps) == approx(expected)
 
-@each("method, factor, warned", [("mdu", 0.25, True), ("mdu", 0.15, False), ("npo", 0.9, False)])
+@each("method, factor, advice", [
+    ("mdu", 0.75, "to another --out: raise --lr, which was 0.0003, three to ten times"),
+    ("mdu", 0.25, "to another --out: train longer, with --epochs 6, or raise --lr"),
+    ("mdu", 0.15, None), ("npo", 0.9, None)])
 def test_record_forget_loss_says_whether_the_target_is_reached(
-        method, factor, warned, base, tmp_path, monkeypatch, capsys):
+        method, factor, advice, base, tmp_path, monkeypatch, capsys):
     """A run that is stopped and resumed has the same figures as one that is not."""
     losses = 3 * [[4.0, 0]] + 3 * [[2.0, 0]] + 3 * [[4.0 * factor, 0]]
     argv = toy(base, tmp_path / "run", f"--method {method} --epochs 3 --checkpoint-every 4")
@@ -1291,8 +1294,8 @@ def test_record_forget_loss_says_whether_the_target_is_reached(
         assert f"forget loss 4 -> {4 * factor:g} ({factor:.0%} left)" in screen
     else:
         assert found is None and "left)" not in screen
-    advice = "has not reached its target (20% or less).  Train longer, with --epochs 6, or"
-    assert (advice in screen) == warned
+    assert ("has not reached its target (20% or less)" in screen) == (advice is not None)
+    assert advice is None or advice in screen
 
 def test_diagnose_equals_one_sequence_at_a_time():
     args = options("--batch-size 3 --seed 5")
@@ -1657,6 +1660,17 @@ def test_encode_prompt_prints_a_fixed_date(template, text, tmp_path):
     plain = tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=False)
     assert (plain == text) == ("strftime_now" not in template)
     assert tokenizer.decode(mdu.encode_prompt(tokenizer, "Who?")) == text
+
+def test_encode_splits_says_how_many_tokens_the_model_cannot_write(base, capsys):
+    """A refusal in words that a small model does not have would be learnt as something else."""
+    model, tokenizer = mdu.load_backbone(base)
+    splits = mdu.toy_world()
+    splits["retain"][0]["answer"] = "Nobody knows Ceka Foba."
+    mdu.encode_splits(options("--method sft"), splits, model, tokenizer)
+    screen = capsys.readouterr().out
+    n = sum(len(mdu.encode_text(tokenizer, row["answer"])) + 1 for row in splits["retain"])
+    assert f"2 of the {n} tokens of answers to retain are unknown to the model" in screen
+    assert "answers to forget" not in screen
 
 def test_encode_splits_flags_rare_tokens_to_forget(base):
     model, tokenizer = mdu.load_backbone(base)

@@ -338,6 +338,18 @@ rehearsal() {  # one's own rows, by these variables:
       refuse "FORGET, RETAIN, HELD_OUT, NEVER: '$file' must be a file with at least 2 rows"
     fi
   done
+  $PYTHON - "${files[@]}" <<'END'
+import sys
+
+import mdu
+
+try:  # a bad row ends the script here, before anything is moved
+    for file in sys.argv[1:]:
+        mdu.read_jsonl("rows", file)
+except mdu.BadInput as error:
+    print(f"experiments.sh: {error}", file=sys.stderr)
+    sys.exit(2)
+END
   n=$(join_rows "${learnt[@]}" | grep -c '[^[:space:]]')
   epochs=300
   if [ "$n" -lt 40 ]; then
@@ -349,6 +361,7 @@ rehearsal() {  # one's own rows, by these variables:
   if [ -d $out ]; then  # keep the rehearsal before this one
     delete_folder $out.old
     mv $out $out.old
+    echo "the rehearsal before this one is kept in $out.old"
   fi
   rehearse $out $epochs
 }
