@@ -132,7 +132,7 @@ def python_environment(**changes):
 # It imports the libraries once, which takes a process much longer than what the tests do with them,
 # and then runs each program that it is told to run on two processes, forked from this one.
 FORKING = """
-import json, os, runpy, socket, sys, traceback
+import json, os, runpy, signal, socket, sys, traceback
 import torch.distributed.checkpoint, torch.distributed.fsdp
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -140,6 +140,7 @@ def start(words, rank, port):
     pid = os.fork()
     if pid > 0:
         return pid
+    signal.alarm(200)  # seconds, after which it is killed: both may wait for each other
     os.dup2(2, 1)  # what it prints: stdout is for exit codes
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     sys.argv = words
