@@ -1330,7 +1330,7 @@ def test_default_text_has_the_defaults_of_parse():
         assert mdu.default_text(name) == text
         if name != "grad_accum":  # a preset's
             assert str(found[name]) == text.split(";")[0]
-    assert mdu.default_text("lr") == f"preset's; toy {options().lr}"
+    assert mdu.default_text("lr") == f"toy {options().lr}"
     for method in ("npo", "simnpo", "dpo"):
         assert f"{method} {options(f'--method {method}').beta}" in mdu.default_text("beta")
 
@@ -3208,7 +3208,7 @@ def test_report_and_parse_say_what_is_for_english(scored, tmp_path, capsys):
     with pytest.raises(SystemExit):
         ev.main(["--help"])
     screen = " ".join(capsys.readouterr().out.split())
-    assert "`knowledge`, roles, and gaps of rows without `fact` are for rows in English" in screen
+    assert "Three things work for English only, as they leave out English function words" in screen
 
 def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
     write_checkpoint(Path("model"), "llada", max_sequence_length=999)
@@ -3571,10 +3571,8 @@ def typed_commands(page, folder):
         if re.search(r"(?m)^ {4}(python|torchrun|make)\b", block):
             blocks.append(block)
     script = "set -eu\n"
-    for name in ("python", "torchrun", "make", "rm", "tail", "."):
+    for name in ("python", "torchrun", "make", "rm", "awk", "."):
         script += f"function {name} {{ printf '%s\\0' {name} \"$@\"; echo; }}\n"
-    script += "function wc { echo 12; }\n"  # it counts the lines of forget.jsonl
-    (folder / "forget.jsonl").touch()
     command = [shutil.which("bash"), "-c", script + "\n".join(blocks)]
     done = subprocess.run(
         command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True, env={"PATH": ""})
@@ -3745,11 +3743,21 @@ def test_rehearsal_learns_held_out_rows_and_no_row_that_nobody_is_to_learn(tmp_p
     assert texts["known"] == ["{}", "{}", "", '"held 1"', '"held 2"', ""]
     assert texts["words"] == ["{}", "{}", "", '"never 1"', '"never 2"', ""]
 
+def test_rehearsal_reads_all_rows_before_it_moves_anything(tmp_path):
+    rows = [{"question": "Who?", "answer": "Bo."}, {"question": "Q", "answer": "A", "fact": "Al"}]
+    bad = write_lines(tmp_path / "bad", rows)
+    env = {**os.environ, "PYTHON": sys.executable, "FORGET": bad, "RETAIN": bad}
+    command = ["bash", PROJECT / ".github/experiments.sh", "rehearsal"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert f"experiments.sh: --rows {bad}, line 2: fact: 'Al' is not in the answer" in done.stderr
+
 def test_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
     (tmp_path / "out/rehearsal").mkdir(parents=True)
     (tmp_path / "out/rehearsal/model").write_text("good")
     for _ in range(2):
-        assert make(tmp_path, "rehearsal", "PYTHON=false").returncode == 2
+        (tmp_path / "fails").write_text("mdu.py")
+        assert make(tmp_path, "rehearsal").returncode == 2
         assert (tmp_path / "out/rehearsal.old/model").read_text() == "good"
 
 def with_masks(draws, batch, t, masked):
