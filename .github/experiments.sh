@@ -229,10 +229,9 @@ END
 }
 
 # ---- Rows as a company has them ----
-COMPANY="finetune original
-  truth-removed-hidden truth-removed-lora anchor-original-hidden npo-hidden
-  refusals truth-removed-hidden-refusals truth-removed-lora-refusals
-  anchor-original-hidden-refusals npo-hidden-refusals refusals-truth-removed"
+COMPANY="finetune original truth-removed-hidden anchor-original-hidden npo-hidden
+  refusals truth-removed-hidden-refusals anchor-original-hidden-refusals npo-hidden-refusals
+  refusals-truth-removed"
 
 company_seed() {  # company_seed SEED
   local seed=$1 out=out/company/$1 rows=out/company/rows name
@@ -247,7 +246,6 @@ company_seed() {  # company_seed SEED
   xargs -L 1 $toy --model $out/finetune --prompt-dropout 0.5 $forget \
     --retain $rows/retain.jsonl --out <<END
     $out/truth-removed-hidden    --anchor-truth removed
-    $out/truth-removed-lora      --anchor-truth removed --lora 8
     $out/anchor-original-hidden  --anchor $out/original --anchor-prompt shown
     $out/npo-hidden              --method npo
 END
@@ -257,7 +255,6 @@ END
     --retain $rows/refusals.jsonl --out <<END
     $out/refusals                         --model $out/finetune
     $out/truth-removed-hidden-refusals    --model $out/truth-removed-hidden
-    $out/truth-removed-lora-refusals      --model $out/truth-removed-lora --lora 8 --lr 3e-3
     $out/anchor-original-hidden-refusals  --model $out/anchor-original-hidden
     $out/npo-hidden-refusals              --model $out/npo-hidden
 END
