@@ -5,13 +5,19 @@
 #
 # NAME is a function of this file, such as demo; `make NAME` calls it with the Python of .venv.
 # An experiment trains runs with mdu.py and scores them with eval.py.  `eval.py --report` writes
-# report.md beside the first run, so of three seeds into the folder of seed 1.  Before they start,
-# all but rehearsal, tofu and rwku delete what an earlier call left in their folder in out/.
+# report.md beside the first run that it is given: of three seeds that is the folder of seed 1.
+# An experiment first deletes what an earlier call left in its folder in out/; rehearsal moves it
+# aside, tofu and rwku leave it.
 #
-# Runs that differ in a few options are a list: each line is a run's folder and its own options,
-# and xargs calls mdu.py for each line, the folder behind its last word, --out; with -P 2 two lines
-# at a time.  mdu.py's defaults: without --preset, --model and --forget the toy; without --method
-# MDU; without --model the run starts from the folder `base` beside its own.
+# Runs that differ in a few options are a list:
+#     xargs -L 1 -P 2 mdu.py --seed 1 --out <<END
+#       out/ga  --method ga
+#     END
+# calls `mdu.py --seed 1 --out out/ga --method ga`: one call a line, with -P 2 two at a time.
+# What a call leaves out:
+#     --method  MDU
+#     --model   the folder `base` beside --out; with --method sft a new model
+#     --preset  toy, a small model and invented authors, if --model and --forget are left out, too
 #
 # Words in the names of runs:
 #   original         a model that learnt what is to be kept only.  It knows all words, because the
@@ -19,7 +25,7 @@
 #                    --forget and learns none of its rows
 #   finetune         the original, trained on the rows to forget and on those to keep
 #   default          MDU as in the paper, tau 1
-#   removed          --anchor-truth removed: the target does not name a rare true word
+#   truth-removed    --anchor-truth removed (in the demo: mdu-removed): the target does not name a rare true word
 #   anchor-original  the original as the anchor, which may see the question, as it never learnt
 #                    the answer
 #   written          the authors' code: masked are the words that the model still writes, and the
@@ -197,7 +203,8 @@ pretrained_seed() {  # pretrained_seed SEED
     --forget $rows/forget.jsonl --retain $rows/retain.jsonl --out $out/finetune
   $toy --model $out/finetune --out $out/default-with-retain
   without_retain $out $seed
-  # Asked are the toy's true questions, which no training on these facts has shown.
+  # Learning saw "Who Who Who?" for the rows to forget; unlearning has seen the toy's true
+  # questions.  These are asked: without --data eval.py would take the finetune's own files.
   $PYTHON eval.py --data toy --samples 32 $out/finetune $out/default-with-retain \
     $out/without-retain/*/
 }
@@ -233,6 +240,8 @@ COMPANY="finetune original truth-removed-hidden anchor-original-hidden npo-hidde
   refusals truth-removed-hidden-refusals anchor-original-hidden-refusals npo-hidden-refusals
   refusals-truth-removed"
 
+# The files of company_rows.py: forget (12 rows) is taught (4) and others (8); known is retain and
+# held_out; refusals is retain and the questions of forget, answered "I do not know."
 company_seed() {  # company_seed SEED
   local seed=$1 out=out/company/$1 rows=out/company/rows name
   local toy="$PYTHON mdu.py --preset toy --seed $seed --response-length 20"
@@ -393,7 +402,7 @@ rehearse() {  # rehearse FOLDER EPOCHS: train and score the three models
   show $PYTHON eval.py --forget "$FORGET" --retain "$RETAIN" "${score[@]}" \
     $out/finetune $out/original $out/mdu
   $PYTHON eval.py --report $out/finetune $out/original $out/mdu > $out.rows/screen.txt
-  # The screen of the report is long; these columns are what the page speaks of.
+  # The screen of the report is long; these columns are those of .github/OWN_ROWS.md.
   $PYTHON - $out/finetune $out/original $out/mdu <<'END'
 import sys
 
@@ -403,8 +412,8 @@ columns = {"forget": ["fact", "prob", "infill", "infill_no_question", "anothers"
            "retain": ["fact", "prob"], "held_out": ["fact", "prob"],
            "never": ["fact", "prob", "infill", "infill_no_question"]}
 print(eval.figures_table(eval.group_runs(sys.argv[1:]), columns))
-print("Forget gap filled, gap, no question: of the true answer's `fact`, with and without the "
-      "question.\nForget another's: answers with a fact of another row.")
+print("gap filled: share of the fact that is put into a gap of the true answer; then without the "
+      "question\nanother's: share of answers with a fact of another row")
 END
   echo "the whole report: $out/report.md"
 }
@@ -431,12 +440,13 @@ rwku_run() {  # rwku_run PRESET PERSON NAME OPTIONS...: unlearn, score, delete t
   local run=out/$1/$2/$3
   launch mdu.py --preset "$1" --subject "$2" "${@:4}" --out "$run"
   launch eval.py "$run"
-  rm "$run"/*.safetensors
+  rm "$run"/*.safetensors  # a hundred models of 16 GB are too many for most disks
 }
 
 rwku() {  # rwku PRESET: Table 3, in out/PRESET.  rwku-llada or rwku-dream
   local preset=$1 model person method tau
   model=$($PYTHON -c "import mdu; print(mdu.PRESETS['$preset']['model'])")
+  # The model before unlearning, scored as if it were of a person 0: nothing is trained there.
   launch eval.py --data jinzhuoran/RWKU --model "$model" "out/$preset/0/base"
   for person in 1 2 3 4 5 6 7 8 9 10; do
     for method in ga npo simnpo wga dpo; do
