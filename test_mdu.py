@@ -1135,7 +1135,8 @@ def test_print_start_and_progress_line_of_a_run(base, tmp_path, capsys):
     size = sum(x.numel() for x in weights(base).values())
     screen = capsys.readouterr().out
     assert f"\nga (seed 4) from {base} -> {tmp_path}/run, {size:,} parameters trained, " in screen
-    assert "computed in float32, on 1 x cpu\n24 rows to forget, 3 steps of 8 (1 epo" in screen
+    assert "computed in float32, on 1 x cpu\n" in screen
+    assert "\n24 rows to forget, 3 steps of 8 (1 epochs), 0 done\n" in screen
     for step, epoch in ((1, 0.333333), (3, 1)):
         assert f"\nrun: step {step} | epoch {epoch} | forget -" in screen
 
