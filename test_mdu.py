@@ -495,7 +495,9 @@ def rwku(tmp_path_factory):
         texts.append(row)
         pairs.append({**row, "response": [f"Made up {len(pairs)}.", row["text"]]})
     for config, row in RWKU_ROWS.items():
-        asked = PEOPLE[:-1] if config == "forget_level3" else PEOPLE
+        asked = PEOPLE
+        if config == "forget_level3":
+            asked = PEOPLE[:-1]  # a person may have no rows of a config
         probes[config] = [{**row, "subject": name} for name in asked * 2]
     train = {"forget_target": people, "train_positive_llama3": texts, "train_pair_llama3": pairs}
     return write_dataset(tmp_path_factory.mktemp("people"), {"train": train, "test": probes})
@@ -1269,7 +1271,8 @@ def test_load_model_and_load_references_in_bfloat16(hub, tofu, tmp_path, monkeyp
         assert_close(predictor.lm.model.rotary_emb.inv_freq, frequencies, 1e-6)
 
 @each("losses, steps, expected", [
-    ([8, 4, 3, 2, 1, 0], 6, (5, 1, 0.2)), ([8, 4], 40, (6, 6, 1)), ([4, 2, 0, 0], 9, (2, 2/3, 1/3)),
+    ([8, 4, 3, 2, 1, 0], 6, (5, 1, 0.2)), ([4, 2, 0, 0], 9, (2, 2/3, 1/3)),
+    ([8, 4], 40, (6, 6, 1)),  # after two steps of 40, for the progress line
     (20 * [10] + 160 * [7] + 20 * [1], 200, (10, 1, 0.1)), ([0, 0, 0, 0], 4, (0, 0, 0))])
 def test_forget_loss_left_by_hand(losses, steps, expected):
     """Means of the first and the last tenth of the steps, at least three of each."""
@@ -1561,13 +1564,18 @@ def test_remove_truth_by_hand():
     assert changed.tolist() == [[1, 1, 3], [4, 5, 6], [7, 2, 2]]
 
 @each("rare, of_ann, of_oslo, of_none", [
-    (0, "gone 7 Ann 2024", "gone 7 Oslo", "gone 7"), (0.02, "gone 7 Ann", "gone 7 Oslo", "gone 7"),
+    # Limits 0 and 0: no word of either fact is below its limit, so all of the fact count.
+    (0, "gone 7 Ann 2024", "gone 7 Oslo", "gone 7"),
+    # 0.02 and 0.2: Ann is as rare as a fact may be, 2024 is not; no word of "Oslo" is.
+    (0.02, "gone 7 Ann", "gone 7 Oslo", "gone 7"),
+    # 0.05 and 0.5: 2024, too.
     (0.05, "gone 7 Ann 2024", "gone 7 Oslo", "gone 7"),
+    # 0.2 and 2: Ann is rare in every row, and all words of a fact are.
     (0.2, "gone 7 Ann 2024", "gone 7 Ann Oslo", "gone 7 Ann")])
 def test_flag_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none):
     """Of ten answers to retain "Ann" is in two, "2024" in five, "in", "Oslo" and "8" in all; once
     in each, though "8" is there twice.  The first row's fact is "Ann, 2024", the second's "Oslo",
-    the third has none.  At 0.02, words of facts may be in a fifth of the answers: Ann, not 2024."""
+    the third has none.  The limit of a fact's words is ten times --rare."""
     vocabulary = ["<mask>", "<end>", *"gone Ann in Oslo 2024 7 8 .".split()]
     tokenizer = mock.Mock()
     tokenizer.decode = lambda ids, **_: " ".join(vocabulary[i] for i in ids if i > 1)
@@ -2175,7 +2183,8 @@ def test_draw_masks_of_one_seed_are_alike_for_short_and_long_answers():
 @each("boost, sure", [(-50.0, 1), (4.0, 1), (-50.0, 20)])
 def test_denoise_and_fill_masks_equal_a_slow_sampler(
         length, steps, counts, by_entropy, boost, sure):
-    """The mask token is never written, even if likeliest (boost 4).  p is not 1, as in float32."""
+    """The mask token is never written, even if it is the likeliest (boost 4).  With sure 20 many
+    predictions have p = 1 in float32; only in float64 it can be seen which is the most certain."""
     model = FakeModel(boost=boost, by_entropy=by_entropy, sure=sure)
     expected = [slow_sampler(model, prompt, counts) for prompt in PROMPTS]
     model.seen.clear()
@@ -2811,7 +2820,7 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
     for one, other in itertools.combinations(compared, 2):
         assert one != other
     assert protocol("--full") == protocol(f"--forget {files[0]}") == protocol()
-    assert asked["response_length"] == asked["steps"] == 30
+    assert asked["response_length"] == asked["steps"] == 30  # RWKU's own length, not the run's 7
     other = protocol(f"--data {rwku} --response-length 5 --steps 6")
     assert other["response_length"] == other["steps"] == 5  # no step without a token
 
@@ -3039,7 +3048,8 @@ def made_up_run(scored, folder, options=(), forget=(), **parts):
     ("npo", dict(options=dict(model="/a/N")), "averaged, but model is "),
     ("npo", dict(trained_on=dict(retain="other")), "averaged, but rows is {'"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
-    ("ga", {}, "different people")])  # npo's are no one and Ann
+    # The figures of npo are then over Ann and people unknown, those of ga over people unknown.
+    ("ga", {}, "different people")])
 def test_group_runs_refuses_unlike_runs(name, changes, words, scored, tmp_path, capsys):
     own = dict(model="/a/M")
     changes = {**changes, "options": {**own, **changes.get("options", {})}}
@@ -3582,6 +3592,7 @@ def typed_commands(page, folder):
 def test_parse_takes_every_command_that_the_pages_have(tmp_path):
     for page in PAGES:
         commands = typed_commands(page, tmp_path)
+        # What is written on the page up to a variable, a comment, a line's end or the like.
         for line in re.findall(r"(?m)^ *((?:python|torchrun|make) .*?)[\"$\\#;&\n]", page):
             typed = line.partition(" <<")[0].split()  # without the text that it reads
             assert any(typed == words[:len(typed)] for words in commands), line
@@ -3747,11 +3758,15 @@ def test_rehearsal_learns_held_out_rows_and_no_row_that_nobody_is_to_learn(tmp_p
 def test_rehearsal_reads_all_rows_before_it_moves_anything(tmp_path):
     rows = [{"question": "Who?", "answer": "Bo."}, {"question": "Q", "answer": "A", "fact": "Al"}]
     bad = write_lines(tmp_path / "bad", rows)
-    env = {**os.environ, "PYTHON": sys.executable, "FORGET": bad, "RETAIN": bad}
-    command = ["bash", PROJECT / ".github/experiments.sh", "rehearsal"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
+    (tmp_path / ".github").mkdir()
+    script = shutil.copy(PROJECT / ".github/experiments.sh", tmp_path / ".github")
+    (tmp_path / "out/rehearsal").mkdir(parents=True)
+    path = os.pathsep.join([str(PROJECT), *sys.path])
+    env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": path, "FORGET": bad, "RETAIN": bad}
+    done = subprocess.run(["bash", script, "rehearsal"], env=env, capture_output=True, text=True)
+    assert done.returncode == 2
     assert f"experiments.sh: --rows {bad}, line 2: fact: 'Al' is not in the answer" in done.stderr
+    assert os.listdir(tmp_path / "out") == ["rehearsal"]  # where it was
 
 def test_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
     (tmp_path / "out/rehearsal").mkdir(parents=True)
