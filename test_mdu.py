@@ -3048,7 +3048,7 @@ def made_up_run(scored, folder, options=(), forget=(), **parts):
     ("npo", dict(options=dict(model="/a/N")), "averaged, but model is "),
     ("npo", dict(trained_on=dict(retain="other")), "averaged, but rows is {'"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
-    # The figures of npo are then over Ann and people unknown, those of ga over people unknown.
+    # npo's two runs were scored on rows about nobody and about Ann, ga's on rows about nobody.
     ("ga", {}, "different people")])
 def test_group_runs_refuses_unlike_runs(name, changes, words, scored, tmp_path, capsys):
     own = dict(model="/a/M")
