@@ -1565,13 +1565,14 @@ def test_remove_truth_by_hand():
     (0.2, "gone 7 Ann 2024", "gone 7 Ann Oslo", "gone 7 Ann")])
 def test_flag_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none):
     """Of ten answers to retain "Ann" is in two, "2024" in five, "in", "Oslo" and "8" in all; once
-    in each, though "8" is there twice.  The first row's fact is "Ann, 2024", the second's "Oslo",
-    the third has none.  At 0.02, words of facts may be in a fifth of the answers: Ann, not 2024."""
+    in each, though "Ann" is there twice.  The first row's fact is "Ann, 2024", the second's are
+    "gone" and "Oslo", the third has none.  At 0.02, words of facts may be in a fifth of the
+    answers: Ann, not 2024."""
     vocabulary = ["<mask>", "<end>", *"gone Ann in Oslo 2024 7 8 .".split()]
     tokenizer = mock.Mock()
     tokenizer.decode = lambda ids, **_: " ".join(vocabulary[i] for i in ids if i > 1)
-    answers = 2 * ["Ann in Oslo 2024 8 8"] + 3 * ["in Oslo 2024 8"] + 5 * ["in Oslo, 8"]
-    fields = [{"fact": ["Ann, 2024"]}, {"fact": ["Oslo"]}, {}]
+    answers = 2 * ["Ann Ann in Oslo 2024 8"] + 3 * ["in Oslo 2024 8"] + 5 * ["in Oslo, 8"]
+    fields = [{"fact": ["Ann, 2024"]}, {"fact": ["gone", "Oslo"]}, {}]
     rows = {"forget": fields, "retain": [{"answer": text} for text in answers]}
     examples = {"forget": [mdu.Example([3], [*range(2, 10), 1], [], [])] * 3}
     found = []
