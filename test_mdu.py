@@ -1687,18 +1687,20 @@ def test_encode_splits_flags_rare_tokens_to_forget(base):
     ("--model x", 200, 128, 5), ("--model x", 201, 128, 5), ("--model x", 199, 128, 1000 / 199),
     ("--model x --epochs 3 --response-length 7", 10, 7, 3), ("--preset toy", 10, 12, 200)])
 def test_fit_to_rows_by_hand(typed, n_rows, length, epochs):
-    """The longest answer has 9 tokens.  One's own rows have 250 steps, of 4 rows by default, or 5
-    epochs.  sft counts its own rows."""
-    examples = {"forget": [mdu.Example([3], [5] * 9, [], [])], "retain": []}
-    if "sft" in typed:
-        examples["train"] = n_rows * examples["forget"]
-    else:
-        examples["forget"] *= n_rows
-    args = options(typed)
-    before = dict(vars(args))
-    fitted = vars(mdu.fit_to_rows(args, examples))
-    assert fitted == {**before, "response_length": length, "epochs": epochs}
-    assert vars(args) == before  # nothing is filled in
+    """The longest answer, to forget or to retain, has 9 tokens.  One's own rows have 250 steps, of
+    4 rows by default, or 5 epochs.  sft counts its own rows."""
+    short, long = (mdu.Example([3], [5] * n, [], []) for n in (4, 9))
+    for forget, retain in ((short, long), (long, short)):
+        examples = {"forget": [forget], "retain": [retain]}
+        if "sft" in typed:
+            examples["train"] = n_rows * [forget]
+        else:
+            examples["forget"] *= n_rows
+        args = options(typed)
+        before = dict(vars(args))
+        fitted = vars(mdu.fit_to_rows(args, examples))
+        assert fitted == {**before, "response_length": length, "epochs": epochs}
+        assert vars(args) == before  # nothing is filled in
 
 # ---- Backbones ----
 @each("name, revision", [("a/b", None), ("a/b@", None), ("a/b@c1d2", "c1d2")])
