@@ -1665,10 +1665,11 @@ def test_encode_prompt_prints_a_fixed_date(template, text, tmp_path):
     assert tokenizer.decode(mdu.encode_prompt(tokenizer, "Who?")) == text
 
 def test_encode_splits_says_how_many_tokens_the_model_cannot_write(base, capsys):
-    """A refusal in words that a small model does not have would be learnt as something else."""
+    """A refusal in words that a small model does not have would be learnt as something else.  It
+    may be the answer to a question that is to be forgotten with another one."""
     model, tokenizer = mdu.load_backbone(base)
     splits = mdu.toy_world()
-    splits["retain"][0]["answer"] = "Nobody knows Ceka Foba."
+    splits["retain"][0] = {**splits["forget"][0], "answer": "Nobody knows Ceka Foba."}
     mdu.encode_splits(options("--method sft"), splits, model, tokenizer)
     screen = capsys.readouterr().out
     n = sum(len(mdu.encode_text(tokenizer, row["answer"])) + 1 for row in splits["retain"])
