@@ -1327,7 +1327,8 @@ def test_default_text_has_the_defaults_of_parse():
     """What a line of --help says in its brackets is what parse gives."""
     found = vars(options("--preset tofu-llada"))
     for name, text in [("tau", "1.0"), ("batch_size", "4; toy 8"), ("grad_accum", "1"),
-                       ("rare", "0.02"), ("seed", "1"), ("checkpoint_every", "500")]:
+                       ("rare", "0.02"), ("seed", "1"), ("checkpoint_every", "500"),
+                       ("retain_weight", "1.0")]:
         assert mdu.default_text(name) == text
         if name != "grad_accum":  # a preset's
             assert str(found[name]) == text.split(";")[0]
@@ -3372,6 +3373,8 @@ BAD_ROWS = {  # a file of rows: (its text, part of the line)
     "sign": (ROW[:-1] + ', "fact": "♠"}', "line 1: fact: needs a letter or digit, found '♠'"),
     "surrogate": (ROW + "\n" + ROW.replace("It", "\\ud83d It"),
                   "line 2: answer: '\\ud83d It is {{}}.' has half of a surrogate pair"),
+    "second-half": (ROW.replace("It", "\\ude00 It"),
+                    "line 1: answer: '\\ude00 It is {{}}.' has half of a surrogate pair"),
     "empty": (ROW + '\n\n{"question": "q", "answer": " "}',
               "line 3: answer: needs a text that is not empty, found ' '"),
     "number": (ROW[:-1] + ', "fact": 1.0}',
@@ -3539,6 +3542,8 @@ def files(base, tmp_path_factory):
         file.write_text(file.read_text().replace("eot_id", "x"))
     for file in [*root.glob("no-tokenizer/token*"), root / "no-merges/merges.txt"]:
         file.unlink()
+    for name in ("vocab.json", "merges.txt"):  # which are enough for Qwen alone
+        (root / "no-tokenizer" / name).touch()
     file = root / "no-template/tokenizer_config.json"
     file.write_text(file.read_text().replace("chat_template", "other"))
     (root / "link").symlink_to(root / "a-bd3lm-b")
