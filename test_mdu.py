@@ -2725,7 +2725,9 @@ def test_reserve_space_refuses_a_full_disk_before_the_first_pass(scored_copy, ca
     assert re.search(r"run/eval: the scores may need [\d,]+ bytes, but: .*too large", err)
 
 def test_reserve_space_keeps_it_until_the_scores_are_there(scored_copy, monkeypatch):
-    """It is as much as these scores took, and is free again when they are written."""
+    """It is as much as these scores took, and is free again when they are written.  The folder for
+    temporary files may be on another disk."""
+    monkeypatch.setattr(ev.tempfile, "tempdir", "/absent")
     reserve_space = ev.reserve_space
     reserved = []
 
@@ -2935,8 +2937,9 @@ def test_summarise_run_has_forget_quality_by_the_retain_run(scored_copy, scored,
     assert "both runs" in program([scored_copy, *FLAGS, "--retain-run", plain], capsys, ev.main)
 
 def test_publish_and_read_summary_have_null_for_nan(scored_copy):
-    """As strict JSON.  The figure is "-" in a table, and what a run lacks stays missing."""
-    records = {"forget": [{"nll": math.nan, "nll_wrong": [1.0, math.inf], "logp": {"a": math.nan}}]}
+    """As strict JSON, also in a tuple.  The figure is "-" in a table, and what a run lacks stays
+    missing."""
+    records = {"forget": [{"nll": math.nan, "nll_wrong": (1.0, math.inf), "logp": {"a": math.nan}}]}
     figures = {"n": 1, "prob": math.nan, "fact": np.float64(math.nan), "words": np.float64(2)}
     summary = {**ev.read_summary(scored_copy), "splits": {"forget": figures},
                "run": {"model_utility": math.nan}}
@@ -3041,6 +3044,7 @@ def made_up_run(scored, folder, options=(), forget=(), **parts):
 
 @each("name, changes, words", [
     ("npo", dict(options=dict(lr=1e-3)), "averaged, but lr is 0.00"),
+    ("npo", dict(options=dict(newer=1)), "averaged, but newer is "),  # the other has none
     ("npo", dict(options=dict(model="/a/N")), "averaged, but model is "),
     ("npo", dict(trained_on=dict(retain="other")), "averaged, but rows is {'"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
@@ -3741,6 +3745,7 @@ def test_rehearsal_learns_held_out_rows_and_no_row_that_nobody_is_to_learn(tmp_p
     for words in lines:
         if "mdu.py" in words:
             args = mdu.parse(words[words.index("mdu.py") + 1:])
+            assert args.epochs == 12000 / 6  # six rows are learnt
             learns.append((Path(args.out).name, args.forget, args.retain, args.retain_only))
         elif "--report" not in words:
             scored = ev.parse(words[words.index("eval.py") + 1:])
