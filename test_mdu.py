@@ -1273,19 +1273,20 @@ def test_load_model_and_load_references_in_bfloat16(hub, tofu, tmp_path, monkeyp
 @each("losses, steps, expected", [
     ([8, 4, 3, 2, 1, 0], 6, (5, 1, 0.2)), ([4, 2, 0, 0], 9, (2, 2/3, 1/3)),
     ([8, 4], 40, (6, 6, 1)),  # after two steps of 40, for the progress line
-    (20 * [10] + 160 * [7] + 20 * [1], 200, (10, 1, 0.1)), ([0, 0, 0, 0], 4, (0, 0, 0))])
+    (20 * [10] + 160 * [7] + 20 * [1], 200, (10, 1, 0.1)), ([0, 0, 0, 0], 4, (0, 0, 0)),
+    ([0, 0, 0, 3], 4, (0, 1, 0))])
 def test_forget_loss_left_by_hand(losses, steps, expected):
     """Means of the first and the last tenth of the steps, at least three of each."""
     assert mdu.forget_loss_left(losses, steps) == approx(expected)
 
 @each("method, factor, advice", [
-    ("mdu", 0.75, "to another --out: raise --lr, which was 0.0003, three to ten times"),
+    ("mdu", 0.5, "to another --out: raise --lr, which was 0.0003, three to ten times"),
     ("mdu", 0.25, "to another --out: train longer, with --epochs 6, or raise --lr"),
-    ("mdu", 0.15, None), ("npo", 0.9, None)])
+    ("mdu", 0.2, None), ("npo", 0.9, None)])
 def test_record_forget_loss_says_whether_the_target_is_reached(
         method, factor, advice, base, tmp_path, monkeypatch, capsys):
     """A run that is stopped and resumed has the same figures as one that is not."""
-    losses = 3 * [[4.0, 0]] + 3 * [[2.0, 0]] + 3 * [[4.0 * factor, 0]]
+    losses = 3 * [[5.0, 0]] + 3 * [[2.0, 0]] + 3 * [[5.0 * factor, 0]]
     argv = toy(base, tmp_path / "run", f"--method {method} --epochs 3 --checkpoint-every 4")
     monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=losses[:5] + [KeyboardInterrupt]))
     monkeypatch.setattr(mdu.nn.utils, "clip_grad_norm_", mock.Mock(return_value=torch.tensor(1.0)))
@@ -1295,8 +1296,8 @@ def test_record_forget_loss_says_whether_the_target_is_reached(
     screen = capsys.readouterr().out
     found = mdu.read_run(tmp_path / "run").get("forget_loss")
     if method == "mdu":
-        assert found == approx({"first": 4, "last": 4 * factor, "left": factor})
-        assert f"forget loss 4 -> {4 * factor:g} ({factor:.0%} left)" in screen
+        assert found == approx({"first": 5, "last": 5 * factor, "left": factor})
+        assert f"forget loss 5 -> {5 * factor:g} ({factor:.0%} left)" in screen
     else:
         assert found is None and "left)" not in screen
     assert ("has not reached its target (20% or less)" in screen) == (advice is not None)
@@ -1330,7 +1331,8 @@ def test_default_text_has_the_defaults_of_parse():
     """What a line of --help says in its brackets is what parse gives."""
     found = vars(options("--preset tofu-llada"))
     for name, text in [("tau", "1.0"), ("batch_size", "4; toy 8"), ("grad_accum", "1"),
-                       ("rare", "0.02"), ("seed", "1"), ("checkpoint_every", "500")]:
+                       ("rare", "0.02"), ("seed", "1"), ("checkpoint_every", "500"),
+                       ("retain_weight", "1.0")]:
         assert mdu.default_text(name) == text
         if name != "grad_accum":  # a preset's
             assert str(found[name]) == text.split(";")[0]
@@ -1574,13 +1576,13 @@ def test_remove_truth_by_hand():
     (0.2, "gone 7 Ann 2024", "gone 7 Ann Oslo", "gone 7 Ann")])
 def test_flag_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none):
     """Of ten answers to retain "Ann" is in two, "2024" in five, "in", "Oslo" and "8" in all; once
-    in each, though "8" is there twice.  The first row's fact is "Ann, 2024", the second's "Oslo",
-    the third has none.  The limit of a fact's words is ten times --rare."""
+    in each, though "Ann" is there twice.  The first row's fact is "Ann, 2024", the second's are
+    "gone" and "Oslo", the third has none.  The limit of a fact's words is ten times --rare."""
     vocabulary = ["<mask>", "<end>", *"gone Ann in Oslo 2024 7 8 .".split()]
     tokenizer = mock.Mock()
     tokenizer.decode = lambda ids, **_: " ".join(vocabulary[i] for i in ids if i > 1)
-    answers = 2 * ["Ann in Oslo 2024 8 8"] + 3 * ["in Oslo 2024 8"] + 5 * ["in Oslo, 8"]
-    fields = [{"fact": ["Ann, 2024"]}, {"fact": ["Oslo"]}, {}]
+    answers = 2 * ["Ann Ann in Oslo 2024 8"] + 3 * ["in Oslo 2024 8"] + 5 * ["in Oslo, 8"]
+    fields = [{"fact": ["Ann, 2024"]}, {"fact": ["gone", "Oslo"]}, {}]
     rows = {"forget": fields, "retain": [{"answer": text} for text in answers]}
     examples = {"forget": [mdu.Example([3], [*range(2, 10), 1], [], [])] * 3}
     found = []
@@ -1672,10 +1674,11 @@ def test_encode_prompt_prints_a_fixed_date(template, text, tmp_path):
     assert tokenizer.decode(mdu.encode_prompt(tokenizer, "Who?")) == text
 
 def test_encode_splits_says_how_many_tokens_the_model_cannot_write(base, capsys):
-    """A refusal in words that a small model does not have would be learnt as something else."""
+    """A refusal in words that a small model does not have would be learnt as something else.  It
+    may be the answer to a question that is to be forgotten with another one."""
     model, tokenizer = mdu.load_backbone(base)
     splits = mdu.toy_world()
-    splits["retain"][0]["answer"] = "Nobody knows Ceka Foba."
+    splits["retain"][0] = {**splits["forget"][0], "answer": "Nobody knows Ceka Foba."}
     mdu.encode_splits(options("--method sft"), splits, model, tokenizer)
     screen = capsys.readouterr().out
     n = sum(len(mdu.encode_text(tokenizer, row["answer"])) + 1 for row in splits["retain"])
@@ -1694,18 +1697,20 @@ def test_encode_splits_flags_rare_tokens_to_forget(base):
     ("--model x", 200, 128, 5), ("--model x", 201, 128, 5), ("--model x", 199, 128, 1000 / 199),
     ("--model x --epochs 3 --response-length 7", 10, 7, 3), ("--preset toy", 10, 12, 200)])
 def test_fit_to_rows_by_hand(typed, n_rows, length, epochs):
-    """The longest answer has 9 tokens.  One's own rows have 250 steps, of 4 rows by default, or 5
-    epochs.  sft counts its own rows."""
-    examples = {"forget": [mdu.Example([3], [5] * 9, [], [])], "retain": []}
-    if "sft" in typed:
-        examples["train"] = n_rows * examples["forget"]
-    else:
-        examples["forget"] *= n_rows
-    args = options(typed)
-    before = dict(vars(args))
-    fitted = vars(mdu.fit_to_rows(args, examples))
-    assert fitted == {**before, "response_length": length, "epochs": epochs}
-    assert vars(args) == before  # nothing is filled in
+    """The longest answer, to forget or to retain, has 9 tokens.  One's own rows have 250 steps, of
+    4 rows by default, or 5 epochs.  sft counts its own rows."""
+    short, long = (mdu.Example([3], [5] * n, [], []) for n in (4, 9))
+    for forget, retain in ((short, long), (long, short)):
+        examples = {"forget": [forget], "retain": [retain]}
+        if "sft" in typed:
+            examples["train"] = n_rows * [forget]
+        else:
+            examples["forget"] *= n_rows
+        args = options(typed)
+        before = dict(vars(args))
+        fitted = vars(mdu.fit_to_rows(args, examples))
+        assert fitted == {**before, "response_length": length, "epochs": epochs}
+        assert vars(args) == before  # nothing is filled in
 
 # ---- Backbones ----
 @each("name, revision", [("a/b", None), ("a/b@", None), ("a/b@c1d2", "c1d2")])
@@ -2729,7 +2734,9 @@ def test_reserve_space_refuses_a_full_disk_before_the_first_pass(scored_copy, ca
     assert re.search(r"run/eval: the scores may need [\d,]+ bytes, but: .*too large", err)
 
 def test_reserve_space_keeps_it_until_the_scores_are_there(scored_copy, monkeypatch):
-    """It is as much as these scores took, and is free again when they are written."""
+    """It is as much as these scores took, and is free again when they are written.  The folder for
+    temporary files may be on another disk."""
+    monkeypatch.setattr(ev.tempfile, "tempdir", "/absent")
     reserve_space = ev.reserve_space
     reserved = []
 
@@ -2939,8 +2946,9 @@ def test_summarise_run_has_forget_quality_by_the_retain_run(scored_copy, scored,
     assert "both runs" in program([scored_copy, *FLAGS, "--retain-run", plain], capsys, ev.main)
 
 def test_publish_and_read_summary_have_null_for_nan(scored_copy):
-    """As strict JSON.  The figure is "-" in a table, and what a run lacks stays missing."""
-    records = {"forget": [{"nll": math.nan, "nll_wrong": [1.0, math.inf], "logp": {"a": math.nan}}]}
+    """As strict JSON, also in a tuple.  The figure is "-" in a table, and what a run lacks stays
+    missing."""
+    records = {"forget": [{"nll": math.nan, "nll_wrong": (1.0, math.inf), "logp": {"a": math.nan}}]}
     figures = {"n": 1, "prob": math.nan, "fact": np.float64(math.nan), "words": np.float64(2)}
     summary = {**ev.read_summary(scored_copy), "splits": {"forget": figures},
                "run": {"model_utility": math.nan}}
@@ -3045,6 +3053,7 @@ def made_up_run(scored, folder, options=(), forget=(), **parts):
 
 @each("name, changes, words", [
     ("npo", dict(options=dict(lr=1e-3)), "averaged, but lr is 0.00"),
+    ("npo", dict(options=dict(newer=1)), "averaged, but newer is "),  # the other has none
     ("npo", dict(options=dict(model="/a/N")), "averaged, but model is "),
     ("npo", dict(trained_on=dict(retain="other")), "averaged, but rows is {'"),
     ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
@@ -3378,6 +3387,8 @@ BAD_ROWS = {  # a file of rows: (its text, part of the line)
     "sign": (ROW[:-1] + ', "fact": "♠"}', "line 1: fact: needs a letter or digit, found '♠'"),
     "surrogate": (ROW + "\n" + ROW.replace("It", "\\ud83d It"),
                   "line 2: answer: '\\ud83d It is {{}}.' has half of a surrogate pair"),
+    "second-half": (ROW.replace("It", "\\ude00 It"),
+                    "line 1: answer: '\\ude00 It is {{}}.' has half of a surrogate pair"),
     "empty": (ROW + '\n\n{"question": "q", "answer": " "}',
               "line 3: answer: needs a text that is not empty, found ' '"),
     "number": (ROW[:-1] + ', "fact": 1.0}',
@@ -3545,6 +3556,8 @@ def files(base, tmp_path_factory):
         file.write_text(file.read_text().replace("eot_id", "x"))
     for file in [*root.glob("no-tokenizer/token*"), root / "no-merges/merges.txt"]:
         file.unlink()
+    for name in ("vocab.json", "merges.txt"):  # which are enough for Qwen alone
+        (root / "no-tokenizer" / name).touch()
     file = root / "no-template/tokenizer_config.json"
     file.write_text(file.read_text().replace("chat_template", "other"))
     (root / "link").symlink_to(root / "a-bd3lm-b")
@@ -3743,6 +3756,7 @@ def test_rehearsal_learns_held_out_rows_and_no_row_that_nobody_is_to_learn(tmp_p
     for words in lines:
         if "mdu.py" in words:
             args = mdu.parse(words[words.index("mdu.py") + 1:])
+            assert args.epochs == 12000 / 6  # six rows are learnt
             learns.append((Path(args.out).name, args.forget, args.retain, args.retain_only))
         elif "--report" not in words:
             scored = ev.parse(words[words.index("eval.py") + 1:])
