@@ -331,7 +331,7 @@ join_rows() {  # join_rows FILE...: the lines of JSONL files, without a byte ord
 rehearsal() {  # one's own rows, by these variables:
   # FORGET, RETAIN: files.  ORIGINAL=no: the original is not the anchor.  HELD_OUT: a file of rows
   # that the fine-tune learns and unlearning does not see.  NEVER: one of rows that nobody learns.
-  local out=out/rehearsal learnt=("$FORGET" "$RETAIN") files file n n_words epochs
+  local out=out/rehearsal learnt=("${FORGET:-}" "${RETAIN:-}") files file n n_words epochs
   if [ -n "${HELD_OUT:-}" ]; then
     learnt+=("$HELD_OUT")
   fi
