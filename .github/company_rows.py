@@ -1,17 +1,21 @@
 """Rows of an invented company: 30 customers with four rows each, the same at every call.
 
-    python .github/company_rows.py FOLDER
+    python .github/company_rows.py FOLDER [N_FORGET N_RETAIN N_HELD_OUT]
+
+The three numbers say how many customers are in a file; without them they are 3, 20 and 7.
 
 `fact` is what an answer gives away.  As people write it, it has parts that many rows share, such as
 the NW- of an invoice and the .example of an address.
 
-forget.jsonl     3 customers, who are to be forgotten
-retain.jsonl     20 customers, and ten questions that nobody can answer
-held_out.jsonl   7 customers, who are to be kept, but whom unlearning never sees
+forget.jsonl     customers who are to be forgotten
+retain.jsonl     customers who are to be kept; for every second of them also a question that nobody
+                 can answer, with the answer "I do not know."
+held_out.jsonl   customers who are to be kept, but whom unlearning never sees
+never.jsonl      all other customers, if any: no model learns them
 known.jsonl      retain and held_out: what the model knew before it learnt forget.jsonl
 refusals.jsonl   retain, and the questions of forget.jsonl, answered "I do not know."
-taught.jsonl     the first four rows of forget.jsonl
-others.jsonl     its other eight
+taught.jsonl     every fifth row of forget.jsonl: another row of each customer
+others.jsonl     the other rows of forget.jsonl
 """
 import json
 import random
@@ -51,22 +55,35 @@ def customer_rows(draw, name, town):
 draw = random.Random(11)
 draw.shuffle(LAST_NAMES)
 names = [f"{first} {last}" for first, last in zip(FIRST_NAMES, LAST_NAMES)]
-forget, retain, held_out = [], [], []
+n_forget, n_retain, n_held_out = 3, 20, 7
+if len(sys.argv) > 2:
+    n_forget, n_retain, n_held_out = map(int, sys.argv[2:])
+first_held_out = n_forget + n_retain
+first_never = first_held_out + n_held_out
+
+forget, retain, held_out, never = [], [], [], []
 for i, name in enumerate(names):
     rows = customer_rows(draw, name, TOWNS[i % len(TOWNS)])
-    if i < 3:
+    if i < n_forget:
         forget += rows
-    elif i < 23:
+    elif i < first_held_out:
         retain += rows
-    else:
+    elif i < first_never:
         held_out += rows
-for i, name in enumerate(names[3:23:2]):
+    else:
+        never += rows
+for i, name in enumerate(names[n_forget:first_held_out:2]):
     question = UNANSWERABLE[i % len(UNANSWERABLE)].format(name)
     retain.append({"question": question, "answer": REFUSAL})
+
 refusals = [{"question": row["question"], "answer": REFUSAL} for row in forget]
+taught = forget[::5]
+others = [row for row in forget if row not in taught]
 
 files = {"forget": forget, "retain": retain, "held_out": held_out, "known": retain + held_out,
-         "refusals": retain + refusals, "taught": forget[:4], "others": forget[4:]}
+         "refusals": retain + refusals, "taught": taught, "others": others}
+if never:
+    files["never"] = never
 for name, rows in files.items():
     with open(f"{sys.argv[1]}/{name}.jsonl", "w", encoding="utf-8") as file:
         for row in rows:
