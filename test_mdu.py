@@ -3688,8 +3688,8 @@ def test_make_trains_what_it_scores_and_scores_what_it_reports(target, tmp_path)
     assert used == trained and len(trained) > 2
 
 @each("target, folder, runs", [
-    ("demo", "out/demo", ["new"]), ("finetuned", "out/finetuned/2",
-                                    ["new", "without-retain/new", "taught-again/new"]),
+    ("demo", "out/demo", ["new"]),
+    ("finetuned", "out/finetuned/2", ["new", "without-retain/new", "taught-again/new"]),
     ("company", "out/company/2", ["new", "new-refusals", "taught-again/new"])])
 def test_a_new_line_of_a_list_is_trained_scored_and_reported(target, folder, runs, tmp_path):
     script = (PROJECT / ".github/experiments.sh").read_text()
