@@ -3654,7 +3654,8 @@ def make(folder, *words):
         pytest.skip("needs make")
     (folder / "Makefile").write_text(re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE))
     (folder / ".github").mkdir(exist_ok=True)
-    shutil.copy(PROJECT / ".github/experiments.sh", folder / ".github")
+    if not (folder / ".github/experiments.sh").exists():  # a test may have written another one
+        shutil.copy(PROJECT / ".github/experiments.sh", folder / ".github")
     (folder / "python").write_text(LOGGING_PYTHON)
     (folder / "python").chmod(0o755)
     (folder / "rows").write_text("{}\n{}\n")
@@ -3685,6 +3686,26 @@ def test_make_trains_what_it_scores_and_scores_what_it_reports(target, tmp_path)
     if target.startswith("rwku"):
         trained.add("out/rwku-llada/0/base")  # a published model
     assert used == trained and len(trained) > 2
+
+@each("target, folder, runs", [
+    ("demo", "out/demo", ["new"]),
+    ("finetuned", "out/finetuned/2", ["new", "without-retain/new", "taught-again/new"]),
+    ("company", "out/company/2", ["new", "new-refusals", "taught-again/new"])])
+def test_a_new_line_of_a_list_is_trained_scored_and_reported(target, folder, runs, tmp_path):
+    script = (PROJECT / ".github/experiments.sh").read_text()
+    for name in ("DEMO", "FINETUNED", "COMPANY"):
+        script = script.replace(f'{name}="\n', f'{name}="\n  new  --anchor FOLDER/a\n')
+    script = script.replace('RETAIN="\n', 'RETAIN="\n  without-retain/new  --tau 0\n')
+    (tmp_path / ".github").mkdir()
+    (tmp_path / ".github/experiments.sh").write_text(script)
+    assert make(tmp_path, target).returncode == 0
+    log = (tmp_path / "log").read_text()
+    assert f"--out {folder}/new --anchor {folder}/a\n" in log
+    for run in runs:
+        trained = re.findall(rf"(?m)^mdu.py .*--out {folder}/{run}(?: |$)", log)
+        scored = re.findall(rf"(?m)^eval.py (?!--report).* {folder}/{run}/?(?: |$)", log)
+        reported = re.findall(rf"(?m)^eval.py --report.* {folder}/{run}(?: |$)", log)
+        assert [len(trained), len(scored), len(reported)] == [1, 1, 1]
 
 @each("target", ["demo", "finetuned"])
 def test_an_experiment_ends_without_scores_where_a_run_fails(target, tmp_path):
@@ -3727,8 +3748,9 @@ def test_company_rows_can_be_read_and_forget_what_nothing_keeps(tmp_path):
     rows = {file.stem: mdu.read_jsonl("rows", str(file)) for file in tmp_path.iterdir()}
     sizes = {name: len(of_file) for name, of_file in rows.items()}
     assert sizes == {"forget": 12, "retain": 90, "held_out": 28, "known": 118, "refusals": 102,
-                     "taught": 4, "others": 8}
-    assert rows["taught"] + rows["others"] == rows["forget"]
+                     "taught": 3, "others": 9}
+    for row in rows["forget"]:
+        assert (row in rows["taught"]) != (row in rows["others"])
     kept = {row["answer"] for row in rows["known"]}
     for row in rows["forget"]:
         assert row["answer"] not in kept
