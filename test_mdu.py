@@ -1273,10 +1273,12 @@ def test_load_model_and_load_references_in_bfloat16(hub, tofu, tmp_path, monkeyp
 @each("losses, steps, expected", [
     ([8, 4, 3, 2, 1, 0], 6, (5, 1, 0.2)), ([4, 2, 0, 0], 9, (2, 2/3, 1/3)),
     ([8, 4], 40, (6, 6, 1)),  # after two steps of 40, for the progress line
-    (20 * [10] + 160 * [7] + 20 * [1], 200, (10, 1, 0.1)), ([0, 0, 0, 0], 4, (0, 0, 0)),
-    ([0, 0, 0, 3], 4, (0, 1, 0))])
+    (10 * [10] + 170 * [7] + 20 * [1], 200, (10, 1, 0.1)),  # the first ten, the last tenth
+    (5 * [10] + 40 * [7] + 5 * [1], 50, (10, 1, 0.1)),
+    ([0, 0, 0, 0], 4, (0, 0, 0)), ([0, 0, 0, 3], 4, (0, 1, 0))])
 def test_forget_loss_left_by_hand(losses, steps, expected):
-    """Means of the first and the last tenth of the steps, at least three of each."""
+    """Means of the first ten and of the last tenth of the steps; of both a tenth where they are
+    less than a hundred, and at least three."""
     assert mdu.forget_loss_left(losses, steps) == approx(expected)
 
 @each("method, factor, advice", [
