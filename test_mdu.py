@@ -65,7 +65,7 @@ TESTED_BY = {  # {test: what it tests, too}
         adder add_method_options add_training_options add_model_options add_data_options
         add_run_options""",
     "test_find_source_of_a_run_as_model_has_the_response_length_of_the_run": "own_response_length",
-    "test_add_anothers_by_hand": "spaced_words",
+    "test_add_anothers_by_hand": "spaced_words gives_anothers",
     "test_gap_of_by_hand": "find_words",
     "test_encode_prompt_encode_text_and_encode_row_keep_control_tokens_text": "Example",
     "test_load_backbone_equals_transformers_own_class": """
@@ -84,6 +84,8 @@ TESTED_BY = {  # {test: what it tests, too}
         prompt_ids answers_nll texts_nll blank_jobs write_answers score_splits score_rows
         read_lines read_records""",
     "test_evaluate_on_two_processes_equals_one": "gather",
+    "test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left": "print_scores",
+    "test_knows_rows_to_forget_says_whether_there_is_gen_ppl": "can_judge",
     "test_score_answers_and_model_utility_equal_tofus_own_code": "answer_texts",
     "test_compare_wrong_answers_by_hand": "bounded_exp",
     "test_scores_of_one_answer_by_hand": "score_probes score_triviaqa em_f1",
@@ -94,9 +96,13 @@ TESTED_BY = {  # {test: what it tests, too}
     "test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone": "trainings_of",
     "test_publish_and_read_summary_have_null_for_nan": "to_json without_nan",
     "test_ask_prints_what_each_run_answers": "one_line",
-    "test_group_runs_refuses_unlike_runs": "must_agree",
+    "test_group_runs_refuses_unlike_runs": """
+        must_agree require_same_training require_same_people""",
     "test_report_has_every_method_averaged_over_runs_of_one_folder_name": """
-        values_of figures_table cell""",
+        count_rows values_of average_with_spread cell main_figures figures_table
+        write_report_md""",
+    "test_draw_methods_has_a_line_per_method_and_a_circle_per_run": """
+        find_panels draw_runs set_scale""",
     "test_analysis_convergence_draws_the_kls_that_were_logged": "draw_panels",
     "test_analysis_roles_equals_a_slow_loop": "anchor_kl",
     "test_analysis_trajectory_and_analysis_rollout_by_hand": "trajectories"}
@@ -2775,7 +2781,7 @@ def test_prepare_and_with_other_wordings_ask_in_other_words(tmp_path, capsys):
     ev.prepare(*typed_and_run("", f"{run} --limit 2"))
     assert "--limit 2 scores the first 2" in capsys.readouterr().out
 
-def test_changed_files_since_the_training_are_named(tmp_path, capsys):
+def test_warn_of_other_rows_names_files_that_have_changed(tmp_path, capsys):
     rows = [{"question": f"Q{i}?", "answer": f"A{i}."} for i in range(3)]
     files = [write_lines(tmp_path / name, rows) for name in ("forget", "retain")]
     run = "--model m --forget {} --retain {} --limit 2".format(*files)
