@@ -60,9 +60,9 @@ TESTED_BY = {  # {test: what it tests, too}
     "test_load_references_loads_no_model_in_vain": "References",
     "test_record_forget_loss_says_whether_the_target_is_reached": "read_losses",
     "test_parse_takes_defaults_of_method_and_preset": """
-        path_or_name choose_preset choose_folder run_name""",
+        path_or_name choose_preset preset_options choose_folder implied_options run_name""",
     "test_make_parser_and_parse_explain_every_option": """
-        adder add_method_options add_training_options add_model_options add_data_options
+        add_option add_method_options add_training_options add_model_options add_data_options
         add_run_options""",
     "test_find_source_of_a_run_as_model_has_the_response_length_of_the_run": "own_response_length",
     "test_add_anothers_by_hand": "spaced_words",
