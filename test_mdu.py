@@ -66,7 +66,7 @@ TESTED_BY = {  # {test: what it tests, too}
         add_run_options""",
     "test_find_source_of_a_run_as_model_has_the_response_length_of_the_run": "own_response_length",
     "test_add_anothers_by_hand": "spaced_words",
-    "test_gap_of_by_hand": "find_words",
+    "test_gap_of_by_hand": "find_words token_spans",
     "test_encode_prompt_encode_text_and_encode_row_keep_control_tokens_text": "Example",
     "test_load_backbone_equals_transformers_own_class": """
         MaskPredictor Backbone llada_config native_config load_weights""",
@@ -77,7 +77,7 @@ TESTED_BY = {  # {test: what it tests, too}
     "test_toy_world_has_five_wrong_answers_to_each_question": "toy_row known_facts",
     "test_bad_input": """
         BadInput require Parser number check check_anchor check_row read_json read_config
-        utf8_text""",
+        check_config check_loaded utf8_text""",
     # eval.py
     "test_masked_batches_have_few_enough_sequences_and_logits": "Job",
     "test_evaluate_equals_one_row_at_a_time": """
