@@ -60,13 +60,13 @@ TESTED_BY = {  # {test: what it tests, too}
     "test_load_references_loads_no_model_in_vain": "References",
     "test_record_forget_loss_says_whether_the_target_is_reached": "read_losses",
     "test_parse_takes_defaults_of_method_and_preset": """
-        path_or_name choose_preset choose_folder run_name""",
+        path_or_name choose_preset preset_options choose_folder implied_options run_name""",
     "test_make_parser_and_parse_explain_every_option": """
-        adder add_method_options add_training_options add_model_options add_data_options
+        add_option add_method_options add_training_options add_model_options add_data_options
         add_run_options""",
     "test_find_source_of_a_run_as_model_has_the_response_length_of_the_run": "own_response_length",
     "test_add_anothers_by_hand": "spaced_words gives_anothers",
-    "test_gap_of_by_hand": "find_words",
+    "test_gap_of_by_hand": "find_words token_spans",
     "test_encode_prompt_encode_text_and_encode_row_keep_control_tokens_text": "Example",
     "test_load_backbone_equals_transformers_own_class": """
         MaskPredictor Backbone llada_config native_config load_weights""",
@@ -77,7 +77,7 @@ TESTED_BY = {  # {test: what it tests, too}
     "test_toy_world_has_five_wrong_answers_to_each_question": "toy_row known_facts",
     "test_bad_input": """
         BadInput require Parser number check check_anchor check_row read_json read_config
-        utf8_text""",
+        check_config check_loaded utf8_text""",
     # eval.py
     "test_masked_batches_have_few_enough_sequences_and_logits": "Job",
     "test_evaluate_equals_one_row_at_a_time": """
