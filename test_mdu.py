@@ -1382,7 +1382,12 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
      dict(model=mdu.LLADA, grad_accum=1, response_length=128)),
     ("--preset rwku-dream --subject 1",
      dict(retain_weight=0.0, model=mdu.DREAM, out="out/rwku-dream/1/mdu-tau1")),
-    ("--model x --method simnpo --lora 8", dict(preset="own", beta=4.5, lr=1e-4)),
+    ("--model x --method simnpo --lora 8", dict(preset="own", beta=4.5, lr=1e-3,
+                                                retain_weight=1.0)),
+    ("--model x", dict(preset="own", lr=1e-5, retain_weight=5.0)),
+    ("--model x --retain-weight 2 --lr 0.1 --lora 8", dict(retain_weight=2.0, lr=0.1)),
+    ("--model x --method sft --lora 8", dict(preset="own", lr=1e-3)),
+    ("--preset tofu-llada --lora 8", dict(retain_weight=1.0, lr=1e-4)),
     ("--method sft --retain-only --model x", dict(preset="own", lr=2e-5, out="out/own/retain")),
     ("--anchor-truth removed --rare 0.5", dict(rare=0.5, out="out/toy/mdu-tau1-removed")),
     ("--lora 8 --lr 0.3 --tau 0.5", dict(lr=0.3, out="out/toy/mdu-tau0.5")),
@@ -1827,6 +1832,43 @@ def test_load_backbone_of_illada_equals_a_slow_forward_pass(tmp_path):
     assert ev.read_summary(run)["splits"]["forget"]["n"] == 2
     typed = "--preset tofu-llada --method sft --model GSAI-ML/iLLaDA-8B-Instruct"
     assert options(typed).model == "GSAI-ML/iLLaDA-8B-Instruct"
+
+AUTOREGRESSIVE = {"is_causal": None, "mask_token_id": None}  # config.json has neither
+
+def test_as_diffusion_model_equals_config_json_with_both_fields(tmp_path):
+    """A model that predicts the next token becomes the start of sft by --mask-token.  It computes
+    as if its config.json had the two fields, and the run that it becomes has them."""
+    causal, edited = tmp_path / "causal", tmp_path / "edited"
+    write_checkpoint(edited, "llama")  # the same weights as those of `causal`, below
+    for folder, fields in ((causal, {}), (tmp_path / "masks", {"mask_token_id": 258})):
+        write_checkpoint(folder, "llama", **{**AUTOREGRESSIVE, **fields})
+        with pytest.raises(mdu.BadInput, match="--method sft --mask-token TOKEN"):
+            mdu.load_backbone(str(folder))
+    files = ["--retain", write_lines(tmp_path / "rows", [{"question": "Who?", "answer": "Ann."}])]
+    typed = ["--method", "sft", "--retain-only", *files, "--lr", "0.1", "--epochs", "3"]
+    mdu.main([*typed, "--model", str(causal), "--mask-token", "<|mdm_mask|>",
+              "--out", str(tmp_path / "run")])
+    mdu.main([*typed, "--model", str(edited), "--out", str(tmp_path / "expected")])
+    assert_equal_weights(tmp_path / "run", tmp_path / "expected")
+    assert distance(tmp_path / "run", causal) > 0.1
+    written = read_json(tmp_path / "run/config.json")
+    assert written == {**read_json(causal / "config.json"), "is_causal": False,
+                       "mask_token_id": 258}
+    model, _ = mdu.load_backbone(str(tmp_path / "run"))
+    assert model.mask_id == 258
+
+@each("kind, changes, token, message", [
+    ("llama", AUTOREGRESSIVE, "mask", "--mask-token 'mask': .* does not use otherwise; it has: "
+     r"<\|mdm_mask\|>$"),
+    ("llama", AUTOREGRESSIVE, "<|endoftext|>", "--mask-token '<.endoftext.>'"),  # its end token
+    ("llama", AUTOREGRESSIVE, "<|eot_id|>", "--mask-token '<.eot_id.>'"),  # in its template
+    ("llama", {}, "<|mdm_mask|>", "this one is a diffusion model"),
+    ("llada", {}, "<|mdm_mask|>", "this one is a diffusion model")])
+def test_as_diffusion_model_refuses_other_models_and_tokens_in_use(
+        kind, changes, token, message, tmp_path):
+    write_checkpoint(tmp_path, kind, **changes)
+    with pytest.raises(mdu.BadInput, match=message):
+        mdu.load_backbone(str(tmp_path), mask_token=token)
 
 @each("kind, tokens", [
     ("llada", "mask <|mdm_mask|>, padding <|endoftext|>, end <|eot_id|>"),
