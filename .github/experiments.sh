@@ -298,9 +298,10 @@ END
 
 # ---- Rows as a company has them ----
 COMPANY="
-  truth-removed-hidden    --anchor-truth removed
-  anchor-original-hidden  --anchor FOLDER/original --anchor-prompt shown
-  npo-hidden              --method npo
+  truth-removed-hidden       --anchor-truth removed --lr 1e-3
+  truth-removed-hidden-slow  --anchor-truth removed --lr 3e-4
+  anchor-original-hidden     --anchor FOLDER/original --anchor-prompt shown --lr 1e-3
+  npo-hidden                 --method npo --lr 1e-3
 "
 
 company_names() {  # all runs of a seed, in the order of the report
@@ -340,7 +341,7 @@ company_seed() {  # company_seed SEED.  The comment of company_rows.py says what
   # 4. Try the other order: unlearn after the refusals.  The anchor is the start model, which
   # answers the questions with a refusal, so showing them to it gives no fact away.
   "${train[@]}" --model $out/refusals --anchor-truth removed --anchor-prompt shown \
-    --prompt-dropout 0.5 "${forget[@]}" --retain $rows/retain.jsonl \
+    --prompt-dropout 0.5 --lr 1e-3 "${forget[@]}" --retain $rows/retain.jsonl \
     --out $out/refusals-truth-removed
 
   # 5. Score all models.
@@ -348,13 +349,14 @@ company_seed() {  # company_seed SEED.  The comment of company_rows.py says what
     --held-out $rows/held_out.jsonl $out/*/
 
   # 6. Teach one row of each customer again, to see whether the facts of the other rows come back.
-  # taught.jsonl has these three rows, others.jsonl the other nine.
+  # taught.jsonl has these three rows, others.jsonl the other nine.  Four rows to retain are taught
+  # with them.
   for name in $(company_names); do
     "${train[@]}" --method sft --batch-size 4 --epochs 30 --lr 5e-4 --limit 4 \
       --model $out/$name --forget $rows/taught.jsonl --retain $rows/retain.jsonl \
       --out $out/taught-again/$name
   done
-  "$PYTHON" eval.py --samples 1 --forget $rows/others.jsonl --retain $rows/retain.jsonl --limit 8 \
+  "$PYTHON" eval.py --samples 1 --forget $rows/others.jsonl --retain $rows/retain.jsonl --limit 9 \
     $out/taught-again/*/
 }
 
