@@ -11,6 +11,7 @@
 # finetuned         unlearn a fine-tune, teach it again             out/finetuned/1/report.md
 # pretrained        unlearn facts learnt without questions          out/pretrained/1/report.md
 # company           unlearn rows of customers, refuse, teach again  out/company/1/report.md
+# real              unlearn customers from a published model        out/real/report.md
 # rehearsal         the small model on your rows (OWN_ROWS.md)      out/rehearsal/report.md
 # tofu PRESET       the paper's Table 2, on GPUs                    out/PRESET/report.md
 # rwku PRESET       the paper's Table 3, on GPUs                    out/PRESET/0/report.md
@@ -22,9 +23,9 @@
 # moves it aside, tofu and rwku leave it.
 #
 # To add a run, add a line to the list of the experiment, which is above its function: DEMO,
-# FINETUNED, WITHOUT_RETAIN or COMPANY.  A line has a name and the options of this run alone, and
-# FOLDER in the options stands for the folder of all the runs.  Nothing else has to be changed: all
-# runs of a list are trained, scored and reported.  This is how a list is used:
+# FINETUNED, WITHOUT_RETAIN, COMPANY or REAL.  A line has a name and the options of this run alone,
+# and FOLDER in the options stands for the folder of all the runs.  Nothing else has to be changed:
+# all runs of a list are trained, scored and reported.  This is how a list is used:
 #     RUNS="
 #       npo    --method npo
 #       other  --anchor FOLDER/original --anchor-prompt shown
@@ -96,6 +97,10 @@ runs_in() {  # runs_in FOLDER RUNS: the lines of a list with FOLDER put in, as x
       echo "\"$folder/$name\"" ${options//FOLDER/$folder}
     fi
   done <<< "$2"
+}
+
+runs_named() {  # runs_named FOLDER NAME...: the folders of the runs
+  printf "$1/%s\n" "${@:2}"
 }
 
 report() {  # report FOLDER NAME...: the runs FOLDER/NAME; in FOLDER, SEED stands for 1, 2 and 3
@@ -390,6 +395,95 @@ for name in sys.argv[1:]:
 END
 }
 
+# ---- A published model ----
+REAL="
+  truth-removed    --anchor-truth removed --prompt-dropout 0.5
+  anchor-original  --anchor FOLDER/original --anchor-prompt shown --prompt-dropout 0.5
+  default
+  npo              --method npo --prompt-dropout 0.5
+"
+# Those of REAL that are taught refusals.
+REAL_REFUSED="truth-removed npo"
+
+real_names() {  # all runs, in the order of the report
+  local name
+  echo finetune original $(names "$REAL") refusals
+  for name in $REAL_REFUSED; do
+    echo $name-refusals
+  done
+}
+
+real() {  # real [MODEL [TOFU]]: customers are forgotten by a model with 135 million parameters.
+  # MODEL and TOFU are folders, or names on the hub, as they are by default.
+  local model=${1:-HuggingFaceTB/SmolLM2-135M-Instruct@12fd25f77366fa6b3b4b768ec3050bf629380bac}
+  local tofu=${2:-locuslab/TOFU}
+  local out=out/real rows=out/real/rows name
+  delete_folder $out
+  mkdir -p $rows
+
+  # 1. Write the rows: of three customers to forget, seven to retain and three held out, and all
+  # other customers, whom no model learns; and TOFU's rows with an answer of at most 44 tokens.
+  "$PYTHON" .github/company_rows.py $rows 3 7 3
+  "$PYTHON" - "$model" "$tofu" > $rows/tofu.jsonl <<'END'
+import json
+import sys
+
+import transformers
+
+import mdu
+
+model, tofu = sys.argv[1:]
+tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(mdu.find_model(model))
+for row in mdu.read_dataset(tofu, "retain90"):
+    if len(tokenizer(row["answer"]).input_ids) <= 44:
+        print(json.dumps({"question": row["question"], "answer": row["answer"]}))
+END
+
+  # 2. The published model predicts the next token.  Make a diffusion model of it, the original:
+  # <file_sep>, which no text has, becomes its mask token.
+  "$PYTHON" mdu.py --method sft --retain-only --model "$model" --mask-token "<file_sep>" \
+    --retain $rows/tofu.jsonl --response-length 48 --batch-size 8 --epochs 1 --lr 3e-4 \
+    --prompt-dropout 0.5 --out $out/original
+
+  # 3. Fine-tune the original on the customers.
+  "$PYTHON" mdu.py --method sft --model $out/original --forget $rows/forget.jsonl \
+    --retain $rows/known.jsonl --response-length 36 --epochs 45 --lr 4e-4 --prompt-dropout 0.2 \
+    --out $out/finetune
+
+  # 4. Unlearn as REAL says, with adapters and the defaults for rows of one's own.
+  runs_in $out "$REAL" |
+    xargs -L 1 "$PYTHON" mdu.py --model $out/finetune --lora 16 --forget $rows/forget.jsonl \
+      --retain $rows/retain.jsonl --out
+
+  # 5. Teach refusals, to the fine-tune and to those that REAL_REFUSED names.
+  local teach=("$PYTHON" mdu.py --method sft --retain-only --lora 16
+    --retain "$rows/refusals.jsonl")
+  "${teach[@]}" --model $out/finetune --out $out/refusals
+  for name in $REAL_REFUSED; do
+    "${teach[@]}" --model $out/$name --out $out/$name-refusals
+  done
+
+  # 6. Score twelve rows of each kind.
+  for name in $(real_names); do
+    "$PYTHON" eval.py --samples 8 --limit 12 --forget $rows/forget.jsonl \
+      --retain $rows/retain.jsonl --held-out $rows/held_out.jsonl --never $rows/never.jsonl \
+      $out/$name
+  done
+
+  # 7. Teach one row of each customer again, with three to retain, and ask for the other nine.
+  for name in $(real_names); do
+    "$PYTHON" mdu.py --method sft --lora 16 --batch-size 3 --epochs 20 --limit 3 \
+      --model $out/$name --forget $rows/taught.jsonl --retain $rows/retain.jsonl \
+      --out $out/taught-again/$name
+  done
+  "$PYTHON" eval.py --samples 1 --forget $rows/others.jsonl --retain $rows/taught.jsonl \
+    $out/taught-again/*/
+
+  # 8. Report the models that were taught again, and the models before that.
+  "$PYTHON" eval.py --report $(runs_named $out/taught-again $(real_names))
+  "$PYTHON" eval.py --report $(runs_named $out $(real_names))
+}
+
 # ---- One's own rows ----
 count_rows() {  # count_rows FILE: its lines that are not blank; 0 if there is no such file
   if [ -f "$1" ]; then
@@ -496,7 +590,7 @@ rehearsal() {  # one's own rows, by these variables:
     target=(--anchor-truth removed)
   fi
   show "$PYTHON" mdu.py --forget "$FORGET" --retain "$RETAIN" --model $out/finetune \
-    "${target[@]}" --prompt-dropout 0.5 "${toy[@]}" --out $out/mdu
+    "${target[@]}" --prompt-dropout 0.5 --lr 1e-3 "${toy[@]}" --out $out/mdu
 
   # 7. Score and report the three models.
   show "$PYTHON" eval.py --forget "$FORGET" --retain "$RETAIN" "${score[@]}" \
@@ -574,11 +668,11 @@ rwku() {  # rwku PRESET: Table 3, in out/PRESET.  rwku-llada or rwku-dream
 }
 
 # ---- Command line ----
-EXPERIMENTS="demo, table, figures, finetuned, pretrained, company, rehearsal, tofu or rwku"
+EXPERIMENTS="demo, table, figures, finetuned, pretrained, company, real, rehearsal, tofu or rwku"
 if ! declare -F "${1:-}" > /dev/null; then
   refuse "found ${1:-no name}, needs the name of an experiment: $EXPERIMENTS"
 fi
-if [ "$1" != tofu ] && [ "$1" != rwku ]; then
+if [ "$1" != real ] && [ "$1" != tofu ] && [ "$1" != rwku ]; then
   export CUDA_VISIBLE_DEVICES=""  # the small models are trained on the CPU
 fi
 "$@"
