@@ -50,7 +50,7 @@ TESTED_BY = {  # {test: what it tests, too}
     "test_draw_step_takes_every_row_once_in_a_pass_in_an_order_of_seed_and_split": "rng_for",
     "test_draw_example_pads_answers_to_random_lengths_but_not_to_forget": "Draw",
     "test_backward_equals_one_sequence_at_a_time": """
-        mask_prompt collate make_batch Batch forget_batch predict_anchor batch_nll
+        mask_prompt collate make_batch Batch forget_batch predict_anchor batch_nll rows_per_step
         without_adapters merged_weights""",
     "test_backward_is_tried_with_every_method": "Method",
     "test_train_equals_a_plain_loop_with_clipping_and_adamw": "new_optimizer",
@@ -60,16 +60,19 @@ TESTED_BY = {  # {test: what it tests, too}
     "test_load_references_loads_no_model_in_vain": "References",
     "test_record_forget_loss_says_whether_the_target_is_reached": "read_losses",
     "test_parse_takes_defaults_of_method_and_preset": """
-        path_or_name choose_preset preset_options choose_folder implied_options run_name""",
+        path_or_name choose_preset find_preset preset_options choose_folder implied_options
+        run_name""",
     "test_make_parser_and_parse_explain_every_option": """
         add_option add_method_options add_training_options add_model_options add_data_options
         add_run_options""",
-    "test_find_source_of_a_run_as_model_has_the_response_length_of_the_run": "own_response_length",
+    "test_find_source_of_a_run_as_model_has_the_response_length_of_the_run":
+        "response_length_of_run",
     "test_add_anothers_by_hand": "spaced_words gives_anothers",
     "test_gap_of_by_hand": "find_words token_spans",
     "test_encode_prompt_encode_text_and_encode_row_keep_control_tokens_text": "Example",
     "test_load_backbone_equals_transformers_own_class": """
-        MaskPredictor Backbone llada_config native_config load_weights""",
+        MaskPredictor Backbone llada_config native_config load_weights
+        set_threads""",
     "test_save_model_saves_an_unchanged_model_byte_for_byte": "read_origin Origin",
     "test_save_model_leaves_half_a_model_that_does_not_count": "is_finished",
     "test_run_folder_has_a_run_json_that_says_what_it_was_made_with": "read_run write_run",
