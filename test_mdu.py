@@ -50,8 +50,7 @@ TESTED_BY = {  # {test: what it tests, too}
     "test_draw_step_takes_every_row_once_in_a_pass_in_an_order_of_seed_and_split": "rng_for",
     "test_draw_example_pads_answers_to_random_lengths_but_not_to_forget": "Draw",
     "test_backward_equals_one_sequence_at_a_time": """
-        mask_prompt collate make_batch Batch forget_batch predict_anchor batch_nll
-        without_adapters merged_weights""",
+        mask_prompt collate make_batch Batch forget_batch batch_nll without_adapters""",
     "test_backward_is_tried_with_every_method": "Method",
     "test_train_equals_a_plain_loop_with_clipping_and_adamw": "new_optimizer",
     "test_train_on_two_processes_equals_one_also_killed_and_resumed": "join_processes gathered",
@@ -425,13 +424,19 @@ def slow_row_loss(args, row, model, theta0, anchor):
 
 def slow_step(args, model, theta0, anchor, forget, retain):
     """-> means of the forget and the retain losses (Algorithm 1)."""
-    forget_losses = [slow_row_loss(args, row, model, theta0, anchor) for row in forget]
-    retain_losses = [f64(0).sum()]
-    if retain:
-        retain_losses = [slow_row_sft(model, row) for row in retain]
-    if args.method in ("mdu", "simnpo"):  # whose forget losses are means over tokens
-        retain_losses = [nll / own_length(row) for nll, row in zip(retain_losses, retain)]
-    return torch.stack(forget_losses).mean(), torch.stack(retain_losses).mean()
+    forget_losses = []
+    for row in forget:
+        forget_losses.append(slow_row_loss(args, row, model, theta0, anchor))
+    forget_loss = torch.stack(forget_losses).mean()
+    if not retain:
+        return forget_loss, torch.zeros(())
+    retain_losses = []
+    for row in retain:
+        nll = slow_row_sft(model, row)
+        if args.method in ("mdu", "simnpo"):  # whose forget losses are means over tokens
+            nll = nll / own_length(row)
+        retain_losses.append(nll)
+    return forget_loss, torch.stack(retain_losses).mean()
 
 @torch.no_grad()
 def slow_eq7(model, prompt, answer, masks):
@@ -975,7 +980,7 @@ METHODS = {  # {method: options to try it with}
             "--anchor-truth removed --anchor MODEL --anchor-prompt shown --lora 3"],
     "ga": [""], "gd": [""], "npo": ["", "--lora 2"], "simnpo": [""], "wga": ["--gamma 0.5"],
     "dpo": ["", "--lora 4"], "sft": [""]}
-TRIED = []
+TRIED = []  # the command lines of this table
 for name, tries in METHODS.items():
     TRIED += [f"--method {name} {typed}".strip() for typed in tries]
 
@@ -992,51 +997,114 @@ def merged_lm(plain, adapted):
         tensors[f"{layer}weight"] = tensors[f"{layer}weight"] + 8 / len(A) * B @ A
     return SimpleNamespace(lm=partial(torch.func.functional_call, plain.lm, tensors))
 
-@each("typed", TRIED)
-def test_backward_equals_one_sequence_at_a_time(typed):
-    """No gradient reaches theta0 or the anchor.  Adapters are saved as merged."""
+def trained_weights(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+def step_to_try(typed):
+    """What backward gets in a step with these options, and the models of the slow loop, which
+    compute the same: slow_model (theta), slow_theta0 and slow_anchor.
+
+    With LoRA, theta0 is theta with its adapters off.  The slow loop has the weights from before the
+    adapters were added as theta0, and these weights with the adapters merged into them as theta.
+    """
+    # 1. The options.
     args = options(f"{typed} --batch-size 3 --grad-accum 4 --response-length 9")
-    args.retain_weight = 0.7 * (args.retain_weight or 0)
+    if args.retain_weight:
+        args.retain_weight = 0.7
+
+    # 2. Theta and theta0.  Noise on what is trained: else LoRA's B would be 0, and theta theta0.
     likely = range(64)
     if args.states == "written":
-        likely = range(6, 14)  # words of the answers and others
-    model, frozen, third = [tiny_llama(seed, likely) for seed in range(3)]
-    split = "train" if args.method == "sft" else "forget"
-    forget, retain = mdu.draw_step(args, make_examples(), split, 3, model)
-    forget, retain = forget[:10], retain[:10]  # 10 of a step's 12 rows: the last micro-batch has 1
-    assert any(row.t <= row.uniform.min() for row in forget)
-    if retain:
-        assert any(len(row.answer) > own_length(row) for row in retain)  # with end padding
-    theta0 = frozen
+        likely = range(6, 14)  # the words of the answers and a few others
+    model = tiny_llama(0, likely)
+    theta0 = slow_theta0 = tiny_llama(1, likely)
+    original = tiny_llama(2, likely)  # of --anchor MODEL
     if args.lora:
-        frozen = tiny_llama(0, likely)
+        slow_theta0 = tiny_llama(0, likely)
         mdu.add_adapters(model, args.lora, seed=5)
         model.double().train().lm.activation_checkpointing_enable()
         theta0 = mdu.without_adapters(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
+    for p in trained_weights(model):
         p.data += 0.1 * torch.randn_like(p)
-    slow_model = merged_lm(frozen, model) if args.lora else model
-    if args.states == "written":
-        sizes = [len(slow_masked(row, "mdu", "written", slow_model)) for row in forget]
-        assert min(sizes) == 0 and max(sizes) > 1
-    anchor, slow_anchor = {"current": (model, slow_model), "MODEL": (third, third)}.get(
-        args.anchor, (theta0, frozen))
-    references = mdu.References(theta0, anchor, WORDS)
-    totals = mdu.backward(args, model, references, forget, retain)
-    expected = slow_step(args, slow_model, frozen, slow_anchor, forget, retain)
-    expected = [10 / 12 * loss for loss in expected]
-    assert totals == approx([loss.item() for loss in expected], rel=1e-5)
-    grads = torch.autograd.grad(expected[0] + args.retain_weight * expected[1], trained)
-    for p, grad in zip(trained, grads):
+    slow_model = model
+    if args.lora:
+        slow_model = merged_lm(slow_theta0, model)
+
+    # 3. The anchor.
+    anchor = theta0
+    slow_anchor = slow_theta0
+    if args.anchor == "current":
+        anchor = model
+        slow_anchor = slow_model
+    elif args.anchor == "MODEL":
+        anchor = slow_anchor = original
+
+    # 4. Ten rows of a step of 3 x 4: micro-batches of 3, 3, 3 and 1.
+    split = "train" if args.method == "sft" else "forget"
+    forget, retain = mdu.draw_step(args, make_examples(), split, 3, model)
+    return SimpleNamespace(
+        args=args, model=model, references=mdu.References(theta0, anchor, WORDS),
+        forget=forget[:10], retain=retain[:10], original=original, slow_model=slow_model,
+        slow_theta0=slow_theta0, slow_anchor=slow_anchor)
+
+@each("typed", TRIED)
+def test_backward_equals_one_sequence_at_a_time(typed):
+    """The losses that it returns, and the gradients."""
+    step = step_to_try(typed)
+    losses = mdu.backward(step.args, step.model, step.references, step.forget, step.retain)
+    forget_loss, retain_loss = slow_step(
+        step.args, step.slow_model, step.slow_theta0, step.slow_anchor, step.forget, step.retain)
+    share = 10 / 12  # a step divides by its 12 rows, though it has ten here
+    assert losses == approx([share * forget_loss.item(), share * retain_loss.item()], rel=1e-5)
+    total = share * forget_loss
+    if step.retain:
+        total = total + share * 0.7 * retain_loss
+    trained = trained_weights(step.model)
+    grads = torch.autograd.grad(total, trained)
+    for p, grad in zip(trained, grads, strict=True):
         assert grad.any()
         assert_close(p.grad, grad, 1e-9)
-    assert all(p.grad is None for p in [*frozen.parameters(), *third.parameters()])
-    anchored = mdu.predict_anchor(model, mdu.make_batch(model, forget), 0, "masked")
-    assert not anchored.requires_grad  # nothing of it is kept in memory for a backward pass
+
+@each("typed", TRIED)
+def test_backward_is_tried_with_rows_that_are_easy_to_get_wrong(typed):
+    step = step_to_try(typed)
+    # A row of which t masks no token.
+    assert any(row.t <= row.uniform.min() for row in step.forget)
+    # With --states written: a row of which the model writes no token, one of which it writes two.
+    if step.args.states == "written":
+        sizes = []
+        for row in step.forget:
+            sizes.append(len(slow_masked(row, "mdu", "written", step.slow_model)))
+        assert min(sizes) == 0
+        assert max(sizes) > 1
+    # A row to retain with end padding.
+    if step.retain:
+        assert any(len(row.answer) > own_length(row) for row in step.retain)
+
+@each("typed", TRIED)
+def test_backward_leaves_no_gradient_in_theta0_and_the_anchor(typed):
+    step = step_to_try(typed)
+    mdu.backward(step.args, step.model, step.references, step.forget, step.retain)
+    for p in [*step.slow_theta0.parameters(), *step.original.parameters()]:
+        assert p.requires_grad  # so it would have a gradient
+        assert p.grad is None
+
+@each("lora", ["", "--lora 3"])
+def test_predict_anchor_keeps_nothing_in_memory_for_a_backward_pass(lora):
+    """Also where the anchor is the model in training."""
+    step = step_to_try(f"--method mdu {lora}")
+    batch = mdu.make_batch(step.model, step.forget)
+    anchor_logits = mdu.predict_anchor(step.model, batch, step.model.mask_id, "masked")
+    assert not anchor_logits.requires_grad
+
+@each("lora", ["", "--lora 2", "--lora 3", "--lora 4"])
+def test_merged_weights_compute_what_weights_with_adapters_do(lora):
+    """In a model without adapters, as a run is saved."""
+    step = step_to_try(f"--method npo {lora}")
+    merged = dict(mdu.merged_weights(step.model.lm))
     ids = torch.arange(2, 12)[None]
-    saved = torch.func.functional_call(frozen.lm, dict(mdu.merged_weights(model.lm)), ids)
-    assert_close(saved.logits, slow_model.lm(ids).logits, 1e-5)
+    logits = torch.func.functional_call(step.slow_theta0.lm, merged, ids).logits
+    assert_close(logits, step.slow_model.lm(ids).logits, 1e-5)  # A and B are merged in float32
 
 @pytest.fixture
 def another_loss(monkeypatch):
@@ -1085,36 +1153,49 @@ def test_forget_loss_refuses_a_method_that_has_no_loss(base, tmp_path, monkeypat
 @each("typed", ["npo --retain-weight 0.5", "mdu --tau 0.5 --retain-weight 2",
                 "wga --gamma 0.5 --retain-weight 0"])
 def test_train_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_path, monkeypatch):
+    """Three steps, in float64: the lines of metrics.jsonl, and the weights at the end."""
     load_backbone = mdu.load_backbone
 
     def load_float64(*args):
         model, tokenizer = load_backbone(*args)
         return model.double(), tokenizer
     monkeypatch.setattr(mdu, "load_backbone", load_float64)
-    argv = toy(base, tmp_path / "run", f"--method {typed} --epochs 1 --lr 0.01")
+    run = tmp_path / "run"
+    argv = toy(base, run, f"--method {typed} --epochs 1 --lr 0.01")
     mdu.main(argv)
+    lines = metrics(run)
+
     args = options("", *argv)
     model, tokenizer = load_float64(str(base))
-    frozen, _ = load_float64(str(base))
+    theta0, _ = load_float64(str(base))
     examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
-    moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()}
+    parameters = list(model.parameters())
+    means = [torch.zeros_like(p) for p in parameters]
+    squares = [torch.zeros_like(p) for p in parameters]
     norms = []
-    for step, lr in enumerate([0.01, 0.01, 0.005], 1):  # one step of warm-up, then half a cosine
+    # 24 rows in batches of 8: one step of warm-up, then half a cosine over two steps.
+    for step, lr in enumerate([0.01, 0.01, 0.005], 1):
         rows = mdu.draw_step(args, examples, "forget", step - 1, model)
-        forget, retain = slow_step(args, model, frozen, frozen, *rows)
-        grads = torch.autograd.grad(forget + args.retain_weight * retain, list(moments))
-        norms.append(torch.cat([grad.flatten() for grad in grads]).norm().item())
-        for (p, (m, v)), grad in zip(moments.items(), grads):
-            grad = grad / max(1, norms[-1])
+        forget_loss, retain_loss = slow_step(args, model, theta0, theta0, *rows)
+        grads = torch.autograd.grad(forget_loss + args.retain_weight * retain_loss, parameters)
+        norm = torch.cat([grad.flatten() for grad in grads]).norm().item()
+        norms.append(norm)
+        for p, m, v, grad in zip(parameters, means, squares, grads):
+            grad = grad / max(1, norm)  # clipped to norm 1
             m.copy_(0.9 * m + 0.1 * grad)
             v.copy_(0.999 * v + 0.001 * grad ** 2)
-            p.data -= lr * m / (1 - 0.9 ** step) / ((v / (1 - 0.999 ** step)).sqrt() + 1e-8)
-        line, = [line for line in metrics(tmp_path / "run") if line["step"] == step]
+            unbiased_m = m / (1 - 0.9 ** step)
+            unbiased_v = v / (1 - 0.999 ** step)
+            p.data -= lr * unbiased_m / (unbiased_v.sqrt() + 1e-8)
+        line = lines[step - 1]
+        assert line["step"] == step
         found = [line["lr"], line["grad_norm"], line["forget"], line.get("retain", 0)]
-        assert found == approx([lr, norms[-1], forget.item(), retain.item()], rel=1e-5)
-    assert max(norms) > 1.5  # so that clipping to 1 is seen
+        assert found == approx([lr, norm, forget_loss.item(), retain_loss.item()], rel=1e-5)
+    assert len(lines) == 3
+    assert max(norms) > 1.5  # else clipping would not be seen
+    saved = weights(run)
     for name, x in model.lm.state_dict().items():
-        assert_close(weights(tmp_path / "run")[name], x.float(), 1e-5)
+        assert_close(saved[name], x.float(), 1e-5)
 
 def no_gradient(args, model, *_):
     for p in model.parameters():
@@ -1122,15 +1203,21 @@ def no_gradient(args, model, *_):
     return [0.0, 0.0]
 
 @each("effect, code, message", [
-    (KeyboardInterrupt, 130, ""),
+    (KeyboardInterrupt, 130, ""),  # its line is on stdout
     (torch.OutOfMemoryError, 2, "out of GPU memory: lower --batch-size, add --lora"),
     (mdu.SafetensorError("I/O error: no space"), 2, "I/O error: no space"),
     ([[math.nan, 0.0]], 2, "step 1: loss nan"), ([[0.0, math.inf]], 2, "retain loss inf"),
     (no_gradient, 2, "norm nan")])
 def test_train_ends_in_one_line(effect, code, message, base, tmp_path, monkeypatch, capsys):
+    """effect: what backward raises, or the losses that it returns, or what is called in its
+    place."""
     monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=effect))
     err = program(toy(base, tmp_path / "run"), capsys, code=code)
-    assert message in err and (err == "") == (code == 130)  # its line is on stdout
+    assert message in err
+    if effect is KeyboardInterrupt:
+        assert err == ""
+    else:
+        assert err != ""
 
 def test_print_start_and_progress_line_of_a_run(base, tmp_path, capsys):
     mdu.main(toy(base, tmp_path / "run", "--method ga --epochs 1 --seed 4"))
