@@ -74,9 +74,7 @@ TESTED_BY = {  # {test: what it tests, too}
     "test_run_folder_has_a_run_json_that_says_what_it_was_made_with": "read_run write_run",
     "test_save_checkpoint_and_load_checkpoint_after_a_full_disk": "append_metrics hash_rows",
     "test_toy_world_has_five_wrong_answers_to_each_question": "toy_row known_facts",
-    "test_bad_input": """
-        BadInput require Parser number check check_anchor check_row read_json read_config
-        utf8_text""",
+    "test_parse_check_and_check_anchor_refuse_options": "BadInput require Parser number",
     # eval.py
     "test_masked_batches_have_few_enough_sequences_and_logits": "Job",
     "test_evaluate_equals_one_row_at_a_time": """
@@ -3463,143 +3461,155 @@ def test_analyse_says_that_the_rows_have_changed_since_the_training(unlearned, t
     assert "the rows to forget have changed since the training" in capsys.readouterr().out
 
 # ---- Bad input ----
-ROW = '{"question": "Who is Bolti?", "answer": "It is {}."}'
-BAD_ROWS = {  # a file of rows: (its text, part of the line)
-    "malformed": (ROW + "\n" + ROW[:-3], "line 2: Unterminated string"),
-    "none": ("\n", "{files}/none: no rows"),
+# Each case: what is given, and a part ("said") of the one line that refuses it.
+def row_text(**fields):
+    """A line of a file of rows."""
+    return json.dumps({"question": "Who is Bolti?", "answer": "It is {}.", **fields})
+
+GOOD = row_text()
+
+def write_files(files):
+    """files: {name: content as text or bytes}"""
+    for name, content in files.items():
+        if isinstance(content, str):
+            content = content.encode()
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content)
+
+@pytest.fixture
+def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
+    """A function: the command has to be refused with these words, before anything is made or
+    changed.  Of the 16 rows in the file `rows` the last alone has a perturbed_answer."""
+    write_files({"rows": 15 * f"{GOOD}\n" + row_text(perturbed_answer="x")})
+    places = dict(base=base, run=unlearned, scored=scored, rwku=rwku,
+                  own=f"--model {base} --forget rows")
+
+    def check(command, said):
+        name, *argv = command.format(**places).split()
+        main = mdu.main
+        if name == "eval.py":
+            main = ev.main
+        with unchanged(tmp_path, base, unlearned):
+            err = program(argv, capsys, main)
+        assert said.format(**places) in err
+    return check
+
+@each("command, said", [
+    ("mdu.py --tau 2", "argument --tau: invalid float in [0, 1] value: '2'"),
+    ("mdu.py --seed 18446744073709551616", "argument --seed: invalid int"),
+    ("mdu.py --resume {run} --seed 1", "--resume RUN takes no other option"),
+    ("mdu.py --method ga --tau 1", "--method ga has no option --tau"),
+    ("mdu.py --method sft --diagnose", "--diagnose is for unlearning, not for sft"),
+    ("mdu.py --method sft --preset rwku-llada",
+     "--method sft has no preset for RWKU; give --model"),
+    ("mdu.py --method sft --lora 2", "--lora trains adapters of a start model"),
+    ("mdu.py --preset own --method sft --forget rows",
+     "needs a start model: --model; for a small"),
+    ("mdu.py {own} --method gd --retain-weight 0", "--method gd without a retain loss is ga"),
+    # Targets that teach nothing, and an anchor without effect.
+    ("mdu.py --tau 0 --anchor {base}", "--tau 0 has no anchor: --anchor {base}"),
+    ("mdu.py --anchor-truth removed --tau 0", "--anchor-truth removed would have no effect"),
+    ("mdu.py {own} --anchor-truth removed --retain-weight 0", "are rare; give --retain"),
+    ("mdu.py --anchor-prompt shown",
+     "shown needs another --anchor MODEL, or --anchor-truth removed: with start"),
+    ("mdu.py --anchor current --anchor-prompt shown", "--anchor-truth removed: with current"),
+    ("mdu.py --data toy --model . --anchor . --anchor-prompt shown",
+     "--anchor-truth removed: with /")])
+def test_parse_check_and_check_anchor_refuse_options(command, said, assert_refused):
+    assert_refused(command, said)
+
+@each("command, said", [
+    ("mdu.py --model {base}", "no rows to forget; give --forget or --data"),
+    ("mdu.py {own} --preset toy", "no rows to retain; give --retain, or"),
+    ("mdu.py --method sft --retain-only --model {base}", "no rows to retain; give --retain"),
+    ("mdu.py {own} --method dpo --retain-weight 0", "'Who is Bolti?' has no perturbed_answer"),
+    ("mdu.py --forget absent", "No such file or directory: 'absent'"),
+    ("mdu.py --forget /dev/null", "--forget /dev/null is no regular file; save the rows in one"),
+    ("mdu.py --subject 1 --forget rows", "--forget says what to forget, as --data"),
+    ("mdu.py --data {rwku} --forget rows", "--forget says what to forget, as --data"),
+    ("mdu.py --data {rwku} --model x", "RWKU is about people; give one of them with --subject"),
+    ("mdu.py --subject King", "--subject is for RWKU: --preset rwku-... or --data"),
+    ("mdu.py --preset rwku-llada --subject King --data {rwku}",
+     "King: not among the 12: Ann Lee"),
+    ("mdu.py --preset rwku-llada --subject ² --data {rwku}", "²: not among the 12: Ann Lee"),
+    ("mdu.py --data toy --model {base} --response-length 2048",
+     "of answer or --response-length")])
+def test_load_data_and_check_refuse_data(command, said, assert_refused):
+    assert_refused(command, said)
+
+def test_read_dataset_refuses_a_folder_of_other_data(assert_refused):
+    write_files({"folder/other.json": GOOD})
+    assert_refused("mdu.py --data folder --model x",
+                   "/folder, forget10_perturbed: BuilderConfig 'forget10")
+
+BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
+    "malformed": (f"{GOOD}\n{GOOD[:-3]}", "line 2: Unterminated string"),
+    "none": ("\n", "/none: no rows"),
     "columns": ('{"prompt": "p", "completion": "c"}',
                 "line 1: needs question and answer, or prompt and response, that are not null; "
                 "found prompt, completion (JSON Lines"),
-    "null": ('{"question": "q", "answer": null}', "not null; found question (JSON Lines"),
-    "sign": (ROW[:-1] + ', "fact": "♠"}', "line 1: fact: needs a letter or digit, found '♠'"),
-    "surrogate": (ROW + "\n" + ROW.replace("It", "\\ud83d It"),
-                  "line 2: answer: '\\ud83d It is {{}}.' has half of a surrogate pair"),
-    "second-half": (ROW.replace("It", "\\ude00 It"),
-                    "line 1: answer: '\\ude00 It is {{}}.' has half of a surrogate pair"),
-    "empty": (ROW + '\n\n{"question": "q", "answer": " "}',
+    "null": (row_text(answer=None), "not null; found question (JSON Lines"),
+    "empty": (f"{GOOD}\n\n" + row_text(answer=" "),
               "line 3: answer: needs a text that is not empty, found ' '"),
-    "number": (ROW[:-1] + ', "fact": 1.0}',
-               "line 1: fact: needs a text that is not empty, found 1.0"),
-    "latin-1": (ROW + "\n\udce9", "latin-1: not UTF-8 ('utf-8' codec can't decode byte 0xe9"),
-    "utf-16": ("\udcff\udcfe{\0}\0\n\0", "utf-16: not UTF-8 ('utf-8' codec can't decode byte 0xff"),
+    "number": (row_text(fact=1.0), "line 1: fact: needs a text that is not empty, found 1.0"),
+    "sign": (row_text(fact="♠"), "line 1: fact: needs a letter or digit, found '♠'"),
+    # Halves of a surrogate pair: the first, and the second.
+    "first-half": (f"{GOOD}\n" + row_text(answer="\ud83d It is {}."),
+                   "line 2: answer: '\\ud83d It is {}.' has half of a surrogate pair"),
+    "second-half": (row_text(answer="\ude00 It is {}."),
+                    "line 1: answer: '\\ude00 It is {}.' has half of a surrogate pair"),
+    "latin-1": (GOOD.encode() + b"\n\xe9",
+                "latin-1: not UTF-8 ('utf-8' codec can't decode byte 0xe9"),
+    "utf-16": ("\ufeff{}\n".encode("utf-16-le"),
+               "utf-16: not UTF-8 ('utf-8' codec can't decode byte 0xff"),
     "nested": (99999 * "[", "line 1: maximum recursion depth"),
-    "strange": (8 * '{"question": "xx", "answer": "yy zz"}\n',
+    "strange": (8 * (row_text(question="xx", answer="yy zz") + "\n"),
                 "most words to forget are unknown to the model"),
-    "long": (8 * f"{ROW}\n".replace("It", 2100 * "Who "), "the model takes 2048")}
-BROKEN = {  # a checkpoint: (its kind, changes to config.json, part of the line)
-    "block-type": ("llada", {"block_type": "x"}, "block_type 'x' in config.json must be 'llama'"),
-    "layers": ("llada", {"n_layers": 3, "embedding_size": 264, "vocab_size": 250,
-                         "mlp_hidden_size": 64, "mlp_ratio": 3},
-               "missing or unexpected: model.layers.2."),
-    "gpt2": ("llama", {"model_type": "gpt2"}, "model_type 'gpt2' in config.json is none of llada"),
-    "causal": ("llama", {"is_causal": None}, '"is_causal": false; "shift_logits": true if the out'),
-    "shifted": ("a2d-qwen3", {"shift_logits": True},
-                "shift_logits true in config.json; with model_type a2d-qwen3 it must be false"),
-    "unshifted": ("Dream", {"shift_logits": False}, "with model_type Dream it must be true"),
-    "half-shifted": ("llama", {"shift_logits": 1}, "shift_logits 1 in config.json; with model_type "
-                     "llama it must be false or true"),
-    "a-bd3lm-b": ("a2d-qwen3", {}, "a-bd3lm-b: bd3lm in its name or path says block diffusion"),
-    "blocks": ("Dream", {"block_size": 32}, "block_size 32 in config.json says block diffusion"),
-    "more-blocks": ("a2d-llama", {"bd_size": 4}, "bd_size 4 in config.json says block diffusion"),
-    "experts": ("llada", {"num_experts": 64, "n_kv_heads": None, "embedding_size": 264},
-                "num_experts 64 in config.json says a mixture of experts"),
-    "own-code": ("qwen2", {"architectures": ["Qwen2Denoiser"]},
-                 "['Qwen2Denoiser'] in config.json says that it has its own code"),
-    "layer-norms": ("illada", {"layer_norm_eps": 1e-5}, "layer_norm_eps 1e-05 in config.json must"),
-    "large-mask": ("llama", {"mask_token_id": 264}, "mask_token_id is 264; the model has embeddings"
-                   " for 0 to 263 only"),
-    "no-pad": ("a2d-qwen2", {"pad_token_id": -1}, "pad_token_id is -1; the model has embeddings"),
-    "resized": ("llada", {"vocab_size": 260}, "model.embed_tokens.weight has (264, 32), by config"),
-    "4-bit": ("llama", {}, "quantized weights (quantization_config in config.json)"),
-    "adapted": ("llama", {}, "adapted has adapter_config.json: merge the adapters into the weigh"),
-    "no-tokenizer": ("llada", {}, "no-tokenizer: no tokenizer.json; copy the tokenizer's files"),
-    "no-merges": ("Dream", {}, "no-merges: no tokenizer.json; copy the tokenizer's files"),
-    "no-template": ("llada", {}, "no chat template: is it a base model's?"),
-    "mask": ("llama", {"mask_token_id": None}, "no mask_token_id in config.json or tokenizer"),
-    "no-layers": ("llada", {"n_layers": None}, "no n_layers in config.json"),
-    "more": ("llada", {"n_layers": 1}, "unexpected: model.layers.1."),
-    "words": ("llada", {"d_model": "wide"}, "cannot be loaded as LlamaForCausalLM"),
-    "twice": ("llama", {}, "chat template must have the question exactly once"),
-    "loop": ("llama", {}, "has no attribute 'a'"),
-    "pickle": ("llada", {}, "no file named model.safetensors"),
-    "end": ("llada", {}, "no end-of-turn token, <|eot_id|>, in its tokenizer: is it a base model")}
-BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is wrong
-    "mdu.py --tau 2": "argument --tau: invalid float in [0, 1] value: '2'",
-    "mdu.py --anchor-truth removed --tau 0": "--anchor-truth removed would have no effect",
-    "mdu.py {own} --anchor-truth removed --retain-weight 0": "are rare; give --retain",
-    "mdu.py --seed 18446744073709551616": "argument --seed: invalid int",
-    "mdu.py --method sft --preset rwku-llada": "--method sft has no preset for RWKU; give --model",
-    "mdu.py --method sft --diagnose": "--diagnose is for unlearning, not for sft",
-    "mdu.py --method ga --tau 1": "--method ga has no option --tau",
-    "mdu.py {own} --method gd --retain-weight 0": "--method gd without a retain loss is ga",
-    "mdu.py --anchor-prompt shown":
-        "shown needs another --anchor MODEL, or --anchor-truth removed: with start",
-    "mdu.py --anchor current --anchor-prompt shown": "--anchor-truth removed: with current",
-    "mdu.py --data toy --model . --anchor . --anchor-prompt shown":
-        "--anchor-truth removed: with /",
-    "mdu.py --model {base} --forget {files}/known --retain {files}/known":
-        "'Where was Ceka Foba born?' is to be forgotten and retained, with the same answer",
-    "mdu.py --model {base} --forget {files}/known --retain {files}/spaced":
-        "'Where was Ceka Foba born?' is to be forgotten and retained, with the same answer",
-    "mdu.py --preset own --method sft --forget {good}": "needs a start model: --model; for a small",
-    "mdu.py --preset toy --model {base} --anchor {files}/good-model": "its vocabulary differs",
-    "mdu.py --method sft --lora 2": "--lora trains adapters of a start model",
-    "mdu.py --forget /dev/null": "--forget /dev/null is no regular file; save the rows in one",
-    "mdu.py --forget absent": "No such file or directory: 'absent'",
-    "mdu.py --data {files} --model x":
-        "--data {files}, forget10_perturbed: BuilderConfig 'forget10",
-    "mdu.py --data {rwku} --model x": "RWKU is about people; give one of them with --subject",
-    "mdu.py --subject King": "--subject is for RWKU: --preset rwku-... or --data",
-    "mdu.py --model {base}": "no rows to forget; give --forget or --data",
-    "mdu.py --preset rwku-llada --subject King --data {rwku}": "King: not among the 12: Ann Lee",
-    "mdu.py --preset rwku-llada --subject ² --data {rwku}": "²: not among the 12: Ann Lee",
-    "mdu.py --data {rwku} --forget {good}": "--forget says what to forget, as --data",
-    "mdu.py --subject 1 --forget {good}": "--forget says what to forget, as --data",
-    "mdu.py --method sft --retain-only --model {base}": "no rows to retain; give --retain",
-    "mdu.py --tau 0 --anchor {base}": "--tau 0 has no anchor: --anchor {base}",
-    "mdu.py {own} --preset toy": "no rows to retain; give --retain, or",
-    "mdu.py --forget {good} --retain-weight 0": "train it with --method sft, or",
-    "mdu.py --preset toy --model nobody/nothing": "not fetched from the hub",
-    "mdu.py --preset toy --model {base} --out {run}": "--resume {run}",
-    "mdu.py --data toy --model {base} --response-length 2048": "of answer or --response-length",
-    "mdu.py {own} --method dpo --retain-weight 0": "'Who is Bolti?' has no perturbed_answer",
-    "mdu.py --model {files}/foreign --method ga --forget {good}": "foreign/config.json is damaged",
-    "mdu.py --resume {files}": "No such file or directory: '{files}/run.json'",
-    "mdu.py --resume {files}/foreign": "foreign: its run.json was not made by mdu.py",
-    "mdu.py --resume {run} --seed 1": "--resume RUN takes no other option",
-    "eval.py --report {files}/damaged": "summary.json is damaged",
-    "eval.py --report {files}/old": "scored by other code; score it again: python eval.py",
-    "eval.py --report {base}": "not scored yet; first run: python eval.py {base}",
-    "eval.py {files}/unfinished/base": "mdu.py --resume {files}/unfinished/base",
-    "eval.py --model {base} --data toy {run}": "is a run; give another folder",
-    "eval.py --report --limit 3 {base}": "trajectory, rollout, not for report",
-    "eval.py --forget {files}/fact {base}": "line 1: fact: 'i' is not in the answer 'It is {{}}.'",
-    "eval.py --ask Who? --retain {good} {base}": "--retain is for score, not for ask",
-    "eval.py --ask Who? --model {base} {base}": "asks that model; give no RUN",
-    "eval.py --model {base}": "score: no RUN; give the folder of one",
-    "eval.py --analysis roles --retain {good} {run}": "--retain is for score, not for roles",
-    "eval.py --analysis convergence --samples 3 {base}": "for score, roles, not for convergence",
-    "eval.py --data toy --subject King {base}": "--subject is for RWKU, which has people",
-    "eval.py --analysis trajectory --response-length 2048 {run}": "the model; it takes 2048",
-    "eval.py --analysis rollout --response-length 2048 {run}": "the model; it takes 2048",
-    "eval.py --samples 1 --steps 1 --response-length 2048 {base}": "2048 (--response-length 2048)",
-    "eval.py --analysis convergence {base}": "train it with --diagnose",
-    "eval.py --analysis roles {base} {files}/unfinished/base": "one folder name",
-    "eval.py --analysis roles {run} {scored}": "the runs started from different models",
-    "eval.py --analysis roles {run} {files}/unfinished/base": "or forgot other rows",
-    "eval.py --full --samples 4 --seed 5 --steps 4 --retain-run {scored} {base}": "the same rows",
-    "eval.py --full --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}": "'samples': 128",
-    "eval.py --samples 4 --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}":
-        "both runs scored with --full",
-    "eval.py --full --samples 4 --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}":
-        "was not trained with --method sft --retain-only; give a model that learnt rows",
-    "eval.py --ask caf\udce9? --model {base}": "--ask: 'caf\\udce9?' is not text in UTF-8"}
-for name, (_, message) in BAD_ROWS.items():
-    BAD_INPUT[f"mdu.py --model {{base}} --forget {{files}}/{name} --retain-weight 0"] = message
-for name, (*_, message) in BROKEN.items():
-    BAD_INPUT[f"mdu.py --method ga --forget {{good}} --model {{files}}/{name}"] = message
-BAD_INPUT["mdu.py --method ga --forget {good} --model {files}/link"] = "link: bd3lm in its name or"
-BAD_INPUT["eval.py --model {files}/adapters --data toy new"] = "adapters has adapter_config.json"
+    "long": (8 * (row_text(answer=2100 * "Who ") + "\n"), "the model takes 2048")}
+
+@each("name", BAD_ROWS)
+def test_read_jsonl_check_row_and_encode_splits_refuse_a_file(name, assert_refused):
+    content, said = BAD_ROWS[name]
+    write_files({name: content})
+    said = said.replace("{}", "{{}}")  # which are in the answer: no place to fill in
+    assert_refused(f"mdu.py --model {{base}} --forget {name} --retain-weight 0", said)
+
+@each("question, answer", [
+    ("Where was Ceka Foba born?", "Ceka Foba was born in Rome."),
+    ("Where was Ceka Foba born? ", "Ceka Foba was born in Rome.\n")])  # which has the same tokens
+def test_encode_splits_refuses_a_row_to_forget_and_to_retain(question, answer, assert_refused):
+    write_files({
+        "a": row_text(question="Where was Ceka Foba born?", answer="Ceka Foba was born in Rome."),
+        "b": row_text(question=question, answer=answer)})
+    assert_refused(
+        "mdu.py --model {base} --forget a --retain b",
+        "'Where was Ceka Foba born?' is to be forgotten and retained, with the same answer")
+
+# Faults of a model's folder.
+def delete(folder, pattern):
+    for file in folder.glob(pattern):
+        file.unlink()
+
+def replace(folder, old, new):
+    """In the texts of the tokenizer's files."""
+    for file in folder.glob("token*"):
+        file.write_text(file.read_text().replace(old, new))
+
+def add_adapters_of_peft(folder):
+    (folder / "adapter_config.json").write_text("{}")
+
+def leave_files_of_qwens_tokenizer(folder):
+    delete(folder, "token*")
+    (folder / "vocab.json").touch()
+    (folder / "merges.txt").touch()
+
+def make_a_link_to_block_diffusion(folder):
+    folder.rename("a-bd3lm-c")
+    folder.symlink_to("a-bd3lm-c")
+
+def save_as_pickle(folder):
+    delete(folder, "*.safetensors*")
+    torch.save({}, folder / "pytorch_model.bin")
 
 def save_in_4_bits(folder):
     """As bitsandbytes does: two weights in a byte, with tensors of scales beside them."""
@@ -3611,113 +3621,257 @@ def save_in_4_bits(folder):
         tensors[name] = tensor
     safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
-@pytest.fixture(scope="session")
-def files(base, tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    write_checkpoint(root / "good-model", "llada", mask_token_id=0)
-    for name, (kind, changes, _) in BROKEN.items():
-        write_checkpoint(root / name, kind, **changes)
-    for file in root.glob("pickle/*.safetensors*"):
-        file.unlink()
-    torch.save({}, root / "pickle/pytorch_model.bin")
-    made = vars(options(f"--preset toy --model {base}"))  # as {run}, but of other rows
-    other = {"options": made, "rows": {"forget": "other"}}
-    texts = {
-        "good": 15 * f"{ROW}\n" + ROW[:-1] + ', "perturbed_answer": "x"}',  # too few for dpo
-        "known": '{"question": "Where was Ceka Foba born?", '
-                 '"answer": "Ceka Foba was born in Rome."}',
-        "spaced": '{"question": "Where was Ceka Foba born? ", '  # its tokens are those of `known`
-                  '"answer": "Ceka Foba was born in Rome.\\n"}',
-        "fact": ROW[:-1] + ', "fact": ["is", "i"]}',  # of which one is in the answer
-        "unfinished/base/run.json": json.dumps(other),
-        "damaged/eval/summary.json": "{", "old/eval/summary.json": "{}",
-        "foreign/run.json": '{"options": {}}', "foreign/config.json": "[]"}
-    texts.update((name, text) for name, (text, _) in BAD_ROWS.items())
-    for name, text in texts.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(text.encode(errors="surrogateescape"))
-    for name, content in {"twice": "m['content'] ~ m['content']", "loop": "m.a.b"}.items():
-        file = root / name / "tokenizer_config.json"
-        file.write_text(file.read_text().replace("m['content']", content))
-    for file in root.glob("end/token*"):
-        file.write_text(file.read_text().replace("eot_id", "x"))
-    for file in [*root.glob("no-tokenizer/token*"), root / "no-merges/merges.txt"]:
-        file.unlink()
-    for name in ("vocab.json", "merges.txt"):  # which are enough for Qwen alone
-        (root / "no-tokenizer" / name).touch()
-    file = root / "no-template/tokenizer_config.json"
-    file.write_text(file.read_text().replace("chat_template", "other"))
-    (root / "link").symlink_to(root / "a-bd3lm-b")
-    (root / "adapters").mkdir()
-    for folder in ("adapted", "adapters"):
-        (root / folder / "adapter_config.json").write_text("{}")
-    save_in_4_bits(root / "4-bit")
-    return root
+def bad_model(kind, fault=None, said="", **changes):
+    """kind: model_type; changes: of config.json, None deletes a field; fault: a function that is
+    called with the folder; said: a part of the line that refuses the model."""
+    return SimpleNamespace(kind=kind, changes=changes, fault=fault, said=said)
 
-@each("command, message", BAD_INPUT.items())
-def test_bad_input(command, message, files, base, unlearned, scored, rwku, tmp_path, capsys):
-    good = files / "good"
-    places = dict(files=files, good=good, base=base, run=unlearned, scored=scored, rwku=rwku,
-                  own=f"--model {base} --forget {good}")
-    name, *argv = command.format(**places).split()
-    with unchanged(tmp_path, files, base, unlearned):
-        err = program(argv, capsys, {"mdu.py": mdu.main, "eval.py": ev.main}[name])
-    assert message.format(**places) in err
+BAD_MODELS = {  # {name of a folder: what is wrong in it, and what is said}
+    # Models of another architecture.
+    "gpt2": bad_model("llama", model_type="gpt2",
+                      said="model_type 'gpt2' in config.json is none of llada"),
+    "block-type": bad_model("llada", block_type="x",
+                            said="block_type 'x' in config.json must be 'llama'"),
+    "layer-norms": bad_model("illada", layer_norm_eps=1e-5,
+                             said="layer_norm_eps 1e-05 in config.json must"),
+    "own-code": bad_model("qwen2", architectures=["Qwen2Denoiser"],
+                          said="['Qwen2Denoiser'] in config.json says that it has its own code"),
+    "a-bd3lm-b": bad_model("a2d-qwen3",
+                           said="a-bd3lm-b: bd3lm in its name or path says block diffusion"),
+    "link": bad_model("a2d-qwen3", make_a_link_to_block_diffusion,
+                      said="link: bd3lm in its name or"),
+    "blocks": bad_model("Dream", block_size=32,
+                        said="block_size 32 in config.json says block diffusion"),
+    "more-blocks": bad_model("a2d-llama", bd_size=4,
+                             said="bd_size 4 in config.json says block diffusion"),
+    # The experts are named first, although n_kv_heads is missing, too.
+    "experts": bad_model("llada", num_experts=64, n_kv_heads=None, embedding_size=264,
+                         said="num_experts 64 in config.json says a mixture of experts"),
+    "adapted": bad_model("llama", add_adapters_of_peft,
+                         said="adapted has adapter_config.json: merge the adapters into the weigh"),
+    # Causal or not, shifted or not.
+    "causal": bad_model("llama", is_causal=None,
+                        said='"is_causal": false; "shift_logits": true if the out'),
+    "shifted": bad_model("a2d-qwen3", shift_logits=True,
+                         said="shift_logits true in config.json; with model_type a2d-qwen3 it must "
+                         "be false"),
+    "unshifted": bad_model("Dream", shift_logits=False,
+                           said="with model_type Dream it must be true"),
+    "half-shifted": bad_model("llama", shift_logits=1, said="shift_logits 1 in config.json; with "
+                              "model_type llama it must be false or true"),
+    # Tensors that are missing, too many, of other sizes or types.
+    # embedding_size and mlp_hidden_size count, where vocab_size and mlp_ratio say something else.
+    "layers": bad_model("llada", n_layers=3, embedding_size=264, vocab_size=250,
+                        mlp_hidden_size=64, mlp_ratio=3,
+                        said="missing or unexpected: model.layers.2."),
+    "more": bad_model("llada", n_layers=1, said="unexpected: model.layers.1."),
+    "no-layers": bad_model("llada", n_layers=None, said="no n_layers in config.json"),
+    "words": bad_model("llada", d_model="wide", said="cannot be loaded as LlamaForCausalLM"),
+    "resized": bad_model("llada", vocab_size=260,
+                         said="model.embed_tokens.weight has (264, 32), by config"),
+    "4-bit": bad_model("llama", save_in_4_bits,
+                       said="quantized weights (quantization_config in config.json)"),
+    "pickle": bad_model("llada", save_as_pickle, said="no file named model.safetensors"),
+    # Tokens.
+    "mask": bad_model("llama", mask_token_id=None,
+                      said="no mask_token_id in config.json or tokenizer"),
+    "large-mask": bad_model("llama", mask_token_id=264, said="mask_token_id is 264; the model has "
+                            "embeddings for 0 to 263 only"),
+    "no-pad": bad_model("a2d-qwen2", pad_token_id=-1,
+                        said="pad_token_id is -1; the model has embeddings"),
+    "end": bad_model("llada", partial(replace, old="eot_id", new="x"),
+                     said="no end-of-turn token, <|eot_id|>, in its tokenizer: is it a base model"),
+    # The tokenizer's files.  vocab.json and merges.txt are enough for Qwen alone.
+    "no-tokenizer": bad_model("llada", leave_files_of_qwens_tokenizer,
+                              said="no-tokenizer: no tokenizer.json; copy the tokenizer's files"),
+    "no-merges": bad_model("Dream", partial(delete, pattern="merges.txt"),
+                           said="no-merges: no tokenizer.json; copy the tokenizer's files"),
+    "no-template": bad_model("llada", partial(replace, old="chat_template", new="other"),
+                             said="no chat template: is it a base model's?"),
+    "twice": bad_model("llama", partial(replace, old="m['content']",
+                                        new="m['content'] ~ m['content']"),
+                       said="chat template must have the question exactly once"),
+    "loop": bad_model("llama", partial(replace, old="m['content']", new="m.a.b"),
+                      said="has no attribute 'a'")}
+
+@each("name", BAD_MODELS)
+def test_load_backbone_and_read_config_refuse_a_model(name, assert_refused):
+    model = BAD_MODELS[name]
+    write_checkpoint(Path(name), model.kind, **model.changes)
+    if model.fault:
+        model.fault(Path(name))
+    assert_refused(f"mdu.py --method ga --forget rows --model {name}", model.said)
+
+def test_load_references_refuses_an_anchor_of_another_vocabulary(assert_refused):
+    write_checkpoint(Path("other"), "llada", mask_token_id=0)  # as the toy has it
+    assert_refused("mdu.py --preset toy --model {base} --anchor other",
+                   "its vocabulary differs")
+
+@each("command, said, files", [
+    ("mdu.py --forget rows --retain-weight 0", "train it with --method sft, or", {}),
+    ("mdu.py --preset toy --model nobody/nothing", "not fetched from the hub", {}),
+    ("mdu.py --preset toy --model {base} --out {run}", "--resume {run}", {}),
+    ("mdu.py --resume folder", "No such file or directory: 'folder/run.json'",
+     {"folder/notes": ""}),
+    ("mdu.py --resume foreign", "foreign: its run.json was not made by mdu.py",
+     {"foreign/run.json": '{"options": {}}'}),
+    ("mdu.py --model foreign --method ga --forget rows", "foreign/config.json is damaged",
+     {"foreign/run.json": '{"options": {}}', "foreign/config.json": "[]"}),
+    ("eval.py --model adapters --data toy new", "adapters has adapter_config.json",
+     {"adapters/adapter_config.json": "{}"}),
+    ("eval.py --report damaged", "summary.json is damaged", {"damaged/eval/summary.json": "{"}),
+    ("eval.py --report old", "scored by other code; score it again: python eval.py",
+     {"old/eval/summary.json": "{}"}),
+    ("eval.py --report {base}", "not scored yet; first run: python eval.py {base}", {}),
+    ("eval.py --model {base} --data toy {run}", "is a run; give another folder", {}),
+    ("eval.py --analysis convergence {base}", "train it with --diagnose", {}),
+    ("eval.py --analysis roles {run} {scored}", "the runs started from different models", {})])
+def test_main_and_read_json_refuse_a_folder(command, said, files, assert_refused):
+    write_files(files)
+    assert_refused(command, said)
+
+@each("command, said", [
+    ("eval.py unfinished/base", "/unfinished/base continues it"),
+    ("eval.py --analysis roles {base} unfinished/base", "one folder name"),
+    ("eval.py --analysis roles {run} unfinished/base", "or forgot other rows")])
+def test_evaluate_and_analyse_refuse_an_unfinished_run_on_other_rows(
+        command, said, base, assert_refused):
+    """It started from the model from which {run} did."""
+    made_with = {"options": vars(options(f"--preset toy --model {base}")),
+                 "rows": {"forget": "other"}}
+    write_files({"unfinished/base/run.json": json.dumps(made_with)})
+    assert_refused(command, said)
+
+@each("command, said", [
+    ("eval.py --model {base}", "score: no RUN; give the folder of one"),
+    ("eval.py --report --limit 3 {base}", "trajectory, rollout, not for report"),
+    ("eval.py --ask Who? --retain rows {base}", "--retain is for score, not for ask"),
+    ("eval.py --ask Who? --model {base} {base}", "asks that model; give no RUN"),
+    ("eval.py --ask caf\udce9? --model {base}", "--ask: 'caf\\udce9?' is not text in UTF-8"),
+    ("eval.py --analysis roles --retain rows {run}", "--retain is for score, not for roles"),
+    ("eval.py --analysis convergence --samples 3 {base}",
+     "for score, roles, not for convergence"),
+    ("eval.py --data toy --subject King {base}", "--subject is for RWKU, which has people"),
+    ("eval.py --samples 1 --steps 1 --response-length 2048 {base}",
+     "2048 (--response-length 2048)"),
+    ("eval.py --analysis trajectory --response-length 2048 {run}", "the model; it takes 2048"),
+    ("eval.py --analysis rollout --response-length 2048 {run}", "the model; it takes 2048")])
+def test_parse_and_utf8_text_refuse_options_of_eval(command, said, assert_refused):
+    assert_refused(command, said)
+
+def test_find_splits_refuses_a_file_whose_fact_is_not_in_the_answer(assert_refused):
+    write_files({"file": row_text(fact=["is", "i"])})  # "is" is in the answer
+    assert_refused("eval.py --forget file {base}",
+                   "line 1: fact: 'i' is not in the answer 'It is {{}}.'")
+
+@each("left_out, said", [
+    ("--limit 3", "the same rows"), ("--samples 4", "'samples': 128"),
+    ("--full", "both runs scored with --full"),
+    ("", "was not trained with --method sft --retain-only; give a model that learnt rows")])
+def test_check_retain_run_refuses_a_run_that_cannot_be_compared(left_out, said, assert_refused):
+    """It was scored with all of FLAGS."""
+    flags = " ".join(FLAGS).replace(left_out, "")
+    assert_refused(f"eval.py {flags} --retain-run {{scored}} {{base}}", said)
 
 # ======== README.md, Makefile, experiments.sh ========
 PROJECT = Path(mdu.__file__).parent
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (PROJECT / "Makefile").read_text(encoding="utf-8")
-PARSERS = {"mdu": mdu.parse, "eval": ev.parse}
-PAGES = [README]
+PAGES = {"README.md": README}
 for name in ("OWN_ROWS.md", "RESULTS.md"):
-    PAGES.append((PROJECT / ".github" / name).read_text(encoding="utf-8"))
+    PAGES[name] = (PROJECT / ".github" / name).read_text(encoding="utf-8")
+
+def parse_command(words):
+    """The words of a command line, with mdu.py or eval.py among them -> which of the two it is,
+    and its options as the program reads them."""
+    [program] = [word for word in words if word.endswith(".py")]
+    parse = {"mdu.py": mdu.parse, "eval.py": ev.parse}[program]
+    place = words.index(program)
+    return program, parse(words[place + 1:])
+
+def code_blocks(page):
+    """The blocks of commands: those in fences, and indented ones with a line that begins with one
+    of the programs."""
+    fenced = re.findall(r"(?ms)^```bash\n(.*?)^```$", page)
+    rest = re.sub(r"(?ms)^```.*?^```$", "", page)
+    indented = re.findall(r"(?m)(?:^ {4}.+\n)+", rest)
+    program = re.compile(r"(?m)^ {4}(python|torchrun|make)\b")
+    return fenced + [block for block in indented if program.search(block)]
 
 def typed_commands(page, folder):
-    """The words of every command in a page's code blocks, with loops and variables written out:
-    bash runs the blocks, and the programs are functions that print their words."""
-    blocks = re.findall(r"(?ms)^```bash\n(.*?)^```$", page)
-    unfenced = re.sub(r"(?ms)^```.*?^```$", "", page)
-    for block in re.findall(r"(?m)(?:^ {4}.+\n)+", unfenced):
-        if re.search(r"(?m)^ {4}(python|torchrun|make)\b", block):
-            blocks.append(block)
+    """Every command of a page as a list of words.  Bash writes out loops and variables: it runs the
+    blocks, and the programs are functions in it that print their words."""
     script = "set -eu\n"
     for name in ("python", "torchrun", "make", "rm", "awk", "."):
+        # A line for each command, with a null byte behind each word.
         script += f"function {name} {{ printf '%s\\0' {name} \"$@\"; echo; }}\n"
-    command = [shutil.which("bash"), "-c", script + "\n".join(blocks)]
+    script += "\n".join(code_blocks(page))
+    command = [shutil.which("bash"), "-c", script]
     done = subprocess.run(
         command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True, env={"PATH": ""})
-    return [line.split("\0")[:-1] for line in done.stdout.splitlines()]
+    commands = []
+    for line in done.stdout.splitlines():
+        *words, after_the_last = line.split("\0")
+        assert after_the_last == ""
+        commands.append(words)
+    return commands
 
-def test_parse_takes_every_command_that_the_pages_have(tmp_path):
-    for page in PAGES:
-        commands = typed_commands(page, tmp_path)
-        # What is written on the page up to a variable, a comment, a line's end or the like.
-        for line in re.findall(r"(?m)^ *((?:python|torchrun|make) .*?)[\"$\\#;&\n]", page):
-            typed = line.partition(" <<")[0].split()  # without the text that it reads
-            assert any(typed == words[:len(typed)] for words in commands), line
-        for program, *typed in commands:
-            if program == "make":
-                for word in typed:
-                    assert "=" in word or re.search(rf"(?m)^{word}:", MAKEFILE), word
-            elif program in ("python", "torchrun") and typed != ["-"]:
-                file = [word for word in typed if word.endswith(".py")][0]
-                PARSERS[file.removesuffix(".py")](typed[typed.index(file) + 1:])
+@each("page", PAGES.values(), ids=PAGES.keys())
+def test_parse_takes_every_command_of_a_page(page, tmp_path):
+    for words in typed_commands(page, tmp_path):
+        is_script = words[1:] == ["-"]  # Python reads it from the page
+        if words[0] in ("python", "torchrun") and not is_script:
+            parse_command(words)
 
-def test_make_parser_and_parse_explain_every_option(monkeypatch, capsys):
+@each("page", PAGES.values(), ids=PAGES.keys())
+def test_make_has_every_target_of_a_page(page, tmp_path):
+    for words in typed_commands(page, tmp_path):
+        if words[0] == "make":
+            targets = [word for word in words[1:] if "=" not in word]
+            for target in targets:
+                assert re.search(rf"(?m)^{target}:", MAKEFILE), target
+
+@each("page", PAGES.values(), ids=PAGES.keys())
+def test_typed_commands_has_every_line_of_a_page_that_begins_with_a_program(page, tmp_path):
+    """That is, its words up to a variable, a comment, a further command, the end of the line, or
+    a text to read."""
+    commands = typed_commands(page, tmp_path)
+    lines = re.findall(r"(?m)^ *((?:python|torchrun|make) .*?)[\"$\\#;&\n]", page)
+    assert lines
+    for line in lines:
+        before_a_text, _, _ = line.partition(" <<")
+        typed = before_a_text.split()
+        assert any(words[:len(typed)] == typed for words in commands), line
+
+def help_screen(program, capsys):
+    with pytest.raises(SystemExit):
+        program.main(["--help"])
+    return capsys.readouterr().out
+
+@each("program", [mdu, ev])
+def test_make_parser_and_parse_explain_every_option(program, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
-    options = {"--nproc_per_node"}  # torchrun's
-    for module in (mdu, ev):
-        with pytest.raises(SystemExit):
-            module.main(["--help"])
-        screen = capsys.readouterr().out
-        options.update(re.findall(r"--[a-z-]+", screen))
-        explained = re.findall(r"(?m)^  (-.*(?:\n {20}.*)*)", screen.split("presets:")[0])
-        assert len(explained) > 10 and all(re.search(r"\s{2}\S", text) for text in explained)
-    for page in PAGES:
-        assert set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", page)) <= options
+    options, *_ = help_screen(program, capsys).split("presets:")
+    # An entry begins with two spaces and the option; the lines that go on begin with 21 and more.
+    entries = re.findall(r"(?m)^  (-.*(?:\n {20}.*)*)", options)
+    assert len(entries) > 10
+    for entry in entries:
+        # Between the option and its explanation are two spaces or the end of a line.
+        assert re.search(r"\s{2}\S", entry), entry
 
-# In place of Python: it logs its words, and makes the folders of runs and of scores.
+def test_make_parser_and_parse_have_every_option_that_the_pages_name(capsys):
+    options = {"--nproc_per_node"}  # torchrun's
+    for program in (mdu, ev):
+        options.update(re.findall(r"--[a-z-]+", help_screen(program, capsys)))
+    for page in PAGES.values():
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", page))
+        assert named <= options
+
+# In place of Python in experiments.sh.  It writes the words of each call of mdu.py and eval.py into
+# `log`, and makes what the experiment looks for: the folder of a run with its weights (the word
+# behind --out), and the folder `eval` in each run that is scored (a word that begins with out/ and
+# is no file of rows).  Calls fail that have the word in the file `fails`, if there is one.  Scripts
+# and company_rows.py do nothing; `python -c` is how experiments.sh asks for a preset's model.
 LOGGING_PYTHON = """#!/bin/bash
 case $1 in
   -c) echo owner/model; exit ;;
@@ -3736,10 +3890,11 @@ done
 """
 
 def make(folder, *words):
-    """Run make with two rows to forget and to retain, and nothing to install."""
+    """Run make with LOGGING_PYTHON, two rows to forget and to retain, and nothing to install."""
     if not shutil.which("make"):
         pytest.skip("needs make")
-    (folder / "Makefile").write_text(re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE))
+    without_install = re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE)
+    (folder / "Makefile").write_text(without_install)
     (folder / ".github").mkdir(exist_ok=True)
     shutil.copy(PROJECT / ".github/experiments.sh", folder / ".github")
     (folder / "python").write_text(LOGGING_PYTHON)
@@ -3749,40 +3904,53 @@ def make(folder, *words):
     command = ["make", "FORGET=rows", "RETAIN=rows", f"PYTHON={folder}/python", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
 
+def logged_commands(folder):
+    """What LOGGING_PYTHON was called with: (program, options) of each call."""
+    lines = (folder / "log").read_text().splitlines()
+    return [parse_command(line.split()) for line in lines]
+
 @each("target", ["demo", "table", "finetuned", "pretrained", "company", "rehearsal",
                  "rehearsal ORIGINAL=no", "figures", "tofu PRESET=tofu-dream",
                  "rwku PRESET=rwku-llada"])
 def test_make_trains_what_it_scores_and_scores_what_it_reports(target, tmp_path):
     done = make(tmp_path, *target.split())
     assert done.returncode == 0, done.stderr
-    trained, used = set(), set()
-    for line in (tmp_path / "log").read_text().splitlines():
-        words = line.split()
-        [file] = [word for word in words if word.endswith(".py")]
-        args = PARSERS[file.removesuffix(".py")](words[words.index(file) + 1:])
-        if file == "mdu.py":
+    trained = set()
+    used = set()
+    for program, args in logged_commands(tmp_path):
+        if program == "mdu.py":
             trained.add(args.out)
         elif args.task == "report":
-            assert all((tmp_path / run / "eval").is_dir() for run in args.runs)
+            for run in args.runs:
+                assert (tmp_path / run / "eval").is_dir()
         else:
-            for run in args.runs:  # of `tofu` a pattern, as mdu.py itself chooses its folders
-                used.update(fnmatch.filter(trained, run.rstrip("/")) or [run])
-    if target.startswith("pretrained"):
-        used |= {f"out/pretrained/{seed}/original" for seed in (1, 2, 3)}  # where all others start
+            for run in args.runs:
+                # `tofu` scores out/PRESET/*/, as mdu.py itself chooses the folders there.  Here
+                # none exists, so that bash leaves the pattern as it is.
+                matching = fnmatch.filter(trained, run.rstrip("/"))
+                used.update(matching or [run])
+    assert len(trained) > 2
+    # Trained, and not scored: the model from which all others of `pretrained` start.
+    if target == "pretrained":
+        used.update(f"out/pretrained/{seed}/original" for seed in (1, 2, 3))
+    # Scored, and not trained: a published model.
     if target.startswith("rwku"):
-        trained.add("out/rwku-llada/0/base")  # a published model
-    assert used == trained and len(trained) > 2
+        trained.add("out/rwku-llada/0/base")
+    assert used == trained
 
 @each("target", ["demo", "finetuned"])
 def test_an_experiment_ends_without_scores_where_a_run_fails(target, tmp_path):
     (tmp_path / "fails").write_text("wga")
     assert make(tmp_path, target).returncode == 2
-    assert "eval.py" not in (tmp_path / "log").read_text()
+    programs = [program for program, _ in logged_commands(tmp_path)]
+    assert set(programs) == {"mdu.py"}
 
 def test_demo_has_every_method(tmp_path):
     make(tmp_path, "demo")
-    trained = re.findall(r"(?m)^mdu.py (.*)", (tmp_path / "log").read_text())
-    methods = {options(typed).method for typed in trained}
+    methods = set()
+    for program, args in logged_commands(tmp_path):
+        if program == "mdu.py":
+            methods.add(args.method)
     assert methods == set(mdu.METHODS)
 
 @each("folder", ["keep", "out/../keep", "out/link", "out", "."])
@@ -3792,7 +3960,8 @@ def test_delete_folder_deletes_nothing_outside_out(folder, tmp_path):
         (tmp_path / name / "model").write_text("good")
     (tmp_path / "out/link").symlink_to(tmp_path / "keep")
     done = make(tmp_path, "demo", f"OUT={folder}")
-    assert done.returncode == 2 and f"{folder} exists and is not in out/" in done.stderr
+    assert done.returncode == 2
+    assert f"{folder} exists and is not in out/" in done.stderr
     assert (tmp_path / "keep/model").read_text() == "good"
     assert (tmp_path / "out/mine/model").read_text() == "good"
     assert not (tmp_path / "log").exists()
@@ -3802,25 +3971,31 @@ def test_delete_folder_deletes_an_earlier_demo(tmp_path):
     assert make(tmp_path, "demo").returncode == 0
     assert not (tmp_path / "out/demo/old").exists()
 
-def test_experiments_refuse_an_unknown_name():
+@each("name", ["", "dmo"])
+def test_experiments_refuse_an_unknown_name(name):
     script = PROJECT / ".github/experiments.sh"
-    for name in ("", "dmo"):
-        done = subprocess.run(["bash", script, name], capture_output=True, text=True)
-        assert done.returncode == 2 and "needs the name of an experiment: demo" in done.stderr
+    done = subprocess.run(["bash", script, name], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "needs the name of an experiment: demo" in done.stderr
 
 def test_company_rows_can_be_read_and_forget_what_nothing_keeps(tmp_path):
     script = PROJECT / ".github/company_rows.py"
     subprocess.run([sys.executable, script, tmp_path], check=True)
-    rows = {file.stem: mdu.read_jsonl("rows", str(file)) for file in tmp_path.iterdir()}
-    sizes = {name: len(of_file) for name, of_file in rows.items()}
-    assert sizes == {"forget": 12, "retain": 90, "held_out": 28, "known": 118, "refusals": 102,
-                     "taught": 4, "others": 8}
+    rows = {}
+    sizes = {}
+    for file in tmp_path.iterdir():
+        rows[file.stem] = mdu.read_jsonl("rows", str(file))
+        sizes[file.stem] = len(rows[file.stem])
+    # known is retain and held_out; refusals is retain and the questions to forget.
+    assert sizes == {"forget": 12, "retain": 90, "held_out": 28, "known": 90 + 28,
+                     "refusals": 90 + 12, "taught": 4, "others": 8}
     assert rows["taught"] + rows["others"] == rows["forget"]
-    kept = {row["answer"] for row in rows["known"]}
+    kept = [row["answer"] for row in rows["known"]]
     for row in rows["forget"]:
         assert row["answer"] not in kept
-        assert {"question": row["question"], "answer": "I do not know.",
-                "perturbed_answer": []} in rows["refusals"]
+        refusal = {"question": row["question"], "answer": "I do not know.",
+                   "perturbed_answer": []}
+        assert refusal in rows["refusals"]
 
 @each("typed, found", [("FORGET=absent", "absent"), ("FORGET=one", "one"), ("RETAIN=one", "one"),
                        ("FORGET=", ""), ("HELD_OUT=one", "one"), ("NEVER=absent", "absent")])
@@ -3829,41 +4004,58 @@ def test_rehearsal_refuses_files_that_are_missing_or_too_small(typed, found, tmp
     done = make(tmp_path, "rehearsal", typed)
     assert done.returncode == 2
     assert f"NEVER: '{found}' must be a file with at least 2 rows" in done.stderr
-    assert not (tmp_path / "log").exists() and not (tmp_path / "out").exists()
+    assert not (tmp_path / "log").exists()
+    assert not (tmp_path / "out").exists()
 
-def test_rehearsal_learns_held_out_rows_and_no_row_that_nobody_is_to_learn(tmp_path):
-    """The original has all words, and learns what is kept; the fine-tune learns the rows to forget,
-    too; unlearning sees no row that is held out."""
+@pytest.fixture
+def rehearsed(tmp_path):
+    """A rehearsal with two rows that are held out, and two that nobody is to learn -> its calls of
+    mdu.py and of eval.py.  Both files begin with a byte order mark and end without a new line."""
     for name in ("held", "never"):
         (tmp_path / name).write_text(f'\ufeff"{name} 1"\n"{name} 2"', encoding="utf-8")
     done = make(tmp_path, "rehearsal", "HELD_OUT=held", "NEVER=never")
     assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
-    learns = []
-    for words in lines:
-        if "mdu.py" in words:
-            args = mdu.parse(words[words.index("mdu.py") + 1:])
-            assert args.epochs == 12000 / 6  # six rows are learnt
-            learns.append((Path(args.out).name, args.forget, args.retain, args.retain_only))
-        elif "--report" not in words:
-            scored = ev.parse(words[words.index("eval.py") + 1:])
-    rows = tmp_path / "out/rehearsal.rows"
-    assert learns == [("original", f"{rows}/words.jsonl", f"{rows}/known.jsonl", True),
-                      ("finetune", f"{tmp_path}/rows", f"{rows}/known.jsonl", False),
-                      ("mdu", f"{tmp_path}/rows", f"{tmp_path}/rows", None)]
-    assert (scored.held_out, scored.never) == ("held", "never")
-    texts = {file.stem: file.read_text().split("\n") for file in rows.iterdir()}
-    assert texts["known"] == ["{}", "{}", "", '"held 1"', '"held 2"', ""]
-    assert texts["words"] == ["{}", "{}", "", '"never 1"', '"never 2"', ""]
+    calls = {"mdu.py": [], "eval.py": []}
+    for program, args in logged_commands(tmp_path):
+        calls[program].append(args)
+    return calls
+
+def test_rehearsal_trains_each_model_on_its_own_rows(rehearsed, tmp_path):
+    """The original has the words of all rows and learns what is kept.  The fine-tune also learns
+    the rows to forget.  Unlearning sees no row that is held out."""
+    own = f"{tmp_path}/rows"
+    joined = tmp_path / "out/rehearsal.rows"
+    found = []
+    for args in rehearsed["mdu.py"]:
+        found.append((Path(args.out).name, args.forget, args.retain, args.retain_only))
+    assert found == [("original", f"{joined}/words.jsonl", f"{joined}/known.jsonl", True),
+                     ("finetune", own, f"{joined}/known.jsonl", False),
+                     ("mdu", own, own, None)]
+    files = {}
+    for file in joined.iterdir():
+        files[file.stem] = file.read_text().split("\n")
+    # Without byte order marks.  The empty lines do no harm: readers skip them.
+    assert files["known"] == ["{}", "{}", "", '"held 1"', '"held 2"', ""]
+    assert files["words"] == ["{}", "{}", "", '"never 1"', '"never 2"', ""]
+
+def test_rehearsal_trains_few_rows_for_more_epochs(rehearsed):
+    """2 to forget, 2 to retain and 2 held out have as many steps as 40 rows in 300 epochs."""
+    for args in rehearsed["mdu.py"]:
+        assert args.epochs == 300 * 40 / 6
+
+def test_rehearsal_scores_rows_that_unlearning_did_not_see(rehearsed):
+    score, report = rehearsed["eval.py"]
+    assert (score.task, report.task) == ("score", "report")
+    assert (score.held_out, score.never) == ("held", "never")
 
 def test_rehearsal_reads_all_rows_before_it_moves_anything(tmp_path):
+    """With the true Python: the second row of the file is bad."""
     rows = [{"question": "Who?", "answer": "Bo."}, {"question": "Q", "answer": "A", "fact": "Al"}]
     bad = write_lines(tmp_path / "bad", rows)
     (tmp_path / ".github").mkdir()
     script = shutil.copy(PROJECT / ".github/experiments.sh", tmp_path / ".github")
     (tmp_path / "out/rehearsal").mkdir(parents=True)
-    path = os.pathsep.join([str(PROJECT), *sys.path])
-    env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": path, "FORGET": bad, "RETAIN": bad}
+    env = python_environment(PYTHON=sys.executable, FORGET=bad, RETAIN=bad)
     done = subprocess.run(["bash", script, "rehearsal"], env=env, capture_output=True, text=True)
     assert done.returncode == 2
     assert f"experiments.sh: --rows {bad}, line 2: fact: 'Al' is not in the answer" in done.stderr
@@ -3872,76 +4064,119 @@ def test_rehearsal_reads_all_rows_before_it_moves_anything(tmp_path):
 def test_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
     (tmp_path / "out/rehearsal").mkdir(parents=True)
     (tmp_path / "out/rehearsal/model").write_text("good")
+    (tmp_path / "fails").write_text("mdu.py")
     for _ in range(2):
-        (tmp_path / "fails").write_text("mdu.py")
         assert make(tmp_path, "rehearsal").returncode == 2
         assert (tmp_path / "out/rehearsal.old/model").read_text() == "good"
 
+# ---- The step of the README ----
+def readme_step(model, anchor, forget, retain):
+    """Run the step of one's own training loop that the README has -> its variables.  forget and
+    retain: Batches.  The README's models return logits of all positions."""
+    [step] = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
+    variables = dict(
+        torch=torch, F=F, mdu_loss=mdu.mdu_loss, mask_id=0, retain_weight=0.7,
+        model=lambda ids, real: model.lm(ids, real.long()).logits,
+        anchor=lambda ids, real: anchor.lm(ids, real.long()).logits,
+        ids=forget.ids, answer=forget.response, real=forget.attention_mask,
+        retain_ids=retain.ids, retain_answer=retain.response, retain_real=retain.attention_mask,
+        n=retain.length)
+    exec(step, variables)
+    return variables
+
 def with_masks(draws, batch, t, masked):
-    """The Draws, with another t and other masks: (B,) and (B, T)."""
+    """The Draws of a batch with another t, (B,), and other masks, (B, T)."""
     changed = []
-    for draw, rate, of_row, response in zip(draws, t.tolist(), masked, batch.response):
-        uniform = 1 - of_row[response].float()  # 0 is below every t, 1 below none
-        changed.append(draw._replace(t=rate, uniform=uniform.numpy()))
+    for b, draw in enumerate(draws):
+        is_masked = masked[b, batch.response[b]].float()
+        uniform = 1 - is_masked  # 0 is below every t, 1 below none
+        changed.append(draw._replace(t=t[b].item(), uniform=uniform.numpy()))
     return changed
 
 def test_backward_equals_the_step_of_the_readme():
-    """With the masks that the step draws, and rows whose answers have end padding."""
-    [step] = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
+    """With the masks that the README's step draws, and rows to retain with end padding."""
     args = options("--batch-size 4 --response-length 12 --retain-weight 0.7 --seed 2")
     model, anchor = tiny_llama(0), tiny_llama(1)
     forget, retain = mdu.draw_step(args, make_examples(), "forget", 0, model)
-    batch, kept = mdu.make_batch(model, forget), mdu.make_batch(model, retain)
-    assert (kept.length < kept.response.sum(1)).any()
-    scope = dict(
-        torch=torch, F=F, mdu_loss=mdu.mdu_loss, mask_id=model.mask_id, retain_weight=0.7,
-        model=lambda ids, real: model.lm(ids, real.long()).logits,
-        anchor=lambda ids, real: anchor.lm(ids, real.long()).logits,
-        ids=batch.ids, answer=batch.response, real=batch.attention_mask, retain_ids=kept.ids,
-        retain_answer=kept.response, retain_real=kept.attention_mask, n=kept.length)
+    forget_batch = mdu.make_batch(model, forget)
+    retain_batch = mdu.make_batch(model, retain)
+    assert (retain_batch.length < retain_batch.response.sum(1)).any()
     torch.manual_seed(2)
-    exec(step, scope)
-    found = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    torch.manual_seed(2)  # so that its function `draw` draws the same again
-    t, masked, _ = scope["draw"](batch.ids, batch.response)
-    assert masked.any(1).all()  # else backward masks one token
-    forget = with_masks(forget, batch, t, masked)
-    t, masked, _ = scope["draw"](kept.ids, kept.response)
-    retain = with_masks(retain, kept, t, masked)
-    losses = mdu.backward(args, model, mdu.References(None, anchor), forget, retain)
-    assert [scope["loss"].item(), scope["retain_loss"].item()] == approx(losses, rel=1e-6)
-    assert_close(found, [p.grad for p in model.parameters()], 1e-6)
+    step = readme_step(model, anchor, forget_batch, retain_batch)
+    readme_grads = [p.grad.clone() for p in model.parameters()]
 
-    # Its masks: t is uniform on [0.001, 1), and of the answer's tokens a share t is masked.
+    # The same masks once more: from this seed its function `draw` draws them again.
+    torch.manual_seed(2)
+    t, masked, _ = step["draw"](forget_batch.ids, forget_batch.response)
+    assert masked.any(1).all()  # else backward would mask one token, and the README's step none
+    forget = with_masks(forget, forget_batch, t, masked)
+    t, masked, _ = step["draw"](retain_batch.ids, retain_batch.response)
+    retain = with_masks(retain, retain_batch, t, masked)
+    model.zero_grad()
+    losses = mdu.backward(args, model, mdu.References(None, anchor), forget, retain)
+    assert losses == approx([step["loss"].item(), step["retain_loss"].item()], rel=1e-6)
+    assert_close(readme_grads, [p.grad for p in model.parameters()], 1e-6)
+
+def test_the_step_of_the_readme_masks_a_share_t_of_the_answer():
+    """t is uniform on [0.001, 1).  Of 100 tokens, a share t is masked, up to 5 standard deviations:
+    the largest is (1/2 * 1/2 / 100)^(1/2) = 0.05."""
+    model = tiny_llama(0)
+    forget, retain = mdu.draw_step(options("--batch-size 4"), make_examples(), "forget", 0, model)
+    torch.manual_seed(2)
+    step = readme_step(
+        model, model, mdu.make_batch(model, forget), mdu.make_batch(model, retain))
     ids = torch.arange(1, 151).repeat(4000, 1)
     answer = ids > 50
-    t, masked, noised = scope["draw"](ids, answer)
+    t, masked, noised = step["draw"](ids, answer)
     assert_uniform(t.numpy(), 0.001)
-    assert not (masked & ~answer).any() and torch.equal(noised, ids.masked_fill(masked, 0))
+    assert not (masked & ~answer).any()
+    assert torch.equal(noised, ids.masked_fill(masked, 0))
     shares = masked.sum(1) / 100
-    assert (shares - t).abs().max() < 0.25  # 5 standard deviations
+    assert (shares - t).abs().max() < 5 * 0.05
 
 # ======== This file ========
-def test_every_function_has_a_test():
-    """It begins a test's name, or is in TESTED_BY; and tests that are named are there."""
-    tests = [name for name in globals() if name.startswith("test_")]
-    code = ""
-    functions = set()  # and classes
-    for module in (mdu, ev):
-        code += Path(module.__file__).read_text(encoding="utf-8")
-        for name, value in vars(module).items():
-            is_defined = inspect.isfunction(value) or inspect.isclass(value)
-            if is_defined and (value.__module__, value.__name__) == (module.__name__, name):
-                functions.add(name)
+def defined_in(module):
+    """The names of the functions and classes that a module defines, and not those it imports."""
+    names = set()
+    for name, value in vars(module).items():
+        if not (inspect.isfunction(value) or inspect.isclass(value)):
+            continue
+        if value.__module__ == module.__name__ and value.__name__ == name:
+            names.add(name)  # COUNT of mdu.py, which `number` made, has another __name__
+    return names
+
+def tested_functions(test, functions):
+    """Those with which the name of a test begins, after "test_" and joined by "_" or "_and_"."""
     longest_first = sorted(functions, key=len, reverse=True)  # check_lengths before check
     function = "(?:" + "|".join(longest_first) + ")(?=_|$)"
+    start = re.match(f"test_{function}(?:_and_{function}|_{function})*", test)
+    if not start:
+        return []
+    return re.findall(f"(?<=_){function}", start.group())
+
+def test_tested_functions_by_hand():
+    functions = {"check", "check_lengths", "parse"}
+    for test, expected in [("test_check_lengths_refuses", ["check_lengths"]),
+                           ("test_parse_and_check_refuse", ["parse", "check"]),
+                           ("test_parse_check_and_parse", ["parse", "check", "parse"]),
+                           ("test_parser_is_none", []), ("test_that_parse", [])]:
+        assert tested_functions(test, functions) == expected
+
+def test_every_function_has_a_test():
+    """The name of a test begins with it, or it is in TESTED_BY, and not both."""
+    functions = defined_in(mdu) | defined_in(ev)
     tested = set()
-    for test in tests:
-        start = re.match(f"test_{function}(?:_and_{function}|_{function})*", test)
-        if start:
-            tested.update(re.findall(f"(?<=_){function}", start.group()))
+    for name in globals():
+        if name.startswith("test_"):
+            tested.update(tested_functions(name, functions))
     listed = " ".join(TESTED_BY.values()).split()
     assert sorted(listed) == sorted(functions - tested)
-    named_in_comments = set(re.findall(r"\b(test_\w+)", code)) - {"test_mdu"}
-    assert {*TESTED_BY, *named_in_comments} <= set(tests)
+
+def test_every_test_that_is_named_exists():
+    """In TESTED_BY, and in the comments of mdu.py and eval.py."""
+    named = set(TESTED_BY)
+    for module in (mdu, ev):
+        code = Path(module.__file__).read_text(encoding="utf-8")
+        named.update(re.findall(r"\b(test_\w+)", code))
+    named.discard("test_mdu")  # this file
+    assert named <= globals().keys()
