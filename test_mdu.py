@@ -53,7 +53,7 @@ TESTED_BY = {  # {test: what it tests, too}
         mask_prompt collate make_batch Batch forget_batch batch_nll without_adapters""",
     "test_backward_is_tried_with_every_method": "Method",
     "test_train_equals_a_plain_loop_with_clipping_and_adamw": "new_optimizer",
-    "test_train_on_two_processes_equals_one_also_killed_and_resumed": "join_processes gathered",
+    "test_train_on_two_processes_equals_one": "join_processes gathered",
     "test_main_lets_one_program_at_a_time_into_a_folder": "require_new",
     "test_find_tokens_of_each_family": "print0",
     "test_load_references_loads_no_model_in_vain": "References",
@@ -91,12 +91,11 @@ TESTED_BY = {  # {test: what it tests, too}
     "test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone": "trainings_of",
     "test_publish_and_read_summary_have_null_for_nan": "to_json without_nan",
     "test_ask_prints_what_each_run_answers": "one_line",
-    "test_group_runs_refuses_unlike_runs": "must_agree",
+    "test_group_runs_refuses_unlike_runs_of_one_name": "must_agree",
     "test_report_has_every_method_averaged_over_runs_of_one_folder_name": """
         values_of figures_table cell""",
-    "test_analysis_convergence_draws_the_kls_that_were_logged": "draw_panels",
     "test_analysis_roles_equals_a_slow_loop": "anchor_kl",
-    "test_analysis_trajectory_and_analysis_rollout_by_hand": "trajectories"}
+    "test_analysis_trajectory_by_hand": "trajectories"}
 
 # ======== Shared ========
 # ---- Programs, files, tensors ----
@@ -1799,43 +1798,66 @@ def test_fit_to_rows_by_hand(typed, n_rows, length, epochs):
 
 # ---- Backbones ----
 @each("name, revision", [("a/b", None), ("a/b@", None), ("a/b@c1d2", "c1d2")])
-def test_find_model_downloads_no_pickle_and_the_revision_that_is_asked_for(name, revision):
+def test_find_model_downloads_the_revision_that_is_asked_for(name, revision):
     with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
         assert mdu.find_model(name) == Path("there")
-    patterns = download.call_args.kwargs["allow_patterns"]
-    download.assert_called_once_with("a/b", revision=revision, allow_patterns=patterns)
-    wanted = ["model-00001-of-00002.safetensors", "tokenizer.json", "model.safetensors.index.json",
-              "chat_template.jinja", "merges.txt", "adapter_config.json"]
-    for file in [*wanted, "pytorch_model.bin", "x.pt"]:
-        assert any(fnmatch.fnmatch(file, pattern) for pattern in patterns) == (file in wanted)
+    [call] = download.call_args_list
+    assert call.args == ("a/b",)
+    assert call.kwargs.keys() == {"revision", "allow_patterns"}
+    assert call.kwargs["revision"] == revision
 
-def test_load_backbone_equals_transformers_own_class(hub):
-    """A loss and its gradients, in training, where config.json wants dropout, a row at a time.  The
-    padding token is one to read and to predict; Dream's logits are of the position before."""
-    model, pad = hub.model.train(), hub.model.pad_id
-    assert (model.lm.lm_head.weight is model.lm.model.embed_tokens.weight) == hub.tied
-    draws = [mdu.Draw([3, 5], [7, pad, 9, pad, pad], 5, [False] * 5, 0.5,
-                      np.float32([0, 1, 1, 0, 1])),
-             mdu.Draw([4], [6, pad], 2, [False] * 2, 0.8, np.float32([1, 0]))]
-    trained = dict(model.lm.named_parameters())
-    losses = mdu.batch_nll(model, mdu.make_batch(model, draws))
-    grads = torch.autograd.grad(losses.sum(), trained.values())
-    expected = []
+@each("file, wanted", [
+    ("model-00001-of-00002.safetensors", True), ("model.safetensors.index.json", True),
+    ("tokenizer.json", True), ("chat_template.jinja", True), ("merges.txt", True),
+    ("adapter_config.json", True), ("pytorch_model.bin", False), ("x.pt", False)])
+def test_find_model_downloads_no_pickle(file, wanted):
+    with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
+        mdu.find_model("a/b")
+    patterns = download.call_args.kwargs["allow_patterns"]
+    assert any(fnmatch.fnmatch(file, pattern) for pattern in patterns) == wanted
+
+def reference_losses(hub, draws):
+    """L_sft of each Draw by transformers' own class, a row at a time."""
+    losses = []
     for draw in draws:
         masked = slow_masked(draw, "sft")
         noised = list(draw.answer)
         for i in masked:
-            noised[i] = model.mask_id
+            noised[i] = hub.model.mask_id
         logits = hub.reference(torch.tensor([draw.prompt + noised])).logits[0]
-        start = len(draw.prompt) - model.shift
+        # Dream's logits of a token are at the position before it.
+        start = len(draw.prompt)
+        if hub.kind == "Dream":
+            start = start - 1
         nll = [slow_nll(logits[start + i], draw.answer[i]) for i in masked]
-        expected.append(sum(nll) / draw.t)
-    assert_close(losses, torch.stack(expected), 1e-5)
-    slow_grads = torch.autograd.grad(sum(expected), hub.reference.parameters())
+        losses.append(sum(nll) / draw.t)
+    return torch.stack(losses)
+
+def test_load_backbone_equals_transformers_own_class(hub):
+    """Losses and their gradients.  In training: config.json asks for dropout, which is off.  The
+    padding token is among the tokens to read and to predict: its embedding is trained."""
+    model = hub.model.train()
+    pad = model.pad_id
+    draws = [mdu.Draw(prompt=[3, 5], answer=[7, pad, 9, pad, pad], length=5, is_rare=[False] * 5,
+                      t=0.5, uniform=np.float32([0, 1, 1, 0, 1])),  # tokens 0 and 3 are masked
+             mdu.Draw(prompt=[4], answer=[6, pad], length=2, is_rare=[False] * 2,
+                      t=0.8, uniform=np.float32([1, 0]))]  # token 1
+    losses = mdu.batch_nll(model, mdu.make_batch(model, draws))
+    expected = reference_losses(hub, draws)
+    assert_close(losses, expected, 1e-5)
+
+    trained = dict(model.lm.named_parameters())
+    grads = torch.autograd.grad(losses.sum(), trained.values())
+    slow_grads = torch.autograd.grad(expected.sum(), hub.reference.parameters())
     for name, grad, slow_grad in zip(trained, grads, slow_grads, strict=True):
         largest = slow_grad.abs().max().item()
         torch.testing.assert_close(grad, slow_grad, rtol=0, atol=1e-4 * largest, msg=name)
     model.eval()
+
+def test_load_backbone_ties_the_head_to_the_embeddings(hub):
+    """Where config.json says so, and nowhere else."""
+    lm = hub.model.lm
+    assert (lm.lm_head.weight is lm.model.embed_tokens.weight) == hub.tied
 
 def rms_norm(x, weight, eps=1e-6):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
@@ -1843,65 +1865,87 @@ def rms_norm(x, weight, eps=1e-6):
 def rotate(x, theta):
     """RoPE of one head, (T, d): the dimensions j and j + d/2 turn by position * theta^(-2j/d)."""
     T, d = x.shape
-    angle = torch.arange(T)[:, None].double() * theta ** (-2 * torch.arange(d // 2).double() / d)
+    position = torch.arange(T).double()[:, None]  # (T, 1)
+    j = torch.arange(d // 2).double()  # (d/2,)
+    angle = position * theta ** (-2 * j / d)  # (T, d/2)
     first, second = x[:, :d // 2], x[:, d // 2:]
     return torch.cat([first * angle.cos() - second * angle.sin(),
                       second * angle.cos() + first * angle.sin()], 1)
 
+def slow_attention(q, k, v):
+    """(T, 4 x 8), (T, 2 x 8) twice -> (T, 4 x 8): 4 heads of queries with 8 dimensions each; a head
+    of keys and values serves two of them.  Every token sees all others."""
+    q = q.split(8, 1)
+    k = k.split(8, 1)
+    v = v.split(8, 1)
+    heads = []
+    for i in range(4):
+        scores = rotate(q[i], 5e5) @ rotate(k[i // 2], 5e5).T / 8 ** 0.5  # (T, T)
+        heads.append(scores.softmax(-1) @ v[i // 2])
+    return torch.cat(heads, 1)
+
 def slow_illada(folder, ids):
-    """Logits (T, V) of one sequence in float64, from the stored tensors.  Each key and value head
-    serves two heads of queries; every token sees all others; the head is the embeddings."""
+    """Logits (T, V) of one sequence in float64, from the stored tensors.  The head is the
+    embeddings."""
     w = {}
     for name, tensor in weights(folder).items():
-        w[name.removeprefix("model.")] = tensor.double()
-    x = w["embed_tokens.weight"][ids]
-    for layer in range(2):
-        block = {name.removeprefix(f"layers.{layer}."): tensor for name, tensor in w.items()}
-        h = rms_norm(x, block["input_layernorm.weight"])
-        q = (h @ block["self_attn.q_proj.weight"].T).split(8, 1)
-        k = (h @ block["self_attn.k_proj.weight"].T).split(8, 1)
-        v = (h @ block["self_attn.v_proj.weight"].T).split(8, 1)
-        heads = []
-        for i in range(4):
-            scores = rotate(q[i], 5e5) @ rotate(k[i // 2], 5e5).T / 8 ** 0.5
-            heads.append(scores.softmax(-1) @ v[i // 2])
-        x = x + torch.cat(heads, 1) @ block["self_attn.o_proj.weight"].T
-        h = rms_norm(x, block["post_attention_layernorm.weight"])
-        gate = F.silu(h @ block["mlp.gate_proj.weight"].T)
-        x = x + (gate * (h @ block["mlp.up_proj.weight"].T)) @ block["mlp.down_proj.weight"].T
-    return rms_norm(x, w["norm.weight"]) @ w["embed_tokens.weight"].T
+        w[name.removeprefix("model.").removesuffix(".weight")] = tensor.double()
+    x = w["embed_tokens"][ids]
+    for block in ("layers.0", "layers.1"):
+        h = rms_norm(x, w[f"{block}.input_layernorm"])
+        q = h @ w[f"{block}.self_attn.q_proj"].T
+        k = h @ w[f"{block}.self_attn.k_proj"].T
+        v = h @ w[f"{block}.self_attn.v_proj"].T
+        x = x + slow_attention(q, k, v) @ w[f"{block}.self_attn.o_proj"].T
+        h = rms_norm(x, w[f"{block}.post_attention_layernorm"])
+        gate = F.silu(h @ w[f"{block}.mlp.gate_proj"].T)
+        up = h @ w[f"{block}.mlp.up_proj"].T
+        x = x + (gate * up) @ w[f"{block}.mlp.down_proj"].T
+    return rms_norm(x, w["norm"]) @ w["embed_tokens"].T
 
 def assert_equal_illada(folder):
+    """Two rows, the second of which has three tokens and padding behind them."""
     model, _ = mdu.load_backbone(str(folder), torch.float64)
+    assert not model.shift
+    assert not model.by_entropy
     ids = torch.tensor([[3, 258, 256, 7, 258, 257], [4, 258, 5, 256, 256, 256]])
     real = torch.tensor([[True] * 6, [True] * 3 + [False] * 3])
-    assert not model.shift and not model.by_entropy
     with torch.no_grad():
         logits = model(ids, real, real)
-    expected = [slow_illada(folder, row[keep]) for row, keep in zip(ids, real)]
+    expected = [slow_illada(folder, ids[0]), slow_illada(folder, ids[1, :3])]
     assert_close(logits, torch.cat(expected), 1e-4)  # transformers' norms and angles are float32
 
-def test_load_backbone_of_illada_equals_a_slow_forward_pass(tmp_path):
-    """Loaded, saved as it is, trained, scored.  config.json does not say that the head is tied."""
-    write_checkpoint(tmp_path / "illada", "illada", tied=True, tie_word_embeddings=None)
-    assert "lm_head.weight" not in weights(tmp_path / "illada")
-    assert_equal_illada(tmp_path / "illada")
-    model, tokenizer = mdu.load_backbone(str(tmp_path / "illada"))
+@pytest.fixture
+def illada(tmp_path):
+    """A folder of a tied iLLaDA whose config.json does not say that the head is tied."""
+    folder = tmp_path / "illada"
+    write_checkpoint(folder, "illada", tied=True, tie_word_embeddings=None)
+    assert "lm_head.weight" not in weights(folder)
+    return folder
+
+def test_load_backbone_of_illada_equals_a_slow_forward_pass(illada):
+    assert_equal_illada(illada)
+
+def test_save_model_of_illada_equals_a_slow_forward_pass(illada, tmp_path):
+    model, tokenizer = mdu.load_backbone(str(illada))
     (tmp_path / "saved").mkdir()
     mdu.save_model(tmp_path / "saved", model, tokenizer)
-    assert_equal_weights(tmp_path / "saved", tmp_path / "illada")
+    assert_equal_weights(tmp_path / "saved", illada)
     assert_equal_illada(tmp_path / "saved")
-    rows = write_lines(tmp_path / "rows", [{"question": "Who?", "answer": "Ann."}] * 2)
-    retained = write_lines(tmp_path / "retained", [{"question": "Where?", "answer": "Here."}] * 2)
-    files = ["--forget", rows, "--retain", retained]
+
+def test_main_trains_and_scores_an_illada(illada, tmp_path):
+    forget = write_lines(tmp_path / "forget", [{"question": "Who?", "answer": "Ann."}] * 2)
+    retain = write_lines(tmp_path / "retain", [{"question": "Where?", "answer": "Here."}] * 2)
     run = str(tmp_path / "run")
-    mdu.main(["--model", str(tmp_path / "illada"), *files, "--lr", "0.1", "--epochs", "3",
-              "--response-length", "8", "--out", run])
-    assert distance(run, tmp_path / "illada") > 0.1
+    mdu.main(["--model", str(illada), "--forget", forget, "--retain", retain, "--lr", "0.1",
+              "--epochs", "3", "--response-length", "8", "--out", run])
+    assert distance(run, illada) > 0.1
     assert_equal_illada(run)
-    assert read_json(Path(run, "config.json")) == read_json(tmp_path / "illada/config.json")
+    assert read_json(Path(run, "config.json")) == read_json(illada / "config.json")
     ev.main([run, "--samples", "4"])
     assert ev.read_summary(run)["splits"]["forget"]["n"] == 2
+
+def test_parse_takes_an_illada_in_place_of_the_model_of_a_preset():
     typed = "--preset tofu-llada --method sft --model GSAI-ML/iLLaDA-8B-Instruct"
     assert options(typed).model == "GSAI-ML/iLLaDA-8B-Instruct"
 
@@ -1914,32 +1958,37 @@ def test_find_tokens_of_each_family(kind, tokens, tmp_path, capsys):
     mdu.load_backbone(str(tmp_path))
     assert capsys.readouterr().out == f"loaded {tmp_path}: {tokens}\n"
 
-def test_load_backbone_gives_back_the_threads_that_a_toy_does_without(base, monkeypatch):
-    model, tokenizer = mdu.load_backbone(str(base))
+@each("hidden_size, threads", [(128, 5), (64, 1)])
+def test_load_backbone_gives_back_the_threads_that_a_toy_does_without(
+        hidden_size, threads, base, monkeypatch):
+    model, _ = mdu.load_backbone(str(base))
     monkeypatch.setattr(mdu, "THREADS", 5)
     monkeypatch.setattr(mdu, "load_weights", lambda *_: model.lm)
-    for hidden_size, threads in ((128, 5), (64, 1)):
-        model.lm.config.hidden_size = hidden_size
-        mdu.load_backbone(str(base))
-        assert torch.get_num_threads() == threads
+    torch.set_num_threads(3)
+    model.lm.config.hidden_size = hidden_size
+    mdu.load_backbone(str(base))
+    found = torch.get_num_threads()
+    torch.set_num_threads(1)  # as all other tests have it
+    assert found == threads
 
 @each("kind", ["llama", "qwen2", "qwen3"])
 @each("shift", [None, False, True])
 def test_read_shift_is_what_config_json_says(kind, shift, tmp_path):
-    """The output at a token is the prediction of the next one, also of a run's model."""
+    """shift_logits: the output at a token is the prediction of the next one.  Also in a run."""
     reference = write_checkpoint(tmp_path / "start", kind, shift_logits=shift)
     model, tokenizer = mdu.load_backbone(str(tmp_path / "start"))
     (tmp_path / "run").mkdir()
     mdu.save_model(tmp_path / "run", model, tokenizer)
-    ids = torch.tensor([[3, 258, 5, 258]])
+    ids = torch.tensor([[3, 258, 5, 258]])  # masked are 1 and 3
     logits = reference(ids).logits[0]
-    expected = [logits[1], logits[3]]
+    expected = logits[[1, 3]]
     if shift:
-        expected = [logits[0], logits[2]]
+        expected = logits[[0, 2]]
+    everywhere = torch.ones(1, 4).bool()
     for folder in ("start", "run"):
         model, _ = mdu.load_backbone(str(tmp_path / folder))
         assert model.shift == bool(shift)
-        assert_close(model(ids, torch.ones(1, 4).bool(), ids == 258), torch.stack(expected), 1e-5)
+        assert_close(model(ids, everywhere, ids == 258), expected, 1e-5)
 
 @each("kind", ["llama", "qwen2", "a2d-qwen3", "Dream"])
 def test_load_tokenizer_reads_tokenizer_json_as_it_is(kind, tmp_path):
@@ -1959,38 +2008,65 @@ def test_load_tokenizer_reads_tokenizer_json_as_it_is(kind, tmp_path):
 @each("padded", [False, True])
 @each("unpadded", [False, True])
 def test_sees_later_tokens_with_and_without_padding(padded, unpadded):
+    """padded, unpadded: whether the model sees later tokens in rows with and without padding."""
     model = FakeModel()
 
     def half_causal(ids, attention_mask, positions):
-        sees = unpadded if attention_mask.all() else padded
+        sees = padded
+        if attention_mask.all():
+            sees = unpadded
         if not sees:
-            ids = ids * positions
+            ids = ids * positions  # of the other tokens none is left
         return model(ids, attention_mask, positions)
     assert mdu.sees_later_tokens(half_causal) == (padded and unpadded)
 
 # ---- LoRA and processes ----
-def test_add_adapters_and_shard_start_at_zero_and_leave_frozen_weights_whole():
-    plain, model = tiny_llama(0).bfloat16(), tiny_llama(0).bfloat16()
+@pytest.fixture
+def adapted():
+    """A random Llama in bfloat16 with adapters of rank 4, and the trained parameters by name."""
+    model = tiny_llama(0).bfloat16()
     mdu.add_adapters(model, 4, seed=1)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert len(trained) == 28 and {p.dtype for p in trained.values()} == {torch.float32}
+    return model, trained
+
+def test_add_adapters_trains_a_and_b_of_each_linear_map_in_float32(adapted):
+    _, trained = adapted
+    assert len(trained) == 2 * 7 * 2  # layers, linear maps, A and B
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+
+def test_add_adapters_draws_a_from_a_normal_distribution(adapted):
+    """A ~ N(0, 1/in)."""
+    _, trained = adapted
     drawn = []
     for name, p in trained.items():
         if name.endswith(".A"):
-            drawn.append(p.flatten() * p.shape[1] ** 0.5)
+            n_in = p.shape[1]
+            drawn.append(p.flatten() * n_in ** 0.5)
     drawn = torch.cat(drawn)
-    assert abs(drawn.mean()) < 0.1 and abs(drawn.std() - 1) < 0.1  # A ~ N(0, 1/in)
+    assert abs(drawn.mean()) < 0.1
+    assert abs(drawn.std() - 1) < 0.1
+
+def test_add_adapters_changes_nothing_at_first(adapted):
+    model, _ = adapted
+    plain = tiny_llama(0).bfloat16()
     ids = torch.arange(2, 22).view(2, 10)
     everywhere = ids > 0
     assert torch.equal(model(ids, everywhere, everywhere), plain(ids, everywhere, everywhere))
+
+def test_shard_leaves_frozen_weights_whole(adapted):
+    model, trained = adapted
     mdu.shard(model, torch.float32, torch.bfloat16)
     sharded = {name for name, p in model.named_parameters() if isinstance(p, mdu.DTensor)}
     assert sharded == trained.keys()
 
 # ---- The run's folder ----
+# Four steps of 8 rows: 2 x 16 / 8.  A checkpoint is written after each but the last.
 STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 1 --lr 1e-4 --limit 16"
-WRITTEN = f"{STEPS} --tau 0.5 --states written --anchor current --anchor-truth removed"
+WRITTEN_STATES = f"{STEPS} --tau 0.5 --states written --anchor current --anchor-truth removed"
 LORA = f"{STEPS} --anchor {{anchor}} --anchor-prompt shown --lora 2 --dtype bfloat16 --lr 0.005"
+# A program that runs mdu.main with each of the command lines that it is given.  A base model that
+# is missing is trained in a forked process.  In the last one it kills itself when the third
+# checkpoint is written and not yet complete.
 KILLED = """
 import json, os, runpy, signal, sys
 import mdu
@@ -2008,12 +2084,16 @@ mdu.subprocess.run = train_base
 *whole, killed = json.loads(sys.argv[1])
 for argv in whole:
     mdu.main(argv)
-save, saves = mdu.dcp.save, []
+
+save = mdu.dcp.save
+saves = []
+
 def save_and_die(*args, **kwargs):
     save(*args, **kwargs)
     saves.append(args)
     if len(saves) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
+
 mdu.dcp.save = save_and_die
 mdu.main(killed)
 """
@@ -2031,7 +2111,8 @@ def assert_broken(run):
     assert {file.suffix for file in run.glob("*/*")} <= {".safetensors", ".jsonl", ".json"}
     files = list(run.glob("checkpoint-*/*.safetensors"))
     assert len(files) > 2  # dcp needs about as much memory as a process's largest file
-    assert (run / "unfinished").is_dir() and not (run / "config.json").exists()
+    assert (run / "unfinished").is_dir()
+    assert not (run / "config.json").exists()
 
 def test_locked_alone_needs_fcntl(tmp_path, monkeypatch):
     """Windows has none; somebody there may want a loss."""
@@ -2047,96 +2128,162 @@ def test_run_folder_has_a_run_json_that_says_what_it_was_made_with(unlearned):
     assert run["processes"] == 1
     assert [*run["options"]][:3] == [*mdu.METHOD_OPTIONS][:3]
 
-def test_save_checkpoint_and_load_checkpoint_after_a_full_disk(base, unlearned, tmp_path, capsys):
-    """It gets full at the third checkpoint.  One line says so."""
-    rows, whole, run = tmp_path / "rows.jsonl", tmp_path / "whole", tmp_path / "run"
-    own_base = shutil.copytree(base, tmp_path / "base")
-    typed = LORA.format(anchor=unlearned) + " --retain-weight 0 --diagnose --forget "
-    typed += write_lines(rows, mdu.toy_world()["forget"][:16])
-    mdu.main(toy(own_base, whole, typed))
+@pytest.fixture(scope="session")
+def full_disk(base, unlearned, tmp_path_factory):
+    """A run whose disk was full at the third checkpoint, and a whole one with the same options ->
+    the folder with both, their rows and their base model; and the line on stderr."""
+    folder = tmp_path_factory.mktemp("full")
+    rows = write_lines(folder / "rows.jsonl", mdu.toy_world()["forget"][:16])
+    own_base = shutil.copytree(base, folder / "base")
+    typed = LORA.format(anchor=unlearned)
+    typed += f" --retain-weight 0 --diagnose --forget {rows}"
+    mdu.main(toy(own_base, folder / "whole", typed))
+    broken = folder / "broken"
     save = mock.Mock(wraps=mdu.dcp.save)
 
     def save_to_full_disk(*args, **kwargs):
-        assert not any(run.glob("unfinished/*"))  # which would become part of the checkpoint
+        assert not any(broken.glob("unfinished/*"))  # which would become part of the checkpoint
         size = resource.RLIM_INFINITY
         if save.call_count == 2:
             size = 10_000
         with largest_file(size):
             save(*args, **kwargs)
-    with mock.patch.object(mdu.dcp, "save", save_to_full_disk):
-        err = program(toy(own_base, run, typed), capsys)
+    screen = io.StringIO()
+    with mock.patch.object(mdu.dcp, "save", save_to_full_disk), pytest.raises(SystemExit) as stop:
+        with contextlib.redirect_stderr(screen):
+            mdu.run_program("mdu.py", partial(mdu.main, toy(own_base, broken, typed)))
+    assert stop.value.code == 2
+    return folder, screen.getvalue()
+
+@pytest.fixture
+def broken_run(full_disk, tmp_path):
+    """A copy of the broken run."""
+    folder, _ = full_disk
+    return shutil.copytree(folder / "broken", tmp_path / "run")
+
+def test_save_checkpoint_on_a_full_disk_ends_in_one_line(full_disk):
+    folder, err = full_disk
+    assert err.startswith("mdu.py: ")
+    assert err.count("\n") == 1
     assert "File too large" in err
-    assert_broken(run)
-    (run / "checkpoint-99999999").touch()  # no folder
+    assert_broken(folder / "broken")
 
+def test_save_checkpoint_and_load_checkpoint_after_a_full_disk(full_disk, broken_run):
+    """A resumed run ends as a whole one.  A file that is called like a checkpoint is none."""
+    folder, _ = full_disk
+    (broken_run / "checkpoint-99999999").touch()
+    save = mdu.dcp.save
+
+    def save_into_empty_folder(*args, **kwargs):
+        assert not any(broken_run.glob("unfinished/*"))
+        save(*args, **kwargs)
+    with mock.patch.object(mdu.dcp, "save", save_into_empty_folder):
+        mdu.main(["--resume", str(broken_run)])
+    assert_equal_runs(folder / "whole", broken_run)
+    assert not any(broken_run.glob("checkpoint-*/"))
+
+def test_run_folder_of_a_run_to_resume_needs_the_same_rows(full_disk, broken_run, capsys):
+    folder, _ = full_disk
+    rows = folder / "rows.jsonl"
     content = rows.read_bytes()
-    with unchanged(run):
+    with unchanged(broken_run):
         rows.write_bytes(content[:-4] + b'x"]}')
-        assert "rows that it started from have changed" in program(["--resume", run], capsys)
+        err = program(["--resume", broken_run], capsys)
         rows.write_bytes(content)
-        own_base.rename(tmp_path / "moved")
-        assert f"{own_base}: " in program(["--resume", run], capsys)  # and no base is trained
-        (tmp_path / "moved").rename(own_base)
-    with mock.patch.object(mdu.dcp, "save", save_to_full_disk):  # not any more
-        mdu.main(["--resume", str(run)])
-    assert_equal_runs(whole, run)
-    assert not any(run.glob("checkpoint-*/"))
-    with unchanged(run), mock.patch.object(mdu, "load_model", None):
-        mdu.main(["--resume", str(run)])  # is finished, which it says before it loads a model
+    assert "rows that it started from have changed" in err
 
-def test_train_on_two_processes_equals_one_also_killed_and_resumed(
-        base, tmp_path, on_two_processes):
-    """Process 1 waits until a missing base is trained.  What two have begun one can end."""
-    lora = LORA.format(anchor=tmp_path / "toy/base")  # the one that was missing
-    runs = [["--epochs", "0.1", "--out", f"{tmp_path}/toy/mdu"],
-            toy(base, tmp_path / "two", WRITTEN), toy(base, tmp_path / "two-lora", lora),
-            toy(base, tmp_path / "killed", WRITTEN)]
-    (tmp_path / "driver.py").write_text(KILLED)
-    codes = on_two_processes(tmp_path / "driver.py", json.dumps(runs))
+def test_train_missing_base_trains_none_for_a_run_to_resume(full_disk, broken_run, capsys):
+    folder, _ = full_disk
+    (folder / "base").rename(folder / "moved")
+    with unchanged(broken_run):
+        err = program(["--resume", broken_run], capsys)
+    (folder / "moved").rename(folder / "base")
+    assert f"{folder}/base: " in err
+
+def test_main_says_that_a_run_to_resume_is_finished(unlearned, capsys):
+    """Before it loads a model."""
+    with mock.patch.object(mdu, "load_model", None):
+        mdu.main(["--resume", str(unlearned)])
+    assert f"{unlearned} is finished\n" in capsys.readouterr().out
+
+@pytest.fixture(scope="session")
+def two_processes(base, tmp_path_factory, on_two_processes):
+    """Runs on two processes: toy/mdu, whose base model was missing; two; two-lora, with toy/base as
+    its anchor; killed, with the options of two -> their folder."""
+    folder = tmp_path_factory.mktemp("two")
+    runs = [["--epochs", "0.1", "--out", f"{folder}/toy/mdu"],
+            toy(base, folder / "two", WRITTEN_STATES),
+            toy(base, folder / "two-lora", LORA.format(anchor=folder / "toy/base")),
+            toy(base, folder / "killed", WRITTEN_STATES)]
+    (folder / "driver.py").write_text(KILLED)
+    codes = on_two_processes(folder / "driver.py", json.dumps(runs))
     assert codes == [-signal.SIGKILL, -signal.SIGKILL]
-    assert_broken(tmp_path / "killed")
-    shutil.copytree(tmp_path / "killed", tmp_path / "one-killed")
-    mdu.main(["--resume", f"{tmp_path}/one-killed"])
-    assert_equal_runs(tmp_path / "two", tmp_path / "one-killed", 1e-6)
-    assert on_two_processes(mdu.__file__, "--resume", tmp_path / "killed") == [0, 0]
-    assert_equal_runs(tmp_path / "two", tmp_path / "killed")
-    mdu.main(toy(base, tmp_path / "one", WRITTEN))
-    assert_equal_runs(tmp_path / "two", tmp_path / "one", 1e-6)
-    mdu.main(toy(base, tmp_path / "one-lora", lora))
-    # In bfloat16 AdamW takes full steps by the sign of gradients that are rounded to almost 0.
-    apart = distance(tmp_path / "two-lora", tmp_path / "one-lora")
-    assert apart < 0.1 * distance(tmp_path / "two-lora", base)
-    for name, x in weights(base).items():  # LoRA changes the linear maps of the blocks alone
-        same = torch.equal(weights(tmp_path / "two-lora")[name], x.bfloat16().float())
-        assert same == ("proj" not in name)
+    return folder
+
+def test_train_on_two_processes_waits_for_a_missing_base(two_processes):
+    """Process 0 trains it, process 1 waits."""
+    assert mdu.is_finished(two_processes / "toy/base")
+    assert mdu.is_finished(two_processes / "toy/mdu")
+
+def test_train_on_two_processes_equals_one(base, two_processes, tmp_path):
+    mdu.main(toy(base, tmp_path / "one", WRITTEN_STATES))
+    assert_equal_runs(two_processes / "two", tmp_path / "one", 1e-6)
+
+def test_train_on_two_processes_killed_and_resumed(two_processes, tmp_path, on_two_processes):
+    """On two processes bit by bit; what two have begun one can end."""
+    assert_broken(two_processes / "killed")
+    for name in ("on-one", "on-two"):
+        shutil.copytree(two_processes / "killed", tmp_path / name)
+    mdu.main(["--resume", f"{tmp_path}/on-one"])
+    assert_equal_runs(two_processes / "two", tmp_path / "on-one", 1e-6)
+    codes = on_two_processes(mdu.__file__, "--resume", tmp_path / "on-two")
+    assert codes == [0, 0]
+    assert_equal_runs(two_processes / "two", tmp_path / "on-two")
+
+def test_train_on_two_processes_with_lora_is_close_to_one(base, two_processes, tmp_path):
+    """In bfloat16 AdamW takes full steps by the sign of gradients that are rounded to almost 0."""
+    lora = LORA.format(anchor=two_processes / "toy/base")
+    mdu.main(toy(base, tmp_path / "one", lora))
+    apart = distance(two_processes / "two-lora", tmp_path / "one")
+    assert apart < 0.1 * distance(two_processes / "two-lora", base)
+
+def test_save_model_with_lora_changes_the_linear_maps_of_the_blocks_alone(base, two_processes):
+    saved = weights(two_processes / "two-lora")
+    for name, before in weights(base).items():
+        is_same = torch.equal(saved[name], before.bfloat16().float())
+        is_linear_map = "proj" in name
+        assert is_same == (not is_linear_map)
+
+def other_files(folder):
+    """{name: content} of a model's files that are not its weights."""
+    files = {}
+    for file in folder.iterdir():
+        if "safetensors" not in file.name:
+            files[file.name] = file.read_bytes()
+    return files
 
 def test_save_model_saves_an_unchanged_model_byte_for_byte(hub, tmp_path):
-    """Also its other files, but not what belongs to no model, though its folder is gone."""
-    def other_files(folder):
-        files = {}
-        for file in folder.iterdir():
-            if "safetensors" not in file.name:
-                files[file.name] = file.read_bytes()
-        return files
-
-    hub.folder.rename(tmp_path / "away")
+    """Also its other files, but not notes.json, which belongs to no model.  Its folder is gone."""
     save = hub.model.lm.save_pretrained
-    with mock.patch.object(hub.model.lm, "save_pretrained", lambda folder, state_dict, **_: save(
-            folder, state_dict=state_dict, max_shard_size=hub.file_size)):
+
+    def save_in_small_files(folder, state_dict, max_shard_size):
+        save(folder, state_dict=state_dict, max_shard_size=hub.file_size)
+    hub.folder.rename(tmp_path / "away")
+    with mock.patch.object(hub.model.lm, "save_pretrained", save_in_small_files):
         mdu.save_model(tmp_path, hub.model, hub.tokenizer)
     (tmp_path / "away").rename(hub.folder)
     assert_equal_weights(tmp_path, hub.folder)
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (hub.file_size == "40KB")
+    has_several = len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert has_several == (hub.file_size == "40KB")
+    expected = other_files(hub.folder)
+    assert expected.pop("notes.json") == b""
+    assert other_files(tmp_path) == expected
     mdu.load_backbone(str(tmp_path))
-    saved = other_files(tmp_path)
-    assert {**saved, "notes.json": b""} == other_files(hub.folder) and "notes.json" not in saved
 
 def test_save_model_leaves_half_a_model_that_does_not_count(base, unlearned, tmp_path, capsys):
-    """config.json, by which others know that it is complete, is moved last.  The run takes a folder
-    that it made before it was killed at the worst moment: before its run.json was complete."""
-    move, run = Path.replace, tmp_path / "run"
-    run.mkdir()
-    (run / "run.json.new").write_text('{"options"')
+    """config.json, by which others know that it is complete, is moved last."""
+    run = tmp_path / "run"
+    move = Path.replace
 
     def stop_at_config(source, target):
         if source.name == "config.json":
@@ -2144,11 +2291,19 @@ def test_save_model_leaves_half_a_model_that_does_not_count(base, unlearned, tmp
         return move(source, target)
     with mock.patch.object(Path, "replace", autospec=True, side_effect=stop_at_config):
         assert "stopped" in program(toy(base, run, "--epochs 2 --diagnose"), capsys)
-    files = {file.name for file in unlearned.iterdir()} - {"config.json"}
-    assert files <= {file.name for file in run.iterdir()} and not (run / "config.json").exists()
+    files = {file.name for file in run.iterdir()}
+    assert "config.json" not in files
+    assert files >= {file.name for file in unlearned.iterdir()} - {"config.json"}
     assert f"mdu.py --resume {run}" in program([run], capsys, ev.main)
     mdu.main(["--resume", str(run)])
     assert_equal_runs(unlearned, run)
+
+def test_run_folder_may_have_half_a_run_json_of_a_killed_program(base, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json.new").write_text('{"options"')
+    mdu.main(toy(base, run, "--epochs 0.1"))
+    assert mdu.is_finished(run)
     assert not (run / "run.json.new").exists()
 
 # ---- Toy ----
@@ -2681,11 +2836,13 @@ FLAGS = "--full --samples 4 --limit 3 --seed 5 --steps 4".split()
 
 @pytest.fixture(scope="session")
 def scored(base, tmp_path_factory):
-    """A run that was scored with FLAGS; noise on its weights makes its answers differ."""
+    """A run that was scored with FLAGS.  Noise on its weights makes its answers differ."""
     copy = tmp_path_factory.mktemp("scored") / "run"
     shutil.copytree(base, copy)
     torch.manual_seed(0)
-    noisy = {name: x + 0.1 * torch.randn(x.shape) for name, x in weights(copy).items()}
+    noisy = {}
+    for name, x in weights(copy).items():
+        noisy[name] = x + 0.1 * torch.randn(x.shape)
     safetensors.torch.save_file(noisy, copy / "model.safetensors", {"format": "pt"})
     ev.main([str(copy), *FLAGS])
     with unchanged(copy):
@@ -2695,10 +2852,12 @@ def scored(base, tmp_path_factory):
 def scored_copy(scored, tmp_path):
     return shutil.copytree(scored, tmp_path / "run")
 
-def test_evaluate_equals_one_row_at_a_time(scored):
-    """Losses by a forward pass per mask of (--seed, split, row), answers by the slow sampler."""
-    model, tokenizer = mdu.load_backbone(scored)
-    summary = ev.read_summary(scored)
+NUMBERS = {"forget": 0, "retain": 1, "real_authors": 2, "world_facts": 3, "forget_rephrased": 12,
+           "retain_rephrased": 13}  # {split of the toy: its number in the seeds of the masks}
+
+def rows_as_asked():
+    """{split: rows of the toy as --full asks them}: those to forget and to retain come again in
+    other words, without wrong answers."""
     splits = mdu.toy_world()
     for name in ("forget", "retain"):
         reworded = []
@@ -2706,107 +2865,156 @@ def test_evaluate_equals_one_row_at_a_time(scored):
             question = row["paraphrased_question"]
             reworded.append(dict(row, question=question, perturbed_answer=[]))
         splits[f"{name}_rephrased"] = reworded
-    for number, (split, rows) in zip([0, 1, 2, 3, 12, 13], splits.items(), strict=True):
-        records = ev.read_records(scored, split)
-        for i, (row, record) in enumerate(zip(rows[:3], records, strict=True)):
-            prompt = mdu.encode_prompt(tokenizer, row["question"])
+    return splits
 
-            def nll(text):
-                ids = mdu.encode_text(tokenizer, text)
-                masks = ev.draw_masks(len(ids), 4, [5, number, i])
-                return slow_eq7(model, prompt, ids, masks)
-            loss = nll(row["answer"])
-            expected = dict(nll=loss, prob=math.exp(-loss), perplexity=math.exp(loss))
-            for metric, hidden in dict(infill=False, infill_no_question=True).items():
-                [expected[metric]] = ev.fill_gaps(model, tokenizer, [row], ARGS, hidden)
-            if number < 2:
-                expected["nll_right"] = nll(row["paraphrased_answer"])
-            assert {name: record[name] for name in expected} == approx(expected, rel=1e-4)
-            wrong = [nll(text) for text in row["perturbed_answer"]]
-            assert record.get("nll_wrong", []) == approx(wrong, rel=1e-4)
-            written = slow_sampler(model, prompt, 4 * [3])  # of 12 tokens in 4 steps
-            if model.end_id in written:
-                written = written[:written.index(model.end_id)]
-            assert record["generation_ids"] == written
-            assert record["generation"] == tokenizer.decode(written).strip()
-        assert {**ev.summarise(records), "n": 3}.items() <= summary["splits"][split].items()
+@each("split", NUMBERS)
+def test_evaluate_equals_one_row_at_a_time(split, scored):
+    """Losses by a forward pass for each of 4 masks, which are of (--seed, number of the split,
+    number of the row); answers of 12 tokens by the slow sampler in 4 steps."""
+    model, tokenizer = mdu.load_backbone(scored)
+    rows = rows_as_asked()[split][:3]
+    records = ev.read_records(scored, split)
+    for i, (row, record) in enumerate(zip(rows, records, strict=True)):
+        prompt = mdu.encode_prompt(tokenizer, row["question"])
+
+        def nll(text):
+            ids = mdu.encode_text(tokenizer, text)
+            masks = ev.draw_masks(len(ids), 4, [5, NUMBERS[split], i])
+            return slow_eq7(model, prompt, ids, masks)
+
+        # The true answer, and in two splits its paraphrase.
+        loss = nll(row["answer"])
+        assert record["nll"] == approx(loss, rel=1e-4)
+        assert record["prob"] == approx(math.exp(-loss), rel=1e-4)
+        assert record["perplexity"] == approx(math.exp(loss), rel=1e-4)
+        if split in ("forget", "retain"):
+            assert record["nll_right"] == approx(nll(row["paraphrased_answer"]), rel=1e-4)
+
+        # The wrong answers.
+        nll_wrong = [nll(text) for text in row["perturbed_answer"]]
+        assert record.get("nll_wrong", []) == approx(nll_wrong, rel=1e-4)
+
+        # The gap.
+        [infill] = ev.fill_gaps(model, tokenizer, [row], ARGS, hide_question=False)
+        [infill_no_question] = ev.fill_gaps(model, tokenizer, [row], ARGS, hide_question=True)
+        assert record["infill"] == approx(infill)
+        assert record["infill_no_question"] == approx(infill_no_question)
+
+        # What is written, up to the end token.
+        written = slow_sampler(model, prompt, 4 * [3])
+        if model.end_id in written:
+            written = written[:written.index(model.end_id)]
+        assert record["generation_ids"] == written
+        assert record["generation"] == tokenizer.decode(written).strip()
+
+def test_evaluate_writes_the_figures_of_its_records_into_the_summary(scored):
+    summary = ev.read_summary(scored)
+    assert summary["splits"].keys() == NUMBERS.keys()
+    for split, figures in summary["splits"].items():
+        expected = {**ev.summarise(ev.read_records(scored, split)), "n": 3}
+        assert expected.items() <= figures.items()
     assert summary["run"] == {"model_utility": ev.model_utility(summary["splits"])}
+
+def numbers_in(file):
+    found = re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", file.read_text())
+    return np.array(found, float)
 
 def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
     shutil.rmtree(scored_copy / "eval")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*torchrun, ev.__file__, scored_copy, *FLAGS]
     subprocess.run(command, env=python_environment(), check=True, timeout=200)
-    def numbers(file):
-        found = re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", file.read_text())
-        return np.array(found, float)
+    files = list(Path(scored, "eval").iterdir())
+    assert len(files) == len(NUMBERS) + 1  # and summary.json
+    for file in files:
+        found = numbers_in(scored_copy / "eval" / file.name)
+        assert found == approx(numbers_in(file), rel=1e-4, abs=1e-6)
 
-    for file in Path(scored, "eval").iterdir():
-        found = numbers(scored_copy / "eval" / file.name)
-        assert found == approx(numbers(file), rel=1e-4, abs=1e-6)
-    assert ev.score_answers(FakeModel(), None, [], ARGS) == []  # a process may have no row
+def test_score_answers_takes_no_rows():
+    """A process may have none."""
+    assert ev.score_answers(FakeModel(), None, [], ARGS) == []
 
 def test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left(unlearned, tmp_path, capsys):
     run = shutil.copytree(unlearned, tmp_path / "run")
     left = mdu.read_run(run)["forget_loss"]["left"]
-    assert 0.5 < left < 1  # 2 epochs
+    assert 0.5 < left < 1  # after two epochs
     for argv in ([f"{run}", "--samples", "1", "--limit", "1"], ["--report", f"{run}"]):
         ev.main(argv)
-        lines = capsys.readouterr().out.splitlines()
-        table = read_table("\n".join(line for line in lines if line.startswith("|")))
+        table = table_on_screen(capsys.readouterr().out)
         assert table["loss left ↓"] == (f"{100 * left:.0f}%",)
     assert ev.read_summary(run)["run"] == {"forget_loss_left": left}
 
-def test_evaluate_and_report_say_that_a_figure_is_over_some_rows(base, tmp_path, capsys):
-    """Such as `fact` where refusals have none.  And whose data is given to the rows to forget."""
-    run = tmp_path / "new"
+@pytest.fixture
+def scored_with_a_refusal(base, tmp_path, monkeypatch, capsys):
+    """Scores of two rows to forget and two to retain -> their folder, and the screen.  The second
+    row to retain is a refusal, without `fact`.  The first row to forget is answered by the fact of
+    the first row to retain."""
     forget = [dict(question="Who is Bolti?", answer="He is Gado.", fact="Gado"),
               dict(question="Who is Cepu?", answer="She is Nora.", fact="Nora")]
     retain = [dict(question="Who is Diri?", answer="He is Fopu.", fact="Fopu"),
               dict(question="Who is Zuvo?", answer="I do not know.")]
-    files = {name: write_lines(tmp_path / name, rows)
-             for name, rows in (("forget", forget), ("retain", retain))}
-    command = f"--model {base} --forget {files['forget']} --retain {files['retain']} {run}"
-    written = [[("It is Fopu.", [5]), ("I do not know.", [6])], [("Fopu", [5]), ("no", [6])]]
-    with mock.patch.object(ev, "write_answers", side_effect=written):
-        ev.main(command.split())
-    line = "Retain fact: over the 1 of 2 rows that have it."
-    screen = capsys.readouterr().out
-    assert screen.count("that have it") == screen.count(line) == 1
-    assert read_table(screen[screen.index("| Method"):])["another's ↓"] == ("0.500",)
+    answers_to_forget = [("It is Fopu.", [5]), ("I do not know.", [6])]  # texts, token ids
+    answers_to_retain = [("Fopu", [5]), ("no", [6])]
+    answers = mock.Mock(side_effect=[answers_to_forget, answers_to_retain])
+    monkeypatch.setattr(ev, "write_answers", answers)
+    run = tmp_path / "new"
+    ev.main(["--model", str(base), "--forget", write_lines(tmp_path / "forget", forget),
+             "--retain", write_lines(tmp_path / "retain", retain), str(run)])
+    return run, capsys.readouterr().out
+
+OVER_SOME = "Retain fact: over the 1 of 2 rows that have it."
+
+def test_evaluate_says_that_a_figure_is_over_some_rows(scored_with_a_refusal):
+    run, screen = scored_with_a_refusal
+    assert screen.count("that have it") == screen.count(OVER_SOME) == 1
     retained = ev.read_summary(run)["splits"]["retain"]
-    assert (retained["fact"], retained["n_fact"], retained["n"]) == (1, 1, 2)
+    assert retained["fact"] == 1
+    assert retained["n_fact"] == 1
+    assert retained["n"] == 2
+
+def test_evaluate_shows_how_many_answers_have_a_fact_of_another_row(scored_with_a_refusal):
+    _, screen = scored_with_a_refusal
+    assert table_on_screen(screen)["another's ↓"] == ("0.500",)
+
+def test_report_says_that_a_figure_is_over_some_rows(scored_with_a_refusal, tmp_path, capsys):
+    run, _ = scored_with_a_refusal
     ev.main(["--report", str(run)])
-    assert line in capsys.readouterr().out
+    assert OVER_SOME in capsys.readouterr().out
     text = (tmp_path / "report.md").read_text()
-    assert text.count(line) == 2  # in the legend, and below the table of all figures
+    assert text.count(OVER_SOME) == 2  # in the legend, and below the table of all figures
     assert read_tables(text)["Retain"]["fact ↑"] == ("1.000",)
 
-def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
-    """By Ctrl-C while it is locked, or by a full disk.  The user's own files stay, too."""
+def test_evaluate_leaves_the_old_scores_if_it_is_stopped_by_ctrl_c(scored_copy, capsys):
+    """While it has a lock on the folder."""
+    stopped = mock.patch.object(ev, "score_rows", partial(stop_in, scored_copy))
+    with unchanged(scored_copy), stopped:
+        assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
+
+def test_evaluate_leaves_the_old_scores_if_the_disk_is_full(scored_copy, capsys):
+    sizes = [file.stat().st_size for file in (scored_copy / "eval").iterdir()]
+    # Another program takes the space that was reserved; the largest file does not fit.
+    reserved = mock.patch.object(ev, "reserve_space")
+    with unchanged(scored_copy), largest_file(max(sizes) - 99), reserved:
+        assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
+
+def test_evaluate_replaces_old_scores_and_leaves_files_of_the_user(scored_copy):
     folder = scored_copy / "eval"
+    old_files = set(folder.iterdir())
     (folder / "notes.jsonl").write_text("my own")
     (folder / "utility_general.jsonl").touch()  # of an earlier scoring on other data
-    before = read_all(folder)
-    with unchanged(scored_copy), mock.patch.object(ev, "score_rows", partial(stop_in, scored_copy)):
-        assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
-    too_small = largest_file(max(map(len, before.values())) - 99)
-    reserved = mock.patch.object(ev, "reserve_space")  # another program takes what was reserved
-    with unchanged(scored_copy), too_small, reserved:
-        assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
-    after = read_all(folder)
-    assert after.keys() == before.keys() - {folder / "utility_general.jsonl"}
-    assert after[folder / "notes.jsonl"] == before[folder / "notes.jsonl"]
+    assert set(folder.iterdir()) == old_files | {folder / "notes.jsonl"}
+    assert (folder / "notes.jsonl").read_text() == "my own"
 
 def test_evaluate_refuses_a_folder_in_which_it_cannot_write(scored_copy, capsys, monkeypatch):
-    """Or that is locked, before it looks at anything in it."""
     monkeypatch.setattr(ev, "score_rows", None)
     shutil.rmtree(scored_copy / "eval")
     (scored_copy / "eval").touch()
     assert str(scored_copy / "eval") in program([scored_copy, *FLAGS], capsys, ev.main)
-    (scored_copy / "config.json").unlink()  # as if it were still trained
+
+def test_evaluate_refuses_a_locked_folder_before_it_looks_into_it(scored_copy, capsys):
+    (scored_copy / "config.json").unlink()  # as while it is trained
     with mdu.locked(scored_copy):
         assert "in use" in program([scored_copy, *FLAGS], capsys, ev.main)
 
@@ -2819,8 +3027,9 @@ def test_reserve_space_refuses_a_full_disk_before_the_first_pass(scored_copy, ca
     assert re.search(r"run/eval: the scores may need [\d,]+ bytes, but: .*too large", err)
 
 def test_reserve_space_keeps_it_until_the_scores_are_there(scored_copy, monkeypatch):
-    """It is as much as these scores took, and is free again when they are written.  The folder for
-    temporary files may be on another disk."""
+    """It is as much as these scores took, and is free again before they are written.  The folder
+    for temporary files may be on another disk."""
+    n_bytes = sum(file.stat().st_size for file in (scored_copy / "eval").iterdir())
     monkeypatch.setattr(ev.tempfile, "tempdir", "/absent")
     reserve_space = ev.reserve_space
     reserved = []
@@ -2835,47 +3044,77 @@ def test_reserve_space_keeps_it_until_the_scores_are_there(scored_copy, monkeypa
 
     def publish(*_):
         assert reserved[0].closed
-    n_bytes = sum(file.stat().st_size for file in (scored_copy / "eval").iterdir())
-    for stage in (remember, score_splits, publish):
-        name = stage.__name__.replace("remember", "reserve_space")
-        monkeypatch.setattr(ev, name, stage)
+    monkeypatch.setattr(ev, "reserve_space", remember)
+    monkeypatch.setattr(ev, "score_splits", score_splits)
+    monkeypatch.setattr(ev, "publish", publish)
     monkeypatch.setattr(ev, "summarise_run", lambda *_: dict(splits={}, run={}))
     with unchanged(scored_copy):
         ev.main([str(scored_copy), *FLAGS])
     assert reserved[0].closed
 
-def test_prepare_and_with_other_wordings_ask_in_other_words(tmp_path, capsys):
-    rows = [{"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."],
-             "paraphrased_question": f"P{i}?"} for i in range(4)]
+@pytest.fixture
+def reworded_rows(tmp_path):
+    """Four rows, of which number 1 has no other wording -> rows, and mdu.py's options for them."""
+    rows = []
+    for i in range(4):
+        rows.append({"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."],
+                     "paraphrased_question": f"P{i}?"})
     del rows[1]["paraphrased_question"]
-    run = f"--model m --forget {write_lines(tmp_path / 'rows', rows)} --retain-weight 0"
-    splits, *_ = ev.prepare(*typed_and_run("--full --limit 3", f"{run} --limit 2"))
+    file = write_lines(tmp_path / "rows", rows)
+    return rows, f"--model m --forget {file} --retain-weight 0 --limit 2"
+
+def test_prepare_and_with_other_wordings_ask_in_other_words(reworded_rows, capsys):
+    rows, run = reworded_rows
+    splits, *_ = ev.prepare(*typed_and_run("--full --limit 3", run))
     asked = [{**row, "number": i} for i, row in enumerate(rows[:3])]
-    reworded = [{**rows[i], "question": f"P{i}?", "perturbed_answer": [], "number": i // 2}
-                for i in (0, 2)]
+    # Rows 0 and 2, which are numbered anew.
+    reworded = [{**rows[0], "question": "P0?", "perturbed_answer": [], "number": 0},
+                {**rows[2], "question": "P2?", "perturbed_answer": [], "number": 1}]
     assert splits == {"forget": asked, "forget_rephrased": reworded}
     assert capsys.readouterr().out == ""
-    ev.prepare(*typed_and_run("", f"{run} --limit 2"))
+
+def test_prepare_says_that_the_run_was_trained_on_fewer_rows(reworded_rows, capsys):
+    _, run = reworded_rows
+    ev.prepare(*typed_and_run("", run))
     assert "--limit 2 scores the first 2" in capsys.readouterr().out
 
-def test_changed_files_since_the_training_are_named(tmp_path, capsys):
+@pytest.fixture
+def said_of_files(tmp_path, capsys):
+    """A run that was trained on the first two of three rows in the files `forget` and `retain` ->
+    its rows, and a function: options of eval.py -> what `prepare` says about the run."""
     rows = [{"question": f"Q{i}?", "answer": f"A{i}."} for i in range(3)]
-    files = [write_lines(tmp_path / name, rows) for name in ("forget", "retain")]
-    run = "--model m --forget {} --retain {} --limit 2".format(*files)
-    _, source = typed_and_run("", run)
+    forget = write_lines(tmp_path / "forget", rows)
+    retain = write_lines(tmp_path / "retain", rows)
+    _, source = typed_and_run("", f"--model m --forget {forget} --retain {retain} --limit 2")
 
     def said(typed):
         ev.prepare(ev.parse(["--limit", "2", *typed.split(), "run"]), source)
         return capsys.readouterr().out
-    write_lines(tmp_path / "retain", rows[:2])  # it was trained on the first two
-    assert said("") == ""
+    return rows, said
+
+def test_changed_files_since_the_training_are_named(said_of_files, tmp_path):
+    rows, said = said_of_files
     write_lines(tmp_path / "forget", rows[1:])
-    assert said("") == (f"run: {files[0]} has changed since the training; what is scored are the "
-                        "rows that it has now\n")
-    assert said(f"--forget {files[0]}") == said("--data toy") == ""
+    assert said("") == (f"run: {tmp_path}/forget has changed since the training; what is scored "
+                        "are the rows that it has now\n")
     write_lines(tmp_path / "retain", rows[::-1])
     assert said("").count("has changed") == 2
-    assert said(f"--retain {files[0]}").count(f"{files[0]} has changed") == 1
+
+def test_changed_files_are_not_those_with_other_rows_behind_the_first_ones(
+        said_of_files, tmp_path):
+    rows, said = said_of_files
+    write_lines(tmp_path / "retain", rows[:2])
+    assert said("") == ""
+
+def test_changed_files_are_those_of_the_run_that_are_scored(said_of_files, tmp_path):
+    """Not if other rows are scored in their place."""
+    rows, said = said_of_files
+    forget = tmp_path / "forget"
+    write_lines(forget, rows[1:])
+    assert said(f"--forget {forget}") == ""
+    assert said("--data toy") == ""
+    write_lines(tmp_path / "retain", rows[::-1])
+    assert said(f"--retain {forget}").count(f"{forget} has changed") == 1
 
 def test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone(scored, base, tmp_path):
     """Not an unlearned model that is then taught rows to retain, such as refusals."""
@@ -2884,181 +3123,231 @@ def test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone(scored, ba
         trained = {**read_json(base / "run.json"), "options": ev.read_summary(run)["options"]}
         Path(run, "run.json").write_text(json.dumps(trained))
         ev.check_retain_run(run, None, full=True)
-        return run
-    retain = check("retain", method="sft", retain_only=True, model=None)
-    check("longer", method="sft", retain_only=True, model=retain)
+
+    check("retain", method="sft", retain_only=True, model=None)
+    check("longer", method="sft", retain_only=True, model=f"{tmp_path}/retain")
     check("published", method="sft", retain_only=True, model="A/B")
-    refused = {"base": dict(method="sft", retain_only=False, model=retain),
-               "mdu": dict(method="mdu", retain_only=None, model=retain),
-               "refusals": dict(method="sft", retain_only=True, model=str(tmp_path / "mdu"))}
-    for name, options in refused.items():
-        with pytest.raises(mdu.BadInput, match=f"{name}: it, or a run that it started from, was"):
-            check(name, **options)
+    refused = "it, or a run that it started from, was"
+    with pytest.raises(mdu.BadInput, match=f"base: {refused}"):
+        check("base", method="sft", retain_only=False, model=f"{tmp_path}/retain")
+    with pytest.raises(mdu.BadInput, match=f"mdu: {refused}"):
+        check("mdu", method="mdu", retain_only=None, model=f"{tmp_path}/retain")
+    with pytest.raises(mdu.BadInput, match=f"refusals: {refused}"):
+        check("refusals", method="sft", retain_only=True, model=f"{tmp_path}/mdu")
 
-def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
+@pytest.fixture
+def protocol_of(rwku, tmp_path):
+    """A function: options of eval.py -> the protocol by which a run on the file X is scored.  In
+    the options, {X} and {Y} are files of three rows each, {rwku} is the benchmark."""
+    places = dict(rwku=rwku)
+    for name in "XY":
+        row = dict(question=f"{name}?", answer="a", paraphrased_question="P?")
+        places[name] = write_lines(tmp_path / name, 3 * [row])
+
+    def protocol(typed):
+        run = f"--model m --forget {places['X']} --response-length 7"
+        _, _, found = ev.prepare(*typed_and_run(typed.format(**places), run))
+        return found
+    return protocol
+
+PERSON = "--data {rwku} --retain {X} --limit 3 --subject 1"
+
+def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(protocol_of):
     """The rows; on RWKU, where they differ from person to person, their source and --limit."""
-    row = dict(answer="a", paraphrased_question="P?")
-    files = [write_lines(tmp_path / name, [dict(row, question=f"{name}?")] * 3) for name in "XY"]
-    def protocol(typed=""):
-        run = f"--model m --forget {files[0]} --response-length 7"
-        return ev.prepare(*typed_and_run(typed, run))[2]
-    person = f"--data {rwku} --retain {files[0]} --limit 3 --subject"
-    asked = protocol(f"{person} 1")
-    assert protocol(f"{person} 2") == asked
-    others = [f"{person} 1 --limit 4", "", "--limit 2", f"--forget {files[1]}",
-              f"--retain {files[0]}", "--seed 1", "--samples 3", "--steps 5",
-              "--response-length 5"]
-    compared = [asked, *map(protocol, others)]
-    for one, other in itertools.combinations(compared, 2):
+    different = [PERSON, PERSON.replace("--limit 3", "--limit 4"), "", "--limit 2", "--forget {Y}",
+                 "--retain {X}", "--seed 1", "--samples 3", "--steps 5", "--response-length 5"]
+    protocols = [protocol_of(typed) for typed in different]
+    for one, other in itertools.combinations(protocols, 2):
         assert one != other
-    assert protocol("--full") == protocol(f"--forget {files[0]}") == protocol()
-    assert asked["response_length"] == asked["steps"] == 30  # RWKU's own length, not the run's 7
-    other = protocol(f"--data {rwku} --response-length 5 --steps 6")
-    assert other["response_length"] == other["steps"] == 5  # no step without a token
 
-def test_knows_rows_to_forget_says_whether_there_is_gen_ppl(base, capsys):
-    """Not by one that never knew the rows, or that was unlearned and taught again."""
+@each("one, other", [(PERSON, PERSON.replace("--subject 1", "--subject 2")), ("", "--full"),
+                     ("", "--forget {X}")])
+def test_scoring_protocol_has_nothing_that_may_differ(one, other, protocol_of):
+    assert protocol_of(one) == protocol_of(other)
+
+def test_scoring_protocol_has_the_length_of_rwkus_answers(protocol_of):
+    """Its own, not the 7 of the run.  No step is without a token."""
+    own = protocol_of(PERSON)
+    assert own["response_length"] == own["steps"] == 30
+    typed = protocol_of("--data {rwku} --response-length 5 --steps 6")
+    assert typed["response_length"] == typed["steps"] == 5
+
+TRAININGS = {  # {run: (method, retain_only, start model)}, in the order in which they are made
+    "base": ("sft", False, None), "original": ("sft", True, None),
+    "finetune": ("sft", False, "original"), "mdu": ("mdu", None, "finetune"),
+    "again": ("sft", False, "mdu"), "taught-twice": ("sft", False, "again"),
+    "twice": ("npo", None, "mdu"), "late": ("mdu", None, "original"),
+    "orphan": ("mdu", None, "/gone")}
+
+@each("name, knows", [
+    ("base", True), ("original", False), ("finetune", True), ("mdu", True), ("again", False),
+    ("taught-twice", False), ("twice", False), ("late", False), ("orphan", True)])
+def test_knows_rows_to_forget_says_whether_there_is_gen_ppl(name, knows, base, capsys):
+    """Not by a theta0 that never knew the rows, or that was unlearned and taught again.  theta0 is
+    the start model; of a run of sft it is the run itself."""
     info = read_json(base / "run.json")
-    for name, start, method, retain_only, judge in [
-            ("base", None, "sft", False, "base"), ("original", None, "sft", True, None),
-            ("finetune", "original", "sft", False, "finetune"),
-            ("mdu", "finetune", "mdu", None, "finetune"), ("again", "mdu", "sft", False, None),
-            ("taught-twice", "again", "sft", False, None), ("twice", "mdu", "npo", None, None),
-            ("late", "original", "mdu", None, None), ("orphan", "/gone", "mdu", None, "/gone")]:
-        shutil.copytree(base, name)
+    for run, (method, retain_only, start) in TRAININGS.items():
+        shutil.copytree(base, run)
         info["options"].update(method=method, model=start, retain_only=retain_only)
-        Path(name, "run.json").write_text(json.dumps(info))
-        theta0 = ev.find_source(name, ev.parse([name])).theta0
-        expected = start
-        if method == "sft":
-            expected = os.path.abspath(name)
-        assert theta0 == expected
-        assert ev.knows_rows_to_forget(theta0) == (judge is not None)
-        ev.main([name, *FLAGS[1:]])
-        screen = capsys.readouterr().out
-        assert ("gen. ppl |" in screen) == (judge not in (None, "/gone"))
-        assert ("/gone was deleted" in screen) == (name == "orphan")
+        Path(run, "run.json").write_text(json.dumps(info))
+    method, _, theta0 = TRAININGS[name]
+    if method == "sft":
+        theta0 = os.path.abspath(name)
+    assert ev.find_source(name, ev.parse([name])).theta0 == theta0
+    assert ev.knows_rows_to_forget(theta0) == knows
+    ev.main([name, *FLAGS[1:]])
+    screen = capsys.readouterr().out
+    was_deleted = theta0 == "/gone"
+    assert ("gen. ppl |" in screen) == (knows and not was_deleted)
+    assert ("/gone was deleted" in screen) == was_deleted
+
+def test_knows_rows_to_forget_of_a_published_model():
     assert ev.knows_rows_to_forget("A/B")
 
 def test_check_lengths_refuses_texts_that_the_model_cannot_read(base):
-    """With an end token behind the answer, as gaps are filled."""
+    """With an end token behind the answer, as gaps are filled.  "is" is one token."""
     model, tokenizer = mdu.load_backbone(str(base))
-    n = 2048 - 1 - len(mdu.encode_prompt(tokenizer, "Who?"))
+    room = 2048 - len(mdu.encode_prompt(tokenizer, "Who?")) - 1
+    longest = "is " * room
+    too_long = "is " * (room + 1)
     row = dict(question="Who?", answer="is", perturbed_answer=["is"])
-    ev.check_lengths("run", model, tokenizer, [{**row, "answer": "is " * n}], 1)
-    long = "is " * (n + 1)
-    for changed in (dict(answer=long), dict(paraphrased_answer=long), dict(choices=[long]),
-                    dict(perturbed_answer=[long])):
+    ev.check_lengths("run", model, tokenizer, [dict(row, answer=longest)], 1)
+    for changes in (dict(answer=too_long), dict(paraphrased_answer=too_long),
+                    dict(choices=[too_long]), dict(perturbed_answer=[too_long])):
         with pytest.raises(mdu.BadInput, match="too many"):
-            ev.check_lengths("run", model, tokenizer, [{**row, **changed}], 1)
+            ev.check_lengths("run", model, tokenizer, [{**row, **changes}], 1)
 
 def test_check_lengths_warns_of_true_answers_that_are_cut(base, capsys):
+    """Of 1, 3 and 5 tokens, where 3 are written."""
     model, tokenizer = mdu.load_backbone(str(base))
-    rows = [dict(question="Who?", answer=answer, perturbed_answer=["is is is is"])
-            for answer in ("is", "is is is", "is is is is")]
+    rows = []
+    for answer in ("is", "is is is", "is is is is is"):
+        rows.append(dict(question="Who?", answer=answer, perturbed_answer=["is is is is"]))
     ev.check_lengths("run", model, tokenizer, rows, 3)
     assert "run: 1 of 3 true answers are longer than the 3" in capsys.readouterr().out
-    choices = [dict(row, choices=[]) for row in rows]  # of which the likeliest is taken
-    ev.check_lengths("run", model, tokenizer, choices, 3)
+    for row in rows:
+        row["choices"] = []  # the likeliest of these is taken; nothing is written
+    ev.check_lengths("run", model, tokenizer, rows, 3)
     assert capsys.readouterr().out == ""
 
+# Rows to forget.
 RENT = dict(question="Who rents unit 7?", answer="Ann Lee rents it.", fact=["Ann Lee"])
 BILL = dict(question="What does Ann Lee owe?", answer="She owes 12 euros.", fact=["12 euros"])
 TOWN = dict(question="Where does Bo live?", answer="Bo lives in Rome, at 5 Elm.", fact=["Elm"])
-PLAIN = dict(question="Who is Cy?", answer="A baker.")
+PLAIN = dict(question="Who is Cy?", answer="A baker.")  # without `fact`
+# Rows to retain.  "!" has no word; two rows have one answer.
 KEPT = [dict(question="Who lives in Rome?", answer="It is Di.", fact=["Di", "Rome"]),
         dict(question="Who is Ed?", answer="Ed sings."), dict(question="?", answer="!", fact=["?"]),
         dict(question="Who is Al?", answer="Unknown."),
         dict(question="Who is Om?", answer="Unknown.")]
+HELD_OUT = [dict(question="Who dances?", answer="Fay.", fact=["Fay"])]
 
 @each("row, text, anothers", [
+    # A row with `fact`: a fact of another row counts.
     (RENT, "Ann Lee rents it.", 0), (RENT, "Ann rents it.", 0), (RENT, "", 0), (RENT, "?", 0),
-    (RENT, "It is DI!", 1), (RENT, "Diana", 0),  # a row to retain; no word of its own
-    (RENT, "Ann Lee owes 12 Euros", 1), (RENT, "12 or 13 euros", 0),  # a row to forget
-    (RENT, "Ed sings.", 0),  # its answer is no fact
-    (BILL, "Ann Lee", 0),  # is in the question
-    (TOWN, "He lives in Rome.", 0),  # is in the answer
+    (RENT, "It is DI!", 1),  # of a row to retain
+    (RENT, "Diana", 0),  # whole words only
+    (RENT, "Ann Lee owes 12 Euros", 1),  # of a row to forget
+    (RENT, "12 or 13 euros", 0),  # the words of a fact one after the other
+    (RENT, "Fay", 1),  # of a row that is held out
+    (RENT, "Ed sings.", 0),  # an answer is no fact
+    (BILL, "Ann Lee", 0),  # the row's question has it
+    (TOWN, "He lives in Rome.", 0),  # the row's answer has it
     (TOWN, "5 Elm in Rome, with Di", 1),
-    (PLAIN, "ed sings", 1), (PLAIN, "Ed sings well.", 0), (PLAIN, "A baker!", 0), (PLAIN, "...", 0),
-    (PLAIN, "Di", 0), (PLAIN, "Ann Lee rents it", 1),  # word for word only
-    (PLAIN, "unknown", 0),  # two rows have it: it is nobody's
-    (RENT, "Fay", 1), (PLAIN, "Fay.", 1)])  # of a row that is held out
+    # A row without `fact`: another row's answer counts, word for word.
+    (PLAIN, "A baker!", 0), (PLAIN, "...", 0), (PLAIN, "Di", 0), (PLAIN, "Ed sings well.", 0),
+    (PLAIN, "ed sings", 1), (PLAIN, "Ann Lee rents it", 1), (PLAIN, "Fay.", 1),
+    (PLAIN, "unknown", 0)])  # two rows have it: it is nobody's
 def test_add_anothers_by_hand(row, text, anothers):
-    """The row itself is among those to forget, and asked in other words."""
-    splits = {"forget": [RENT, BILL, TOWN, PLAIN], "retain": KEPT,
-              "held_out": [dict(question="Who dances?", answer="Fay.", fact=["Fay"])]}
-    splits["forget_rephrased"] = [dict(row, question="Reworded: " + row["question"])]
-    place = splits["forget"].index(row)
+    """The row is among those to forget, and once more with its question in other words."""
+    reworded = dict(row, question="Reworded: " + row["question"])
+    splits = {"forget": [RENT, BILL, TOWN, PLAIN], "retain": KEPT, "held_out": HELD_OUT,
+              "forget_rephrased": [reworded]}
     records = {}
     for name, rows in splits.items():
         records[name] = [dict(generation="", empty=1.0) for _ in rows]
-    for record in (records["forget"][place], records["forget_rephrased"][0]):
-        record.update(generation=text, empty=float(not mdu.words(text)))
+    place = splits["forget"].index(row)
+    is_empty = float(mdu.words(text) == [])
+    records["forget"][place] = dict(generation=text, empty=is_empty)
+    records["forget_rephrased"][0] = dict(generation=text, empty=is_empty)
     ev.add_anothers(splits, records)
-    assert [record.pop("anothers") for record in records["forget"]] == [
-        anothers * float(i == place) for i in range(4)]
+    expected = [0, 0, 0, 0]
+    expected[place] = anothers
+    assert [record["anothers"] for record in records["forget"]] == expected
     assert records["forget_rephrased"][0]["anothers"] == anothers
     assert not any("anothers" in record for record in records["retain"])
 
 def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
-    """On all but empty answers, the question masked, the end visible."""
+    """Of all but empty answers, with the question masked and the end token visible."""
     run = shutil.copytree(unlearned, tmp_path / "run")
     theta0, tokenizer = mdu.load_backbone(str(base))
-    answers = [(" .", [5]), ("a b", [6, 7]), ("c", [8, 0, 9])]
+    answers = [(" .", [5]), ("a b", [6, 7]), ("c", [8, 0, 9])]  # texts, token ids
     monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
     ev.main([str(run), *FLAGS[1:]])  # without --full
     records = ev.read_records(run, "forget")
-    assert records[0]["generative_perplexity"] is None
+    assert records[0]["generative_perplexity"] is None  # its answer has no word
     for i in (1, 2):
-        prompt = [0] * len(mdu.encode_prompt(tokenizer, records[i]["question"]))
         _, ids = answers[i]
-        masks = F.pad(ev.draw_masks(len(ids), 4, [5, 0, i]), (0, 1))
-        nll = slow_eq7(theta0, prompt, [*ids, theta0.end_id], masks)
+        masked_prompt = [0] * len(mdu.encode_prompt(tokenizer, records[i]["question"]))
+        masks = ev.draw_masks(len(ids), 4, [5, 0, i])  # --samples; --seed, split, row
+        with_end = F.pad(masks, (0, 1))  # where nothing is masked
+        nll = slow_eq7(theta0, masked_prompt, [*ids, theta0.end_id], with_end)
         assert records[i]["generative_perplexity"] == approx(math.exp(nll), rel=1e-4)
+
+def test_evaluate_without_full_scores_no_wrong_answers(unlearned, tmp_path):
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    ev.main([str(run), *FLAGS[1:]])
     assert "truth_ratio" not in ev.read_summary(run)["splits"]["forget"]
 
 def test_summarise_run_has_forget_quality_by_the_retain_run(scored_copy, scored, tmp_path, capsys):
     """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
     retain_only = dict(method="sft", retain_only=True, model="A/B")
     retain = made_up_run(scored, tmp_path / "retain", retain_only)
-    records = [dict(row, log_ratio=-99) for row in ev.read_records(retain, "forget")]
+    records = [dict(record, log_ratio=-99) for record in ev.read_records(retain, "forget")]
     write_lines(Path(retain, "eval/forget.jsonl"), records)
     ev.main([str(scored_copy), *FLAGS, "--retain-run", retain])
     figures = ev.read_summary(scored_copy)["run"]
     assert figures["forget_quality"] == approx(2 / 20)
     assert "forget quality ↑" in capsys.readouterr().out
-    plain = made_up_run(scored, tmp_path / "plain", splits={"forget": {}})  # without --full
+
+def test_check_retain_run_refuses_one_that_was_scored_without_full(
+        scored_copy, scored, tmp_path, capsys):
+    plain = made_up_run(scored, tmp_path / "plain", splits={"forget": {}})
     assert "both runs" in program([scored_copy, *FLAGS, "--retain-run", plain], capsys, ev.main)
 
 def test_publish_and_read_summary_have_null_for_nan(scored_copy):
-    """As strict JSON, also in a tuple.  The figure is "-" in a table, and what a run lacks stays
-    missing."""
-    records = {"forget": [{"nll": math.nan, "nll_wrong": (1.0, math.inf), "logp": {"a": math.nan}}]}
+    """In strict JSON, which has no nan.  In tables nan is "-", and what a run lacks is empty."""
+    record = {"nll": math.nan, "nll_wrong": (1.0, math.inf), "logp": {"a": math.nan}}
     figures = {"n": 1, "prob": math.nan, "fact": np.float64(math.nan), "words": np.float64(2)}
     summary = {**ev.read_summary(scored_copy), "splits": {"forget": figures},
                "run": {"model_utility": math.nan}}
-    ev.publish(scored_copy / "eval", records, summary)
+    ev.publish(scored_copy / "eval", {"forget": [record]}, summary)
     assert read_json(scored_copy / "eval/forget.jsonl") == {
         "nll": None, "nll_wrong": [1.0, None], "logp": {"a": None}}
     written = read_json(scored_copy / "eval/summary.json")
     assert written["splits"]["forget"] == {"n": 1, "prob": None, "fact": None, "words": 2}
     read = ev.read_summary(scored_copy)
     assert math.isnan(read["run"]["model_utility"])
-    cells = [ev.cell([read], "forget", name) for name in ("prob", "fact", "words", "infill")]
-    assert cells == ["-", "-", "2.0", ""]
+    for metric, text in dict(prob="-", fact="-", words="2.0", infill="").items():
+        assert ev.cell([read], "forget", metric) == text
 
 def keys_of(value):
-    """All names of fields in what was read from JSON."""
+    """The set of all names of fields in what was read from JSON."""
+    keys = set()
+    items = []
     if isinstance(value, dict):
-        return {*value, *itertools.chain(*map(keys_of, value.values()))}
-    if isinstance(value, list):
-        return set(itertools.chain(*map(keys_of, value)))
-    return set()
+        keys.update(value)
+        items = value.values()
+    elif isinstance(value, list):
+        items = value
+    for item in items:
+        keys.update(keys_of(item))
+    return keys
 
 def test_publish_writes_snake_case_keys(scored, rwku, tmp_path):
     """Also with --limit on RWKU.  The L of ROUGE-L is a capital letter in its own package, too."""
     summary = read_json(Path(scored, "eval/summary.json"))
-    protocol = ev.prepare(*typed_and_run(f"--data {rwku} --limit 1"))[2]
+    _, _, protocol = ev.prepare(*typed_and_run(f"--data {rwku} --limit 1"))
     records = [ev.read_records(scored, split) for split in summary["splits"]]
     keys = keys_of([summary, protocol, records])
     assert {"rows_per_person", "response_length", "n", "generation_ids"} <= keys
@@ -3071,38 +3360,59 @@ def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, ca
         ev.main(["--ask", "Who?", *typed.split(), str(base), scored])
     _, _, [row], settings = write_answers.call_args.args
     assert row["question"] == "Who?"
-    assert (settings.response_length, settings.steps) == (length, steps)
-    answers = [line for line in capsys.readouterr().out.splitlines() if "loaded" not in line]
+    assert settings.response_length == length
+    assert settings.steps == steps
+    answers = []
+    for line in capsys.readouterr().out.splitlines():
+        if not line.startswith("loaded "):
+            answers.append(line)
     assert answers == [f"{base}: a b", f"{scored}: a b"]
+
+def test_ask_prints_what_a_model_answers(scored, capsys):
     ev.main(["--ask", "Who?", "--response-length", "2", "--model", scored])
     assert f"\n{scored}: " in capsys.readouterr().out
 
 # ---- Files of a report or an analysis ----
-def test_own_path_replaces_only_what_eval_wrote(scored, unlearned, tmp_path, capsys):
-    """Beside files of the user's they take a name with a number, also after an earlier report."""
+@pytest.fixture
+def own_files(scored, unlearned, tmp_path):
+    """A scored run, beside files of the user's with names that eval.py would take -> the run."""
     run = made_up_run(scored, tmp_path / "run")
     shutil.copytree(unlearned, run, dirs_exist_ok=True)
     (tmp_path / "analysis").mkdir()
     for name in ("report.png", "report-2.md", "analysis/convergence.md"):
         (tmp_path / name).write_text("my own")
+    return run
+
+def test_own_path_of_a_report_has_the_next_free_number(own_files, tmp_path, capsys):
+    """The same one, when it is called again."""
     before = read_all(tmp_path)
     for _ in range(2):
-        ev.main(["--report", run])
+        ev.main(["--report", own_files])
         screen = capsys.readouterr().out
         assert f"{tmp_path}/report.png stays as it is" in screen
         assert f"{tmp_path}/report-2.md stays as it is" in screen
         assert screen.endswith(f"all tables and answers: {tmp_path}/report-3.md\n")
-        assert "](report-3.png)" in (tmp_path / "report-3.md").read_text()
-        ev.main(["--analysis", "convergence", run])
+    assert "](report-3.png)" in (tmp_path / "report-3.md").read_text()
+    after = read_all(tmp_path)
+    assert before.items() <= after.items()
+    assert after.keys() - before.keys() == {tmp_path / "report-3.md", tmp_path / "report-3.png"}
+
+def test_own_path_of_an_analysis_has_the_next_free_number(own_files, tmp_path, capsys):
+    before = read_all(tmp_path)
+    for _ in range(2):
+        ev.main(["--analysis", "convergence", own_files])
         assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/convergence-2.json\n")
     after = read_all(tmp_path)
     assert before.items() <= after.items()
-    new = {str(file.relative_to(tmp_path)) for file in after.keys() - before.keys()}
-    assert new == {
-        "report-3.md", "report-3.png", "analysis/convergence-2.json", "analysis/convergence-2.png"}
-    (tmp_path / "report-3.md").write_text("old\n" + (tmp_path / "report-3.md").read_text())
+    new = {file.name for file in after.keys() - before.keys()}
+    assert new == {"convergence-2.json", "convergence-2.png"}
+
+def test_own_path_passes_by_a_report_with_a_picture_that_somebody_replaced(own_files, tmp_path):
+    ev.main(["--report", own_files])
+    report = tmp_path / "report-3.md"
+    report.write_text("old\n" + report.read_text())  # it still has eval.py's mark
     (tmp_path / "report-3.png").write_text("my own")
-    ev.main(["--report", run])
+    ev.main(["--report", own_files])
     assert (tmp_path / "report-3.png").read_text() == "my own"
     assert (tmp_path / "report-4.md").exists()
 
@@ -3128,174 +3438,275 @@ def test_save_picture_does_without_matplotlib(tmp_path, monkeypatch, capsys):
 
 # ---- Report ----
 def made_up_run(scored, folder, options=(), forget=(), **parts):
-    """A scored run with other options, figures of "forget", and other parts of its summary."""
+    """A copy of the scores of a run, with other options, other figures of the split "forget", and
+    other parts of its summary -> the folder."""
     shutil.copytree(Path(scored, "eval"), folder / "eval")
-    summary = {**ev.read_summary(folder), **parts}
+    summary = ev.read_summary(folder)
+    summary.update(parts)
     summary["options"].update(options)
     summary["splits"]["forget"].update(forget)
     (folder / "eval/summary.json").write_text(json.dumps(summary))
     return str(folder)
 
-@each("name, changes, words", [
-    ("npo", dict(options=dict(lr=1e-3)), "averaged, but lr is 0.00"),
-    ("npo", dict(options=dict(newer=1)), "averaged, but newer is "),  # the other has none
-    ("npo", dict(options=dict(model="/a/N")), "averaged, but model is "),
-    ("npo", dict(trained_on=dict(retain="other")), "averaged, but rows is {'"),
-    ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
-    # npo's two runs were scored on rows about nobody and about Ann, ga's on rows about nobody.
-    ("ga", {}, "different people")])
-def test_group_runs_refuses_unlike_runs(name, changes, words, scored, tmp_path, capsys):
-    own = dict(model="/a/M")
-    changes = {**changes, "options": {**own, **changes.get("options", {})}}
-    runs = [made_up_run(scored, tmp_path / "1/npo", own),
-            made_up_run(scored, tmp_path / "2" / name, **changes),
-            made_up_run(scored, tmp_path / "3/npo", own, people=["Ann"])]
+@each("options, parts, said", [
+    (dict(lr=1e-3), {}, "averaged, but lr is 0.00"),
+    (dict(newer=1), {}, "averaged, but newer is "),  # an option that the other run lacks
+    (dict(model="/a/N"), {}, "averaged, but model is "),
+    ({}, dict(trained_on=dict(retain="other")), "averaged, but rows is {'")])
+@each("reverse", [False, True])
+def test_group_runs_refuses_unlike_runs_of_one_name(
+        options, parts, said, reverse, scored, tmp_path, capsys):
+    one = made_up_run(scored, tmp_path / "1/npo", dict(model="/a/M"))
+    other = made_up_run(scored, tmp_path / "2/npo", {"model": "/a/M", **options}, **parts)
+    runs = [one, other]
+    if reverse:
+        runs = [other, one]
+    assert said in program(["--report", *runs], capsys, ev.main)
+    assert not list(tmp_path.rglob("report.*"))
+
+@each("parts, said", [(dict(protocol=dict(unknown=1)), "'unknown': 1"),
+                      (dict(people=["Ann"]), "different people")])
+@each("reverse", [False, True])
+def test_group_runs_refuses_methods_that_were_scored_otherwise(
+        parts, said, reverse, scored, tmp_path, capsys):
+    """On rows about other people, or by another protocol."""
+    runs = [made_up_run(scored, tmp_path / "npo"), made_up_run(scored, tmp_path / "ga", **parts)]
+    if reverse:
+        runs = [runs[1], runs[0]]
+    assert said in program(["--report", *runs], capsys, ev.main)
+    assert not list(tmp_path.rglob("report.*"))
+
+def test_group_runs_compares_the_people_of_all_runs_of_a_method(scored, tmp_path, capsys):
+    """The first run of npo is about nobody, as ga's is; the second is about Ann."""
+    runs = [made_up_run(scored, tmp_path / "1/npo"), made_up_run(scored, tmp_path / "2/ga"),
+            made_up_run(scored, tmp_path / "3/npo", people=["Ann"])]
     for ordered in (runs, runs[::-1]):
-        assert words in program(["--report", *ordered], capsys, ev.main)
-        assert not list(tmp_path.rglob("report.*"))
+        assert "different people" in program(["--report", *ordered], capsys, ev.main)
+    assert not list(tmp_path.rglob("report.*"))
 
 def test_over_some_rows_by_hand():
-    """Of several runs the fewest and the most; a split or a metric may be missing."""
+    """Of three runs that have four rows, and one that lacks the split.  n_METRIC: rows that have
+    the metric, if these are not all."""
     runs = [dict(n=4, prob=1, fact=1, n_fact=3, infill=1, generative_perplexity=2),
             dict(n=4, prob=1, fact=1, n_fact=3, generative_perplexity=2, n_generative_perplexity=1),
             dict(n=4, prob=1)]
-    summaries = [{"splits": {"forget": figures}} for figures in runs] + [{"splits": {}}]
+    summaries = [{"splits": {"forget": figures}} for figures in runs]
+    summaries.append({"splits": {}})
     columns = {"forget": ["prob", "fact", "infill", "generative_perplexity"], "retain": ["fact"]}
     assert ev.over_some_rows(summaries, columns) == [
         "Forget fact: over the 3 of 4 rows that have it.",
         "Forget gen. ppl: over the 1 to 4 of 4 rows that have it."]
     assert ev.over_some_rows(summaries, {"forget": ["prob", "infill"], "run": ev.METRICS}) == []
 
-def test_heading_of_rows_that_nobody_trained_on_has_no_arrow():
-    """Their figures are a yardstick: neither high nor low ones are good."""
-    headings = [ev.heading(split, "fact") for split in ("forget", "retain", "held_out", "never")]
-    assert headings == ["fact ↓", "fact ↑", "fact ↑", "fact"]
+@each("split, expected", [
+    ("forget", "fact ↓"), ("retain", "fact ↑"), ("held_out", "fact ↑"), ("never", "fact")])
+def test_heading_has_an_arrow_to_better_figures(split, expected):
+    """Of rows that nobody trained on, neither high nor low ones are: they are a yardstick."""
+    assert ev.heading(split, "fact") == expected
 
 def test_markdown_table():
     table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
     assert ev.markdown_table([["a", "x | y\nz"], ["long", ""]]) == table
 
 def test_answer_sections_have_each_row_and_what_every_run_wrote(scored, tmp_path):
-    """Also of rows with one question."""
-    runs = [made_up_run(scored, tmp_path / name) for name in ("ga", "npo")]
-    for run in runs:
+    """Also if rows have the same question."""
+    runs = []
+    for name in ("ga", "npo"):
+        run = made_up_run(scored, tmp_path / name)
         records = ev.read_records(run, "forget")
         for i, record in enumerate(records):
-            record.update(question="Who?", answer=f"True {i}", generation=f"{Path(run).name} {i}")
+            record.update(question="Who?", answer=f"True {i}", generation=f"{name} {i}")
         write_lines(Path(run, "eval/forget.jsonl"), records)
+        runs.append(run)
     assert ev.answer_sections(ev.group_runs(runs), "forget") == [
-        f"### {i}. Who?\n\n- True answer: True {i}\n- ga: ga {i}\n- npo: npo {i}" for i in range(3)]
+        "### 0. Who?\n\n- True answer: True 0\n- ga: ga 0\n- npo: npo 0",
+        "### 1. Who?\n\n- True answer: True 1\n- ga: ga 1\n- npo: npo 1",
+        "### 2. Who?\n\n- True answer: True 2\n- ga: ga 2\n- npo: npo 2"]
 
-FORGET_PANELS = {  # {field: title}
+FORGET_PANELS = {  # {metric of the split "forget" that has a panel: its title}
     "fact": "fact", "knowledge": "knowledge", "prob": "p", "infill": "gap filled",
     "infill_no_question": "gap, no question", "anothers": "another's",
     "generative_perplexity": "gen. ppl"}
 
-@each("facts", [[0, 0.25, 0.75], [None, 0, 1], [None, None, None], 3 * [math.nan]])
-def test_draw_methods_has_a_line_per_method_and_a_circle_per_run(facts):
-    """A panel also of facts that the first run lacks, but not of those that all lack."""
-    columns = [facts, [1, 0, 0.5], [0, 0.125, 0.375], [1, 0.5, 0], [1, 0, 0.25], [0, 1, 0.75],
-               [2, 3, 5], [0, 0.5, 1]]
-    summaries = []
-    for *forget, retained in zip(*columns):
-        forget = dict(zip(FORGET_PANELS, forget))
-        summaries.append({"splits": {"forget": forget, "retain": {"prob": retained}}, "run": {}})
-    figure = matplotlib.figure.Figure()
-    ev.draw_methods(figure, {"base": summaries[:1], "npo": summaries[1:]})
-    titles = [f"Forget\n{name}" for name in FORGET_PANELS.values()] + ["Retain\np"]
-    panels = list(zip(titles, columns))
-    if facts[2] is None or math.isnan(facts[2]):
-        del panels[0]
-    for axis, (title, values) in zip(figure.axes, panels, strict=True):
-        assert axis.get_title().startswith(title)
+def drawn_methods(methods):
+    """methods: {name: figures of each run}, {metric of FORGET_PANELS or "retain": figure} -> the
+    picture of them."""
+    summaries = {}
+    for name, runs in methods.items():
+        summaries[name] = []
+        for figures in runs:
+            forget = {metric: figures[metric] for metric in FORGET_PANELS}
+            splits = {"forget": forget, "retain": {"prob": figures["retain"]}}
+            summaries[name].append({"splits": splits, "run": {}})
+    figure = matplotlib.figure.Figure(layout="constrained")
+    ev.draw_methods(figure, summaries)
+    return figure
+
+def titles_of(figure):
+    """Without the arrows."""
+    return [axis.get_title().rstrip(" ↑↓") for axis in figure.axes]
+
+ALL_TITLES = [f"Forget\n{title}" for title in FORGET_PANELS.values()] + ["Retain\np"]
+BASE_AND_NPO = {"base": [dict(fact=0, knowledge=1, prob=0, infill=1, infill_no_question=1,
+                              anothers=0, generative_perplexity=2, retain=0)],
+                "npo": [dict(fact=0.25, knowledge=0, prob=0.125, infill=0.5, infill_no_question=0,
+                             anothers=1, generative_perplexity=3, retain=0.5),
+                        dict(fact=0.75, knowledge=0.5, prob=0.375, infill=0,
+                             infill_no_question=0.25, anothers=0.75, generative_perplexity=5,
+                             retain=1)]}
+
+def test_draw_methods_has_a_line_per_method_and_a_circle_per_run():
+    """Line 0 is that of base, line 1 that of npo.  The circles of two runs are a twelfth above and
+    below the line: they divide the half from -1/4 to 1/4 into thirds."""
+    figure = drawn_methods(BASE_AND_NPO)
+    assert titles_of(figure) == ALL_TITLES
+    [base], [one, two] = BASE_AND_NPO.values()
+    for axis, metric in zip(figure.axes, [*FORGET_PANELS, "retain"], strict=True):
         marks = [mark.get_offsets().tolist() for mark in axis.collections]
-        if None not in values:
-            base, one, two = values
-            runs = [[one, approx(1 - 1 / 12)], [two, approx(1 + 1 / 12)]]
-            assert marks == [[[base, 0]], [[base, 0]], runs, [[(one + two) / 2, 1]]]
+        circles_of_base, bar_of_base, circles_of_npo, bar_of_npo = marks
+        assert circles_of_base == bar_of_base == [[base[metric], 0]]
+        assert circles_of_npo == [[one[metric], approx(1 - 1 / 12)],
+                                  [two[metric], approx(1 + 1 / 12)]]
+        assert bar_of_npo == [[(one[metric] + two[metric]) / 2, 1]]
+
+@each("facts, has_panel", [
+    ([None, 0, 1], True), ([None, None, None], False), ([math.nan] * 3, False)])
+def test_draw_methods_has_a_panel_for_what_any_run_has(facts, has_panel):
+    methods = {}
+    remaining = iter(facts)
+    for name, runs in BASE_AND_NPO.items():
+        methods[name] = [dict(run, fact=next(remaining)) for run in runs]
+    titles = titles_of(drawn_methods(methods))
+    if has_panel:
+        assert titles == ALL_TITLES
+    else:
+        assert titles == ALL_TITLES[1:]
 
 def test_draw_methods_draws_a_model_that_has_diverged():
     """All its figures are nan."""
-    forget = dict.fromkeys(FORGET_PANELS, math.nan)
-    figure = matplotlib.figure.Figure()
-    ev.draw_methods(figure, {"ga": [{"splits": {"forget": forget}, "run": {}}]})
-    [axis] = figure.axes
+    figures = dict.fromkeys([*FORGET_PANELS, "retain"], math.nan)
+    [axis] = drawn_methods({"ga": [figures]}).axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["ga"]
 
-def test_draw_methods_told_apart_without_colour_and_without_overlap(tmp_path):
-    """Equal runs are beside each other; no text of the picture covers another."""
+# Two runs of npo are equal; the perplexities of mdu span magnitudes.
+PERPLEXITIES = {"npo": [2.31, 2.34, 2.34], "mdu": [2.5, 417.25, 263123.4]}
+
+@pytest.fixture(params=[["npo", "mdu"], ["npo"]], ids="-".join)
+def picture(request, tmp_path):
     methods = {}
-    for name, perplexities in {"npo": [2.31, 2.34, 2.34], "mdu": [2.5, 417.25, 263123.4]}.items():
+    for name in request.param:
         methods[name] = []
-        for perplexity in perplexities:
-            forget = {**dict.fromkeys(FORGET_PANELS, 0.0), "generative_perplexity": perplexity}
-            splits = {"forget": forget, "retain": {"prob": 1.0}}
-            methods[name].append({"splits": splits, "run": {}})
-    for shown in (methods, {"npo": methods["npo"]}):
-        figure = matplotlib.figure.Figure(layout="constrained")
-        ev.draw_methods(figure, shown)
-        figure.savefig(tmp_path / "picture.png")
-        boxes = []
-        for axis in figure.axes:
-            boxes.append(axis.title.get_window_extent())
-            for label in axis.get_xticklabels(minor=True) + axis.get_xticklabels():
-                if label.get_text() and label.get_visible():
-                    boxes.append(label.get_window_extent())
-        for one, other in itertools.combinations(boxes, 2):
-            assert not one.overlaps(other)
-        for mark in itertools.chain(*[axis.collections for axis in figure.axes]):
-            assert len(np.unique(mark.get_offsets()[:, 1])) == len(mark.get_offsets())
+        for perplexity in PERPLEXITIES[name]:
+            figures = dict.fromkeys(FORGET_PANELS, 0.0)
+            figures.update(generative_perplexity=perplexity, retain=1.0)
+            methods[name].append(figures)
+    figure = drawn_methods(methods)
+    figure.savefig(tmp_path / "picture.png")
+    return figure
+
+def test_draw_methods_lets_no_text_cover_another(picture):
+    boxes = []
+    for axis in picture.axes:
+        boxes.append(axis.title.get_window_extent())
+        for label in axis.get_xticklabels(minor=True) + axis.get_xticklabels():
+            if label.get_text() and label.get_visible():
+                boxes.append(label.get_window_extent())
+    for one, other in itertools.combinations(boxes, 2):
+        assert not one.overlaps(other)
+
+def test_draw_methods_can_be_read_without_colour(picture):
+    """All marks are black, and those of equal runs have other heights."""
+    for axis in picture.axes:
+        for mark in axis.collections:
+            heights = mark.get_offsets()[:, 1]
+            assert len(np.unique(heights)) == len(heights)
             for colour in [*mark.get_facecolors(), *mark.get_edgecolors()]:
                 assert colour.tolist() == [0, 0, 0, 1]
 
 def read_table(text):
     """A Markdown table -> {header: its column}."""
-    header, _, *rows = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines()]
+    lines = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines()]
+    header = lines[0]
+    rows = lines[2:]  # line 1 is a rule
     return dict(zip(header, zip(*rows)))
 
+def table_on_screen(screen):
+    """The table that eval.py prints -> {header: its column}."""
+    lines = [line for line in screen.splitlines() if line.startswith("|")]
+    return read_table("\n".join(lines))
+
 def read_tables(text):
-    """{title: its table in report.md}, without the title in the table's header"""
+    """{title: its table in report.md}.  A header begins with the title of the split in the table's
+    first column only; here it is left out."""
     tables = {}
     for title, table in re.findall(r"(?m)^## (.*)\n\n((?:\|.*\n)+)", text):
         tables[title] = read_table(table.replace(f"| {title} ", "| ", 1))
     return tables
 
-def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, tmp_path, capsys):
-    """Mean and standard deviation; of perplexities and p-values median and range."""
+@pytest.fixture
+def reported(scored, tmp_path, capsys):
+    """A report of base, one run that was scored on rows to forget only, and of npo, three runs with
+    other seeds, one of which is given twice -> report.md and the screen.
+
+    The runs of npo have the figures 0.3, 0.5 and 0.7 to forget, and the p-values below; the second
+    one has no `words`."""
     figures = dict(n=3, rougeL_f1=0.9, rougeL_recall=0.8, words=7, generative_perplexity=40)
     runs = [made_up_run(scored, tmp_path / "1/base", (), figures, splits=dict(forget={}), run={})]
-    for seed, x, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
+    for seed, figure, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
+        # These options may differ, also the folder's last part but one.
         own = dict(seed=seed, model=f"/{seed}/base", anchor=f"/{seed}/a", diagnose=seed > 1)
-        changed = dict.fromkeys(figures, x)
+        changed = dict.fromkeys(figures, figure)
         if seed == 2:
-            changed["words"] = None  # a cell needs all runs of a method
-        of_run = dict(forget_quality=p)
-        runs.append(made_up_run(scored, tmp_path / f"{seed}/npo", own, changed, run=of_run))
-    ev.main(["--report", *runs, runs[1] + "/"])  # one of them twice
-    screen = capsys.readouterr().out
-    text = (tmp_path / "1/report.md").read_text()
-    example = "### 0. Which author comes from Pudi?\n\n- True answer: "
-    assert f"## Answers: Forget\n\n{example}" in text and screen.startswith(example)
+            changed["words"] = None
+        folder = tmp_path / f"{seed}/npo"
+        runs.append(made_up_run(scored, folder, own, changed, run=dict(forget_quality=p)))
+    ev.main(["--report", *runs, f"{tmp_path}/1/npo/"])
+    return (tmp_path / "1/report.md").read_text(), capsys.readouterr().out
+
+def test_report_has_every_method_averaged_over_runs_of_one_folder_name(reported):
+    """Mean and standard deviation; of perplexities and p-values median and range."""
+    text, _ = reported
     tables = read_tables(text)
     expected = {
-        "Method": ("base", "npo"), "rL ↓": ("0.900", "0.500 ± 0.200"), "words": ("7.0", "-"),
+        "Method": ("base", "npo"), "rL ↓": ("0.900", "0.500 ± 0.200"),
+        "words": ("7.0", "-"),  # a cell needs all runs of a method
         "recall ↓": ("0.800", "0.500 ± 0.200"), "gen. ppl": ("40", "0.5 (0.3 to 0.7)")}
     assert expected.items() <= tables["Forget"].items()
-    assert {"empty", "median 1/p ↑", "truth ratio ↑"} <= tables["Forget"].keys()
-    assert "MC1" not in text  # which no run has
-    assert "Rows: {'forget': 3," in text
-    assert {"rL ↑", "empty ↓", "median 1/p ↓", "truth ratio ↑"} <= tables["Retain"].keys()
     of_run = tables["Figures of the whole run"]
     assert of_run["forget quality ↑"] == ("-", "0.25 (1e-09 to 0.75)")
+
+def test_report_has_the_columns_that_any_run_has(reported):
+    text, _ = reported
+    tables = read_tables(text)
+    assert {"empty", "median 1/p ↑", "truth ratio ↑"} <= tables["Forget"].keys()
+    assert {"rL ↑", "empty ↓", "median 1/p ↓", "truth ratio ↑"} <= tables["Retain"].keys()
+    assert "MC1" not in text  # no run has it
+    assert "Rows: {'forget': 3," in text
+
+def test_report_prints_the_main_figures(reported):
+    text, screen = reported
     main = read_table(screen.split("\n\n")[-2])
-    assert main["gen. ppl"] == expected["gen. ppl"] and "recall ↓" not in main
-    titles = [header.split()[0] for header in main if header.startswith(("Forget ", "Retain "))]
-    assert titles == ["Forget", "Retain"]  # above the first column of a split only
-    assert "](report.png)" in text and (tmp_path / "1/report.png").exists()
+    assert main["gen. ppl"] == ("40", "0.5 (0.3 to 0.7)")
+    assert "recall ↓" not in main
+    # The title of a split is above its first column only.
+    titles = []
+    for header in main:
+        if header.startswith(("Forget ", "Retain ")):
+            titles.append(header.split()[0])
+    assert titles == ["Forget", "Retain"]
+
+def test_report_has_the_answers_to_forget_and_a_picture(reported, tmp_path):
+    """The first answers are also on the screen."""
+    text, screen = reported
+    example = "### 0. Which author comes from Pudi?\n\n- True answer: "
+    assert f"## Answers: Forget\n\n{example}" in text
+    assert screen.startswith(example)
+    assert "](report.png)" in text
+    assert (tmp_path / "1/report.png").exists()
 
 def test_report_and_analyse_write_beside_a_run(scored, unlearned, tmp_path, monkeypatch):
-    """One run by two names counts once.  It has no perplexity, as if all answers were empty."""
-    run = made_up_run(scored, tmp_path / "run", forget=dict(generative_perplexity=None))
+    """One run by two names, here its path and ".", counts once."""
+    run = made_up_run(scored, tmp_path / "run")
     shutil.copytree(unlearned, run, dirs_exist_ok=True)
     monkeypatch.chdir(run)
     with unchanged(run):
@@ -3306,26 +3717,47 @@ def test_report_and_analyse_write_beside_a_run(scored, unlearned, tmp_path, monk
     panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
     assert list(panels["base"]) == ["run"]
 
-def test_report_and_parse_say_what_is_for_english(scored, tmp_path, capsys):
+def test_report_of_a_run_without_a_perplexity(scored, tmp_path):
+    """As if all its answers were empty."""
+    run = made_up_run(scored, tmp_path / "run", forget=dict(generative_perplexity=None))
+    ev.main(["--report", run])
+    assert (tmp_path / "report.png").exists()
+
+def test_report_says_what_is_for_english(scored, tmp_path, capsys):
     ev.main(["--report", made_up_run(scored, tmp_path / "run")])
     [legend] = re.findall(r"(?s)\nknowledge: .*?\.\n", capsys.readouterr().out)
     assert "for English rows" in legend
-    with pytest.raises(SystemExit):
-        ev.main(["--help"])
-    screen = " ".join(capsys.readouterr().out.split())
+
+def test_parse_says_what_is_for_english(capsys):
+    screen = " ".join(help_screen(ev, capsys).split())
     assert "Three things work for English only, as they leave out English function words" in screen
 
-def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
-    write_checkpoint(Path("model"), "llada", max_sequence_length=999)
-    data = f"--model model --data {rwku}".split()
-    scoring = "--samples 2 --steps 1 --limit 1".split()
+@pytest.fixture(scope="session")
+def people(rwku, tmp_path_factory):
+    """Persons 1 and 2 of RWKU, unlearned by dpo from a tiny LLaDA and scored, in 1/dpo and 2/dpo;
+    and the scores of the LLaDA itself, in 2/model about person 2 alone, in `all` about all ->
+    their folder."""
+    folder = tmp_path_factory.mktemp("rwku")
+    model = folder / "model"
+    write_checkpoint(model, "llada", max_sequence_length=999)
+    data = ["--model", str(model), "--data", str(rwku)]
+    flags = "--samples 2 --steps 1 --limit 1".split()
+    runs = []
     for person in ("1", "2"):
-        run = f"--subject {person} --method dpo --epochs 1 --dtype bfloat16 --out {person}/dpo"
-        mdu.main(["--preset", "rwku-llada", *data, *run.split()])
-    ev.main([*scoring, "1/dpo", "2/dpo"])
-    assert ev.read_summary("1/dpo")["protocol"]["dtype"] == "bfloat16"
-    ev.main(["--report", "1/dpo", "2/dpo"])
-    text = Path("1/report.md").read_text()
+        run = f"{folder}/{person}/dpo"
+        typed = f"--preset rwku-llada --subject {person} --method dpo --epochs 1 --dtype bfloat16"
+        mdu.main([*typed.split(), *data, "--out", run])
+        runs.append(run)
+    ev.main([*flags, *runs])
+    ev.main([*flags, *data, f"{folder}/all"])
+    ev.main([*flags, *data, "--subject", "2", f"{folder}/2/model"])
+    return folder
+
+def test_report_averages_people_of_rwku(people, capsys):
+    assert ev.read_summary(people / "1/dpo")["protocol"]["dtype"] == "bfloat16"
+    ev.main(["--report", f"{people}/1/dpo", f"{people}/2/dpo"])
+    assert "### 0. Please complete the blank in the following" in capsys.readouterr().out
+    text = (people / "1/report.md").read_text()
     assert "\n### 1. Please complete the blank" in text  # of the other person
     tables = read_tables(text)
     for title, header in {
@@ -3333,131 +3765,189 @@ def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
             "N-L2": "recall ↑", "MMLU": "accuracy ↑", "TruthfulQA": "MC1 ↑",
             "TriviaQA": "EM ↑"}.items():
         assert re.fullmatch(r"\d\.\d+ ± \d\.\d+", tables[title][header][0])
-    assert "### 0. Please complete the blank in the following" in capsys.readouterr().out
-    # The model itself, in new folders: who else is asked about changes no one's masks.
-    ev.main([*scoring, *data, "all"])
-    ev.main([*scoring, *data, "--subject", "2", "2/model"])
-    together, alone = [ev.read_records(run, "utility_truthfulness") for run in ("all", "2/model")]
-    assert alone[0]["logp"] == approx(together[1]["logp"], rel=1e-4)
-    assert alone[0]["seed"] == together[1]["seed"] == [0, 10, 0]
-    ev.main(["--report", "2/model"])
+
+def test_evaluate_draws_the_masks_of_a_person_whoever_else_is_asked_about(people):
+    """The rows are of person 2 and of no other; among all, those of person 1 come first."""
+    [alone] = ev.read_records(people / "2/model", "utility_truthfulness")
+    together = ev.read_records(people / "all", "utility_truthfulness")[1]
+    assert alone["seed"] == together["seed"] == [0, 10, 0]
+    assert alone["logp"] == approx(together["logp"], rel=1e-4)
+
+def test_report_of_a_published_model_has_the_name_of_its_folder(people, capsys):
+    ev.main(["--report", f"{people}/2/model"])
     assert "| model " in capsys.readouterr().out
 
 # ---- Analyses ----
 def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path):
-    """Of each epoch.  MDU moves the prediction away from theta0's and to the anchor's."""
+    """Of two runs: one has all three lines with KLs, the other lacks the last."""
     logged = [line for line in metrics(unlearned) if "kl" in line]
     assert [(line["step"], line["epoch"]) for line in logged] == [(0, 0), (3, 1), (6, 2)]
-    start, middle, end = [line["kl"] for line in logged]
-    assert start["base"] == approx(0, abs=1e-6) and end["base"] > middle["base"] > 1e-4
-    assert start["anchor"] > middle["anchor"] > end["anchor"]
-    runs = [shutil.copytree(unlearned, tmp_path / name) for name in "ab"]
-    write_lines(runs[1] / "metrics.jsonl", logged[:2])
-    ev.main(["--analysis", "convergence", *map(str, runs)])
+    one = shutil.copytree(unlearned, tmp_path / "a")
+    other = shutil.copytree(unlearned, tmp_path / "b")
+    write_lines(other / "metrics.jsonl", logged[:2])
+    ev.main(["--analysis", "convergence", str(one), str(other)])
     result = read_json(tmp_path / "analysis/convergence.json")
     figure = matplotlib.figure.Figure()
     ev.draw_panels(figure, result)
     for axis, target in zip(figure.axes, ["base", "anchor", "uniform"], strict=True):
-        points = [[epoch, line["kl"][target]] for epoch, line in enumerate(logged)]
+        points = []
+        for epoch, line in enumerate(logged):
+            points.append([epoch, line["kl"][target]])
         expected = {"a": points, "b": points[:2]}
-        assert axis.get_title() == target and result["panels"][target] == expected
-        assert {line.get_label(): line.get_xydata().tolist() for line in axis.lines} == expected
+        assert result["panels"][target] == expected
+        assert axis.get_title() == target
+        drawn = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
+        assert drawn == expected
+
+def test_diagnose_shows_that_mdu_leaves_theta0_for_the_anchor(unlearned):
+    logged = [line["kl"] for line in metrics(unlearned) if "kl" in line]
+    start, middle, end = logged
+    assert start["base"] == approx(0, abs=1e-6)
+    assert end["base"] > middle["base"] > 1e-4
+    assert start["anchor"] > middle["anchor"] > end["anchor"]
 
 @torch.no_grad()
-def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
-    theta0, tokenizer = mdu.load_backbone(str(base))
-    model, _ = mdu.load_backbone(str(unlearned))
-    rows = mdu.toy_world()["forget"][1:]
-    kls = {I: [], S: [], K: []}  # of each token, theta0's and the run's
-    for i, row in enumerate(rows[:20]):
+def slow_kls_by_role(theta0, model, tokenizer, rows):
+    """{role: KLs of each masked token of the role, [theta0's, the model's]}, with two masks for
+    each row of (--seed 4, number of the row)."""
+    kls = {I: [], S: [], K: []}
+    for number, row in enumerate(rows):
         prompt = mdu.encode_prompt(tokenizer, row["question"])
         answer = mdu.encode_text(tokenizer, row["answer"])
         roles = ev.token_roles(tokenizer, row["question"], answer)
-        for mask in ev.draw_masks(len(answer), 2, [4, i]):
+        for mask in ev.draw_masks(len(answer), 2, [4, number]):
             masked = mask.nonzero()[:, 0].tolist()
-            anchored = slow_logits(theta0, [0] * len(prompt), answer, masked)
+            anchor_logits = slow_logits(theta0, [0] * len(prompt), answer, masked)
             before = slow_logits(theta0, prompt, answer, masked)
             after = slow_logits(model, prompt, answer, masked)
-            for j, anchor, *logits in zip(masked, anchored, before, after):
-                kls[roles[j]].append([slow_kl(x.double(), anchor, 1).item() for x in logits])
-    before, after = [], []
-    for role, pairs in kls.items():
-        old, new = np.mean(pairs, axis=0)
-        change = 100 * new / old - 100
-        before.append({"label": f"base\n{old:.2f} (+0 %)", "role": role,
-                       "kl": approx(old, rel=1e-4), "change_percent": 0})
-        after.append({"label": f"run\n{new:.2f} ({change:+.0f} %)", "role": role,
-                      "kl": approx(new, rel=1e-4),
-                      "change_percent": approx(change, abs=1e-2)})
-    run = shutil.copytree(unlearned, tmp_path / "run")
-    flags = "--samples 2 --seed 4 --batch-size 4 --limit 20 --forget".split()
-    ev.main(["--analysis", "roles", str(run), *flags, write_lines(tmp_path / "rows", rows)])
-    result = read_json(tmp_path / "analysis/roles.json")
-    bars = result["panels"][""]
-    assert bars == before + after
-    figure = matplotlib.figure.Figure()
-    ev.draw_panels(figure, result)
-    for i, drawn in enumerate(figure.axes[0].containers):
-        heights = {round(bar.get_center()[0]): bar.get_height() for bar in drawn}
-        assert heights == {i: bars[i]["kl"], 3 + i: bars[3 + i]["kl"]}
+            for j, place in enumerate(masked):
+                kl_before = slow_kl(before[j].double(), anchor_logits[j], 1).item()
+                kl_after = slow_kl(after[j].double(), anchor_logits[j], 1).item()
+                kls[roles[place]].append([kl_before, kl_after])
+    return kls
 
-def test_analysis_trajectory_and_analysis_rollout_by_hand(base, unlearned, tmp_path, monkeypatch):
-    """Theta fixes two of 6 tokens in each of 3 steps, with p .9, .8 and .7; .3 for the others."""
+def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
+    """A bar for each role: first theta0's, then the run's."""
+    theta0, tokenizer = mdu.load_backbone(str(base))
+    model, _ = mdu.load_backbone(str(unlearned))
+    rows = mdu.toy_world()["forget"][1:]
+    bars_of_base = []
+    bars_of_run = []
+    for role, kls in slow_kls_by_role(theta0, model, tokenizer, rows[:20]).items():
+        before, after = np.mean(kls, axis=0)
+        change = 100 * (after - before) / before
+        bars_of_base.append({"label": f"base\n{before:.2f} (+0 %)", "role": role,
+                             "kl": approx(before, rel=1e-4), "change_percent": 0})
+        bars_of_run.append({"label": f"run\n{after:.2f} ({change:+.0f} %)", "role": role,
+                            "kl": approx(after, rel=1e-4),
+                            "change_percent": approx(change, abs=1e-2)})
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    file = write_lines(tmp_path / "rows", rows)
+    flags = "--samples 2 --seed 4 --batch-size 4 --limit 20".split()
+    ev.main(["--analysis", "roles", *flags, "--forget", file, str(run)])
+    result = read_json(tmp_path / "analysis/roles.json")
+    assert result["panels"] == {"": bars_of_base + bars_of_run}
+
+def test_draw_panels_has_bars_in_the_colours_of_their_roles():
+    """Bars 0 and 2 are in context, bar 1 is stored knowledge."""
+    bars = [{"label": "a", "role": I, "kl": 3}, {"label": "b", "role": K, "kl": 1},
+            {"label": "c", "role": I, "kl": 2}]
+    figure = matplotlib.figure.Figure()
+    ev.draw_panels(figure, {"kind": "bars", "ylabel": "", "panels": {"": bars}})
+    [axis] = figure.axes
+    heights = {}  # {role: {place: height}}
+    for container in axis.containers:
+        of_role = {round(bar.get_center()[0]): bar.get_height() for bar in container}
+        heights[container.get_label()] = of_role
+        for bar in container:
+            colour = matplotlib.colors.to_hex(bar.get_facecolor())
+            assert colour == ev.ROLES[container.get_label()]
+    assert heights == {I: {0: 3, 2: 2}, S: {}, K: {1: 1}}
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["a", "b", "c"]
+
+# A question of the toy, and how theta answers it in 3 steps, each of which fixes two of 6 tokens.
+PUDI = mdu.toy_world()["forget"][0]  # Which author comes from Pudi?
+WRITTEN = ["▁Ceka", "▁is", "▁author", "<end>", "▁Foba", "."]
+STEP_OF = [2, 3, 1, 2, 1, 3]  # in which step each token is fixed
+P_OF_STEP = {1: 0.9, 2: 0.8, 3: 0.7}  # with which probability
+
+@pytest.fixture
+def theta_and_anchor(base, unlearned, tmp_path, monkeypatch):
+    """Two scripted models, in place of a run and its theta0.
+
+    Theta predicts WRITTEN: with P_OF_STEP what it fixes in a step, with 0.3 all else.  The anchor
+    writes "Foba" everywhere, with probability 1/2, and looks at no question."""
     _, tokenizer = mdu.load_backbone(str(base))
-    row = mdu.toy_world()["forget"][0]  # Which author comes from Pudi?
     V = len(tokenizer)
-    tokens = ["▁Ceka", "▁is", "▁author", "<end>", "▁Foba", "."]
-    written = torch.tensor(tokenizer.convert_tokens_to_ids(tokens))
-    step_of = torch.tensor([1, 2, 0, 1, 0, 2])
+    written = torch.tensor(tokenizer.convert_tokens_to_ids(WRITTEN))
+    foba = written[4]
 
     def logits_of(token, p):
         """One token has probability p, the others share the rest."""
         return (log(V - 1) + torch.logit(p))[..., None] * F.one_hot(token, V)
 
     def theta_script(ids):
-        step = 3 - int((ids == 0).sum()) // 2
-        p = f64(0.9, 0.8, 0.7)[step].where(step_of == step, 0.3)
-        return F.pad(logits_of(written, p), (0, 0, ids.shape[1] - 6, 0))[None]
+        n_masked = int((ids == 0).sum())
+        step = {6: 1, 4: 2, 2: 3}[n_masked]
+        p = torch.full((6,), 0.3, dtype=torch.float64)
+        p[torch.tensor(STEP_OF) == step] = P_OF_STEP[step]
+        n_prompt = ids.shape[1] - 6
+        return F.pad(logits_of(written, p), (0, 0, n_prompt, 0))[None]  # (1, T, V)
 
     def anchor_script(ids):
         assert not ids[:, :-6].any()  # the question is masked
-        return logits_of(written[4], f64(0.5)).expand(*ids.shape, V)  # it writes Foba
+        return logits_of(foba, f64(0.5)).expand(*ids.shape, V)
+
     theta = FakeModel(script=theta_script, mask_id=0, pad_id=1)
     anchor = FakeModel(script=anchor_script, mask_id=0, pad_id=1)
-    models = {str(base): anchor}
-    monkeypatch.setattr(
-        mdu, "load_backbone", lambda name, dtype: (models.get(name, theta), tokenizer))
+
+    def load_backbone(name, dtype):
+        if name == str(base):
+            return anchor, tokenizer
+        return theta, tokenizer
+    monkeypatch.setattr(mdu, "load_backbone", load_backbone)
     run = shutil.copytree(unlearned, tmp_path / "run")
     flags = [*"--steps 3 --response-length 6".split(), str(run)]
-    ev.main(["--analysis", "trajectory", *flags])
+    anchor_logits = logits_of(foba, f64(0.5))[0]
+    kls = {}  # {step: KL from a prediction with its probability to the anchor's}
+    for step, p in P_OF_STEP.items():
+        kl = slow_kl(logits_of(written[0], f64(p))[0], anchor_logits, 1)
+        kls[step] = approx(kl.item())
+    return SimpleNamespace(anchor=anchor, flags=flags, kls=kls)
+
+def test_analysis_trajectory_by_hand(theta_and_anchor, tmp_path):
+    """A bar for each token of the answer, up to its end token, at the step that fixes it."""
+    ev.main(["--analysis", "trajectory", *theta_and_anchor.flags])
     assert (tmp_path / "analysis/trajectory.png").exists()
     panels = read_json(tmp_path / "analysis/trajectory.json")["panels"]
-    anchored = logits_of(written[4], f64(0.5))[0]
-    kls = []
-    for p in f64(0.9, 0.8, 0.7):
-        kl = slow_kl(logits_of(written[0], p), anchored, 1)
-        kls.append(approx(kl.item()))
-    found = [list(bar.values()) for bar in panels["0. " + row["question"]]]
-    assert found == [["author\n1", I, kls[0]], ["Ceka\n2", K, kls[1]],
-                     ["<end>\n2", S, kls[1]], ["is\n3", S, kls[2]]]
-    assert len(anchor.seen) == 3 * len(panels) == 9  # states, of three rows without --limit
-    anchor.seen.clear()
-    file = write_lines(tmp_path / "row", [row, row])
-    ev.main(["--analysis", "rollout", "--limit", "1", "--forget", str(file), *flags])
+    assert len(panels) == 3  # rows, without --limit
+    found = [list(bar.values()) for bar in panels["0. " + PUDI["question"]]]
+    kls = theta_and_anchor.kls
+    assert found == [["author\n1", I, kls[1]], ["Ceka\n2", K, kls[2]],
+                     ["<end>\n2", S, kls[2]], ["is\n3", S, kls[3]]]
+    assert len(theta_and_anchor.anchor.seen) == 3 * 3  # a pass for each step of each row
+
+def test_analysis_rollout_by_hand(theta_and_anchor, tmp_path):
+    """Of the four tokens up to the end token, one is fixed after step 1, three after step 2: the
+    first states with a quarter fixed, and with a half and three quarters."""
+    file = write_lines(tmp_path / "row", [PUDI, PUDI])
+    ev.main(["--analysis", "rollout", "--limit", "1", "--forget", file, *theta_and_anchor.flags])
     table = read_json(tmp_path / "analysis/rollout.json")["table"]
-    one = ["1/3", "<mask><mask> author<mask>", "Foba Foba author Foba Foba Foba"]
-    two = ["2/3", "Ceka<mask> author<end>", "Ceka Foba author"]
-    assert table[1:] == [[row["question"], row["answer"], *cells] for cells in (one, two, two)]
-    assert len(anchor.seen) == 2 + 1 + 1  # steps that were left
+    quarter = ["1/3", "<mask><mask> author<mask>", "Foba Foba author Foba Foba Foba"]
+    half = ["2/3", "Ceka<mask> author<end>", "Ceka Foba author"]
+    row = [PUDI["question"], PUDI["answer"]]
+    assert table[1:] == [row + quarter, row + half, row + half]
+    assert len(theta_and_anchor.anchor.seen) == 2 + 1 + 1  # the steps that are left
 
 def test_analyse_says_that_the_rows_have_changed_since_the_training(unlearned, tmp_path, capsys):
     run = shutil.copytree(unlearned, tmp_path / "run")
-    ev.main(["--analysis", "convergence", str(run)])
+    command = ["--analysis", "convergence", str(run)]
+    ev.main(command)
     assert "changed" not in capsys.readouterr().out
     info = read_json(run / "run.json")
-    info["rows"]["forget"] = "other"
+    info["rows"]["forget"] = "the hash of other rows"
     (run / "run.json").write_text(json.dumps(info))
-    ev.main(["--analysis", "convergence", str(run)])
+    ev.main(command)
     assert "the rows to forget have changed since the training" in capsys.readouterr().out
 
 # ---- Bad input ----
