@@ -4386,7 +4386,8 @@ def make(folder, *words):
     without_install = re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE)
     (folder / "Makefile").write_text(without_install)
     (folder / ".github").mkdir(exist_ok=True)
-    shutil.copy(PROJECT / ".github/experiments.sh", folder / ".github")
+    if not (folder / ".github/experiments.sh").exists():  # a test may have written another one
+        shutil.copy(PROJECT / ".github/experiments.sh", folder / ".github")
     (folder / "python").write_text(LOGGING_PYTHON)
     (folder / "python").chmod(0o755)
     (folder / "rows").write_text("{}\n{}\n")
@@ -4427,6 +4428,33 @@ def test_make_trains_what_it_scores_and_scores_what_it_reports(target, tmp_path)
     if target.startswith("rwku"):
         trained.add("out/rwku-llada/0/base")
     assert used == trained
+
+@each("experiment, folder, runs", [
+    ("demo", "out/demo", ["new"]),
+    ("finetuned", "out/finetuned/2", ["new", "without-retain/new", "taught-again/new"]),
+    ("company", "out/company/2", ["new", "new-refusals", "taught-again/new"])])
+def test_a_new_line_of_a_list_is_trained_scored_and_reported(experiment, folder, runs, tmp_path):
+    """Once each.  FOLDER in a line stands for the folder of the runs."""
+    script = (PROJECT / ".github/experiments.sh").read_text()
+    # A list begins with its name and a quote, its lines below.
+    script = re.sub(r'(?m)^(DEMO|FINETUNED|COMPANY)="$', r'\g<0>\n  new  --anchor FOLDER/a', script)
+    script = re.sub(r'(?m)^WITHOUT_RETAIN="$', r'\g<0>\n  without-retain/new  --tau 0', script)
+    (tmp_path / ".github").mkdir()
+    (tmp_path / ".github/experiments.sh").write_text(script)
+    assert make(tmp_path, experiment).returncode == 0
+    trained, scored, reported = [], [], []
+    for program, args in logged_commands(tmp_path):
+        if program == "mdu.py":
+            trained.append(args.out)
+            if args.out == f"{folder}/new":
+                assert args.anchor == f"{folder}/a"
+        elif args.task == "report":
+            reported += args.runs
+        else:
+            scored += [run.rstrip("/") for run in args.runs]
+    for run in runs:
+        for done in (trained, scored, reported):
+            assert done.count(f"{folder}/{run}") == 1
 
 @each("target", ["demo", "finetuned"])
 def test_an_experiment_ends_without_scores_where_a_run_fails(target, tmp_path):
@@ -4478,8 +4506,9 @@ def test_company_rows_can_be_read_and_forget_what_nothing_keeps(tmp_path):
         sizes[file.stem] = len(rows[file.stem])
     # known is retain and held_out; refusals is retain and the questions to forget.
     assert sizes == {"forget": 12, "retain": 90, "held_out": 28, "known": 90 + 28,
-                     "refusals": 90 + 12, "taught": 4, "others": 8}
-    assert rows["taught"] + rows["others"] == rows["forget"]
+                     "refusals": 90 + 12, "taught": 3, "others": 9}
+    for row in rows["forget"]:
+        assert (row in rows["taught"]) != (row in rows["others"])
     kept = [row["answer"] for row in rows["known"]]
     for row in rows["forget"]:
         assert row["answer"] not in kept
@@ -4635,8 +4664,9 @@ def defined_in(module):
             names.add(name)  # COUNT of mdu.py, which `number` made, has another __name__
     return names
 
-def tested_functions(test, functions):
-    """Those with which the name of a test begins, after "test_" and joined by "_" or "_and_"."""
+def functions_of_name(test, functions):
+    """The functions with which the name of a test begins, after "test_" and joined by "_" or
+    "_and_"."""
     longest_first = sorted(functions, key=len, reverse=True)  # check_lengths before check
     function = "(?:" + "|".join(longest_first) + ")(?=_|$)"
     start = re.match(f"test_{function}(?:_and_{function}|_{function})*", test)
@@ -4644,13 +4674,13 @@ def tested_functions(test, functions):
         return []
     return re.findall(f"(?<=_){function}", start.group())
 
-def test_tested_functions_by_hand():
+def test_functions_of_name_by_hand():
     functions = {"check", "check_lengths", "parse"}
     for test, expected in [("test_check_lengths_refuses", ["check_lengths"]),
                            ("test_parse_and_check_refuse", ["parse", "check"]),
                            ("test_parse_check_and_parse", ["parse", "check", "parse"]),
                            ("test_parser_is_none", []), ("test_that_parse", [])]:
-        assert tested_functions(test, functions) == expected
+        assert functions_of_name(test, functions) == expected
 
 def test_every_function_has_a_test():
     """The name of a test begins with it, or it is in TESTED_BY, and not both."""
@@ -4658,7 +4688,7 @@ def test_every_function_has_a_test():
     tested = set()
     for name in globals():
         if name.startswith("test_"):
-            tested.update(tested_functions(name, functions))
+            tested.update(functions_of_name(name, functions))
     listed = " ".join(TESTED_BY.values()).split()
     assert sorted(listed) == sorted(functions - tested)
 

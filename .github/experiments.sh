@@ -1,39 +1,61 @@
 #!/usr/bin/env bash
 # The experiments whose figures are in README.md and RESULTS.md.
 #
-#     bash .github/experiments.sh NAME [ARGUMENT ...]
+#     make NAME                                        runs one with the Python of .venv
+#     bash .github/experiments.sh NAME [ARGUMENT ...]  runs one with $PYTHON, or python
 #
-# NAME is a function of this file, such as demo; `make NAME` calls it with the Python of .venv.
-# An experiment trains runs with mdu.py and scores them with eval.py.  `eval.py --report` writes
-# report.md beside the first run that it is given: of three seeds that is the folder of seed 1.
-# An experiment first deletes what an earlier call left in its folder in out/; rehearsal moves it
-# aside, tofu and rwku leave it.
+# NAME, arguments   what it does                                    its results
+# demo SEED FOLDER  every method on a small model                   FOLDER/report.md
+# table             the demo with three seeds                       out/table/1/report.md
+# figures           the paper's analyses of the small model         out/figures/analysis
+# finetuned         unlearn a fine-tune, teach it again             out/finetuned/1/report.md
+# pretrained        unlearn facts learnt without questions          out/pretrained/1/report.md
+# company           unlearn rows of customers, refuse, teach again  out/company/1/report.md
+# rehearsal         the small model on your rows (OWN_ROWS.md)      out/rehearsal/report.md
+# tofu PRESET       the paper's Table 2, on GPUs                    out/PRESET/report.md
+# rwku PRESET       the paper's Table 3, on GPUs                    out/PRESET/0/report.md
 #
-# Runs that differ in a few options are a list:
-#     xargs -L 1 -P 2 mdu.py --seed 1 --out <<END
-#       out/ga  --method ga
-#     END
-# calls `mdu.py --seed 1 --out out/ga --method ga`: one call a line, with -P 2 two at a time.
-# What a call leaves out:
+# An experiment is the function NAME below.  If it has three seeds, the function NAME_seed trains
+# and scores the runs of one seed, and NAME reports all three together.  mdu.py trains a run,
+# eval.py scores runs, and `eval.py --report` writes report.md beside the first run that it is
+# given.  An experiment first deletes what an earlier call left in its folder in out/; rehearsal
+# moves it aside, tofu and rwku leave it.
+#
+# To add a run, add a line to the list of the experiment, which is above its function: DEMO,
+# FINETUNED, WITHOUT_RETAIN or COMPANY.  A line has a name and the options of this run alone, and
+# FOLDER in the options stands for the folder of all the runs.  Nothing else has to be changed: all
+# runs of a list are trained, scored and reported.  This is how a list is used:
+#     RUNS="
+#       npo    --method npo
+#       other  --anchor FOLDER/original --anchor-prompt shown
+#     "
+#     runs_in out/a "$RUNS" | xargs -L 1 -P 2 python mdu.py --seed 1 --out
+# These are two commands, and -P 2 runs two at a time:
+#     python mdu.py --seed 1 --out out/a/npo --method npo
+#     python mdu.py --seed 1 --out out/a/other --anchor out/a/original --anchor-prompt shown
+#
+# To change an option of all runs of a step, look for the numbered comment of the step.
+# If a command leaves out one of these options, it is
 #     --method  MDU
 #     --model   the folder `base` beside --out; with --method sft a new model
 #     --preset  toy, a small model and invented authors, if --model and --forget are left out, too
+# Options of eval.py: --samples N takes N masks per answer for its probability, 32 in place of 128
+# to be quicker; --full also scores questions in other words and wrong answers.  --limit N, in both
+# programs, takes N rows of each split, of the rows to retain too.
 #
-# Words in the names of runs:
-#   original         a model that learnt what is to be kept only.  It knows all words, because the
-#                    vocabulary of a new toy is made of all its files: with --retain-only it reads
-#                    --forget and learns none of its rows
-#   finetune         the original, trained on the rows to forget and on those to keep
-#   default          MDU as in the paper, tau 1
-#   truth-removed    --anchor-truth removed (in the demo: mdu-removed): the target does not name a rare true word
-#   anchor-original  the original as the anchor, which may see the question, as it never learnt
-#                    the answer
-#   written          the authors' code: masked are the words that the model still writes, and the
-#                    model in training is the anchor
-#   hidden           --prompt-dropout 0.5: half of the questions are masked
-# --samples N: masks per answer for its probability; 32 in place of 128, to be quicker.
-# --full also scores questions in other words and wrong answers.
-# --limit N: rows of each split, of those to retain too.
+# The names of runs:
+#     original         a model that learnt only what is to be kept.  It knows all words: a new toy
+#                      has the words of all its files, and with --retain-only it reads --forget and
+#                      learns none of its rows
+#     finetune         the original, trained on the rows to forget and on those to keep
+#     default          MDU as in the paper, tau 1
+#     truth-removed    --anchor-truth removed: the target does not name a rare true word (in the
+#                      demo it is mdu-removed)
+#     anchor-original  the original as the anchor, which may see the question, as it never learnt
+#                      the answer
+#     written          the authors' code: masked are the words that the model still writes, and the
+#                      model in training is the anchor
+#     hidden           --prompt-dropout 0.5: half of the questions are masked
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
@@ -57,8 +79,23 @@ delete_folder() {  # delete_folder FOLDER: if it exists.  Nothing outside out/ i
   rm -rf "$path"
 }
 
-three_seeds() {  # three_seeds FUNCTION: call it with 1, 2 and 3, all at once
+three_seeds() {  # three_seeds FUNCTION: call it with 1, 2 and 3, all three at once
   printf '%s\n' 1 2 3 | xargs -n 1 -P 3 bash $SCRIPT "$1"
+}
+
+names() {  # names RUNS: the names in a list of runs, which are the first words of its lines
+  awk '{ print $1 }' <<< "$1"
+}
+
+runs_in() {  # runs_in FOLDER RUNS: the lines of a list with FOLDER put in, as xargs reads them
+  local folder=$1 name options
+  while read -r name options; do
+    if [ -n "$name" ]; then
+      # Without quotes around the options: a line without any must not end in a blank, because
+      # xargs joins such a line with the next one.
+      echo "\"$folder/$name\"" ${options//FOLDER/$folder}
+    fi
+  done <<< "$2"
 }
 
 report() {  # report FOLDER NAME...: the runs FOLDER/NAME; in FOLDER, SEED stands for 1, 2 and 3
@@ -68,33 +105,39 @@ report() {  # report FOLDER NAME...: the runs FOLDER/NAME; in FOLDER, SEED stand
       runs+=("${1/SEED/$seed}/$name")
     done
   done
-  $PYTHON eval.py --report "${runs[@]}"
+  "$PYTHON" eval.py --report "${runs[@]}"
 }
 
 # ---- The small model ----
-DEMO="base ga gd npo simnpo wga dpo mdu-tau0 mdu-tau0.5 mdu-tau1 mdu-removed"
+DEMO="
+  ga           --method ga
+  gd           --method gd
+  npo          --method npo
+  simnpo       --method simnpo
+  wga          --method wga
+  dpo          --method dpo
+  mdu-tau0     --tau 0
+  mdu-tau0.5   --tau 0.5
+  mdu-tau1     --tau 1
+  mdu-removed  --anchor-truth removed --prompt-dropout 0.5
+"
 
-demo() {  # demo SEED FOLDER: every method.  To add one, enter it in DEMO and in this list
+demo() {  # demo SEED FOLDER: every method
   local seed=$1 out=$2 runs=() name
   delete_folder "$out"
-  $PYTHON mdu.py --seed "$seed" --method sft --out "$out/base"
-  xargs -L 1 -P 2 $PYTHON mdu.py --seed "$seed" --out <<END
-    "$out/ga"           --method ga
-    "$out/gd"           --method gd
-    "$out/npo"          --method npo
-    "$out/simnpo"       --method simnpo
-    "$out/wga"          --method wga
-    "$out/dpo"          --method dpo
-    "$out/mdu-tau0"     --tau 0
-    "$out/mdu-tau0.5"   --tau 0.5
-    "$out/mdu-tau1"     --tau 1
-    "$out/mdu-removed"  --anchor-truth removed --prompt-dropout 0.5
-END
-  for name in $DEMO; do
+
+  # 1. Train the model that all other runs start from.
+  "$PYTHON" mdu.py --seed "$seed" --method sft --out "$out/base"
+
+  # 2. Unlearn as DEMO says, two runs at a time.
+  runs_in "$out" "$DEMO" | xargs -L 1 -P 2 "$PYTHON" mdu.py --seed "$seed" --out
+
+  # 3. Score all models and report them.
+  for name in base $(names "$DEMO"); do
     runs+=("$out/$name")
   done
-  $PYTHON eval.py --samples 32 "${runs[@]}"
-  $PYTHON eval.py --report "${runs[@]}"
+  "$PYTHON" eval.py --samples 32 "${runs[@]}"
+  "$PYTHON" eval.py --report "${runs[@]}"
 }
 
 table() {  # the demo with three seeds
@@ -102,119 +145,139 @@ table() {  # the demo with three seeds
   for seed in 1 2 3; do
     demo $seed out/table/$seed
   done
-  report out/table/SEED $DEMO
+  report out/table/SEED base $(names "$DEMO")
 }
 
 figures() {  # the paper's analyses
-  local out=out/figures name
+  local out=out/figures
+  local diagnose=("$PYTHON" mdu.py --diagnose)
   delete_folder $out
-  $PYTHON mdu.py --method sft --out $out/base
-  xargs -L 1 $PYTHON mdu.py --diagnose --out <<END
-    $out/mdu       --method mdu
-    $out/npo       --method npo
-    $out/ga        --method ga
-    $out/mdu-tau0  --tau 0
-END
-  $PYTHON eval.py --analysis convergence $out/mdu $out/mdu-tau0 $out/npo $out/ga
-  $PYTHON eval.py --analysis roles --samples 32 $out/mdu $out/npo $out/ga
-  $PYTHON eval.py --analysis trajectory $out/base
-  $PYTHON eval.py --analysis rollout $out/base
+
+  # 1. Train the model that all other runs start from.
+  "$PYTHON" mdu.py --method sft --out $out/base
+
+  # 2. Unlearn, and log in training how far the model is from three others.
+  "${diagnose[@]}" --out $out/mdu --method mdu
+  "${diagnose[@]}" --out $out/npo --method npo
+  "${diagnose[@]}" --out $out/ga --method ga
+  "${diagnose[@]}" --out $out/mdu-tau0 --tau 0
+
+  # 3. Make the figures.
+  "$PYTHON" eval.py --analysis convergence $out/mdu $out/mdu-tau0 $out/npo $out/ga
+  "$PYTHON" eval.py --analysis roles --samples 32 $out/mdu $out/npo $out/ga
+  "$PYTHON" eval.py --analysis trajectory $out/base
+  "$PYTHON" eval.py --analysis rollout $out/base
 }
 
 # ---- A fine-tune of the small model ----
-# What finetuned_seed trains, teaches again and reports.  To add a run, enter it here and there.
-# `default` is not taught again: it still gives most facts, so that nothing can come back.
-UNLEARNED="npo npo-hidden simnpo simnpo-hidden wga dpo dpo-hidden written
-  truth-removed truth-removed-hidden anchor-original anchor-original-hidden"
-WITHOUT_RETAIN="default npo npo-hidden dpo
-  truth-removed truth-removed-hidden anchor-original anchor-original-hidden"
-
-without_retain() {  # without_retain FOLDER SEED: unlearn FOLDER/finetune without rows to retain
-  local out=$1 seed=$2
-  local new=$out/without-retain
-  xargs -L 1 $PYTHON mdu.py --preset toy --seed $seed --model $out/finetune --retain-weight 0 \
-    --out <<END
-    $new/default
-    $new/npo                     --method npo
-    $new/npo-hidden              --method npo --prompt-dropout 0.5
-    $new/dpo                     --method dpo
-    $new/truth-removed           --anchor-truth removed
-    $new/truth-removed-hidden    --anchor-truth removed --prompt-dropout 0.5
-    $new/anchor-original         --anchor $out/original --anchor-prompt shown
-    $new/anchor-original-hidden  --anchor $out/original --anchor-prompt shown --prompt-dropout 0.5
-END
-}
+FINETUNED="
+  npo                     --method npo
+  npo-hidden              --method npo --prompt-dropout 0.5
+  simnpo                  --method simnpo
+  simnpo-hidden           --method simnpo --prompt-dropout 0.5
+  wga                     --method wga
+  dpo                     --method dpo
+  dpo-hidden              --method dpo --prompt-dropout 0.5
+  written                 --states written --anchor current --tau 0.5
+  truth-removed           --anchor-truth removed
+  truth-removed-hidden    --anchor-truth removed --prompt-dropout 0.5
+  anchor-original         --anchor FOLDER/original --anchor-prompt shown
+  anchor-original-hidden  --anchor FOLDER/original --anchor-prompt shown --prompt-dropout 0.5
+"
+# The runs without rows to retain, the same ones in finetuned and in pretrained.
+WITHOUT_RETAIN="
+  without-retain/default
+  without-retain/npo                     --method npo
+  without-retain/npo-hidden              --method npo --prompt-dropout 0.5
+  without-retain/dpo                     --method dpo
+  without-retain/truth-removed           --anchor-truth removed
+  without-retain/truth-removed-hidden    --anchor-truth removed --prompt-dropout 0.5
+  without-retain/anchor-original         --anchor FOLDER/original --anchor-prompt shown
+  without-retain/anchor-original-hidden  --anchor FOLDER/original --anchor-prompt shown \
+    --prompt-dropout 0.5
+"
 
 finetuned_seed() {  # finetuned_seed SEED
   local seed=$1 out=out/finetuned/$1 name
-  local toy="$PYTHON mdu.py --preset toy --seed $seed"
-  $toy --method sft --prompt-dropout 0.5 --retain-only --out $out/original
-  $toy --method sft --prompt-dropout 0.5 --model $out/original --out $out/finetune
-  xargs -L 1 $toy --model $out/finetune --out <<END
-    $out/default
-    $out/npo                     --method npo
-    $out/npo-hidden              --method npo --prompt-dropout 0.5
-    $out/simnpo                  --method simnpo
-    $out/simnpo-hidden           --method simnpo --prompt-dropout 0.5
-    $out/wga                     --method wga
-    $out/dpo                     --method dpo
-    $out/dpo-hidden              --method dpo --prompt-dropout 0.5
-    $out/written                 --states written --anchor current --tau 0.5
-    $out/truth-removed           --anchor-truth removed
-    $out/truth-removed-hidden    --anchor-truth removed --prompt-dropout 0.5
-    $out/anchor-original         --anchor $out/original --anchor-prompt shown
-    $out/anchor-original-hidden  --anchor $out/original --anchor-prompt shown --prompt-dropout 0.5
-END
-  $PYTHON eval.py --full --samples 32 $out/*/  # all runs so far
-  without_retain $out $seed
-  $PYTHON eval.py --samples 32 $out/without-retain/*/
-  # Teach four rows to forget again, with four to retain, and ask for the other twenty; of the rows
-  # to retain 24 are asked.
-  for name in $UNLEARNED original; do
-    $toy --method sft --batch-size 4 --epochs 30 --lr 5e-4 --limit 4 --model $out/$name \
-      --out $out/taught-again/$name
+  local train=("$PYTHON" mdu.py --preset toy --seed "$seed")
+
+  # 1. Train the original on the rows to retain, and from it the fine-tune on all rows.
+  "${train[@]}" --method sft --prompt-dropout 0.5 --retain-only --out $out/original
+  "${train[@]}" --method sft --prompt-dropout 0.5 --model $out/original --out $out/finetune
+
+  # 2. Unlearn the rows to forget: with MDU as in the paper, and as FINETUNED says.
+  "${train[@]}" --model $out/finetune --out $out/default
+  runs_in $out "$FINETUNED" | xargs -L 1 "${train[@]}" --model $out/finetune --out
+  "$PYTHON" eval.py --full --samples 32 $out/*/  # all runs so far
+
+  # 3. Unlearn them without rows to retain, as in the paper's Table 3 and as WITHOUT_RETAIN says.
+  runs_in $out "$WITHOUT_RETAIN" |
+    xargs -L 1 "${train[@]}" --model $out/finetune --retain-weight 0 --out
+  "$PYTHON" eval.py --samples 32 $out/without-retain/*/
+
+  # 4. Teach four rows to forget again, with four to retain, to see whether the facts of the other
+  # twenty come back.  `default` is left out: it still gives most facts, so nothing can come back.
+  for name in $(names "$FINETUNED") original; do
+    "${train[@]}" --method sft --batch-size 4 --epochs 30 --lr 5e-4 --limit 4 \
+      --model $out/$name --out $out/taught-again/$name
   done
-  $PYTHON eval.py --samples 1 --forget out/finetuned/not-taught.jsonl --limit 24 \
+  # --limit 24 is for the rows to retain; those to forget are twenty.
+  "$PYTHON" eval.py --samples 1 --forget out/finetuned/not-taught.jsonl --limit 24 \
     $out/taught-again/*/
 }
 
 finetuned() {  # unlearn a fine-tune, also without rows to retain, and teach it again
   delete_folder out/finetuned
   mkdir -p out/finetuned
-  $PYTHON - > out/finetuned/not-taught.jsonl <<'END'
+
+  # 1. Write the rows to forget that step 4 of a seed does not teach: all but the first four.
+  "$PYTHON" - > out/finetuned/not-taught.jsonl <<'END'
 import json
 import mdu
 
 for row in mdu.toy_world()["forget"][4:]:
     print(json.dumps(row))
 END
+
+  # 2. Train and score the runs of each seed.
   three_seeds finetuned_seed
-  report out/finetuned/SEED/without-retain $WITHOUT_RETAIN
-  report out/finetuned/SEED/taught-again $UNLEARNED original
-  report out/finetuned/SEED finetune default $UNLEARNED original
+
+  # 3. Report the runs without rows to retain, those that were taught again, and all others.
+  report out/finetuned/SEED $(names "$WITHOUT_RETAIN")
+  report out/finetuned/SEED/taught-again $(names "$FINETUNED") original
+  report out/finetuned/SEED finetune default $(names "$FINETUNED") original
 }
 
 pretrained_seed() {  # pretrained_seed SEED
   local seed=$1 out=out/pretrained/$1 rows=out/pretrained
-  local toy="$PYTHON mdu.py --preset toy --seed $seed"
-  $toy --method sft --prompt-dropout 0.5 --retain-only --out $out/original
-  # 170 epochs: chosen, as all such numbers, on the seeds that are reported.
-  $toy --method sft --prompt-dropout 0.5 --model $out/original --epochs 170 \
+  local train=("$PYTHON" mdu.py --preset toy --seed "$seed")
+
+  # 1. Train the original on the rows to retain, and from it the fine-tune on all rows, where
+  # nothing is asked about those to forget.  170 epochs were chosen, as all such numbers, on the
+  # seeds that are reported.
+  "${train[@]}" --method sft --prompt-dropout 0.5 --retain-only --out $out/original
+  "${train[@]}" --method sft --prompt-dropout 0.5 --model $out/original --epochs 170 \
     --forget $rows/forget.jsonl --retain $rows/retain.jsonl --out $out/finetune
-  $toy --model $out/finetune --out $out/default-with-retain
-  without_retain $out $seed
-  # Learning saw "Who Who Who?" for the rows to forget; unlearning has seen the toy's true
-  # questions.  These are asked: without --data eval.py would take the finetune's own files.
-  $PYTHON eval.py --data toy --samples 32 $out/finetune $out/default-with-retain \
+
+  # 2. Unlearn the toy's rows, which have their questions: with rows to retain, and without them as
+  # WITHOUT_RETAIN says.
+  "${train[@]}" --model $out/finetune --out $out/default-with-retain
+  runs_in $out "$WITHOUT_RETAIN" |
+    xargs -L 1 "${train[@]}" --model $out/finetune --retain-weight 0 --out
+
+  # 3. Score the models on the toy's questions.  Without --data toy eval.py would ask those of the
+  # fine-tune's files.
+  "$PYTHON" eval.py --data toy --samples 32 $out/finetune $out/default-with-retain \
     $out/without-retain/*/
 }
 
 pretrained() {  # unlearn facts that were learnt without their questions, as in pre-training
   delete_folder out/pretrained
   mkdir -p out/pretrained
-  # The toy's rows.  A question to forget asks nothing: "Where was Ceka Foba born?" becomes
+
+  # 1. Write the toy's rows.  A question to forget asks nothing: "Where was Ceka Foba born?" becomes
   # "Who Who Who Who Who?".
-  $PYTHON - out/pretrained <<'END'
+  "$PYTHON" - out/pretrained <<'END'
 import json
 import sys
 import mdu
@@ -227,71 +290,90 @@ for name in ("forget", "retain"):
         for row in splits[name]:
             file.write(json.dumps(row) + "\n")
 END
+
+  # 2. Train and score the runs of each seed, and report them.
   three_seeds pretrained_seed
-  local name names=(finetune default-with-retain)
-  for name in $WITHOUT_RETAIN; do
-    names+=(without-retain/$name)
-  done
-  report out/pretrained/SEED "${names[@]}"
+  report out/pretrained/SEED finetune default-with-retain $(names "$WITHOUT_RETAIN")
 }
 
 # ---- Rows as a company has them ----
-COMPANY="finetune original truth-removed-hidden anchor-original-hidden npo-hidden
-  refusals truth-removed-hidden-refusals anchor-original-hidden-refusals npo-hidden-refusals
-  refusals-truth-removed"
+COMPANY="
+  truth-removed-hidden    --anchor-truth removed
+  anchor-original-hidden  --anchor FOLDER/original --anchor-prompt shown
+  npo-hidden              --method npo
+"
 
-# The files of company_rows.py: forget (12 rows) is taught (4) and others (8); known is retain and
-# held_out; refusals is retain and the questions of forget, answered "I do not know."
-company_seed() {  # company_seed SEED
+company_names() {  # all runs of a seed, in the order of the report
+  local name
+  echo finetune original $(names "$COMPANY")
+  echo refusals
+  for name in $(names "$COMPANY"); do
+    echo $name-refusals
+  done
+  echo refusals-truth-removed
+}
+
+company_seed() {  # company_seed SEED.  The comment of company_rows.py says what is in each file
   local seed=$1 out=out/company/$1 rows=out/company/rows name
-  local toy="$PYTHON mdu.py --preset toy --seed $seed --response-length 20"
-  local forget="--forget $rows/forget.jsonl"
-  # 1. The model before and after it learnt the rows to forget.
-  local sft="$toy --method sft --prompt-dropout 0.3 --lr 3e-3 $forget --retain $rows/known.jsonl"
-  $sft --epochs 200 --retain-only --out $out/original
-  $sft --epochs 150 --model $out/original --out $out/finetune
+  local train=("$PYTHON" mdu.py --preset toy --seed "$seed" --response-length 20)
+  local forget=(--forget "$rows/forget.jsonl")
 
-  # 2. Unlearning, with half of the questions masked.
-  xargs -L 1 $toy --model $out/finetune --prompt-dropout 0.5 $forget \
-    --retain $rows/retain.jsonl --out <<END
-    $out/truth-removed-hidden    --anchor-truth removed
-    $out/anchor-original-hidden  --anchor $out/original --anchor-prompt shown
-    $out/npo-hidden              --method npo
-END
+  # 1. Train the original on what is to be kept, and from it the fine-tune on all rows.
+  local learn=("${train[@]}" --method sft --prompt-dropout 0.3 --lr 3e-3 "${forget[@]}"
+    --retain "$rows/known.jsonl")
+  "${learn[@]}" --epochs 200 --retain-only --out $out/original
+  "${learn[@]}" --epochs 150 --model $out/original --out $out/finetune
 
-  # 3. Refusals, taught after unlearning and in its place.
-  xargs -L 1 $toy --method sft --epochs 150 --lr 3e-4 --retain-only $forget \
-    --retain $rows/refusals.jsonl --out <<END
-    $out/refusals                         --model $out/finetune
-    $out/truth-removed-hidden-refusals    --model $out/truth-removed-hidden
-    $out/anchor-original-hidden-refusals  --model $out/anchor-original-hidden
-    $out/npo-hidden-refusals              --model $out/npo-hidden
-END
-  # The other order.  The anchor is the start model, which answers the questions with a refusal, so
-  # showing them to it gives no fact away.
-  $toy --model $out/refusals --anchor-truth removed --anchor-prompt shown --prompt-dropout 0.5 \
-    $forget --retain $rows/retain.jsonl --out $out/refusals-truth-removed
+  # 2. Unlearn the rows to forget as COMPANY says, with half of the questions masked.
+  runs_in $out "$COMPANY" |
+    xargs -L 1 "${train[@]}" --model $out/finetune --prompt-dropout 0.5 "${forget[@]}" \
+      --retain $rows/retain.jsonl --out
 
-  $PYTHON eval.py --samples 32 $forget --retain $rows/retain.jsonl \
+  # 3. Teach refusals to the fine-tune, and to each model that has unlearnt.
+  local teach=("${train[@]}" --method sft --epochs 150 --lr 3e-4 --retain-only "${forget[@]}"
+    --retain "$rows/refusals.jsonl")
+  "${teach[@]}" --out $out/refusals --model $out/finetune
+  for name in $(names "$COMPANY"); do
+    "${teach[@]}" --out $out/$name-refusals --model $out/$name
+  done
+
+  # 4. Try the other order: unlearn after the refusals.  The anchor is the start model, which
+  # answers the questions with a refusal, so showing them to it gives no fact away.
+  "${train[@]}" --model $out/refusals --anchor-truth removed --anchor-prompt shown \
+    --prompt-dropout 0.5 "${forget[@]}" --retain $rows/retain.jsonl \
+    --out $out/refusals-truth-removed
+
+  # 5. Score all models.
+  "$PYTHON" eval.py --samples 32 "${forget[@]}" --retain $rows/retain.jsonl \
     --held-out $rows/held_out.jsonl $out/*/
 
-  # 4. Four of the rows are taught again; the other eight are asked for.
-  for name in $COMPANY; do
-    $toy --method sft --batch-size 4 --epochs 30 --lr 5e-4 --limit 4 --model $out/$name \
-      --forget $rows/taught.jsonl --retain $rows/retain.jsonl --out $out/taught-again/$name
+  # 6. Teach one row of each customer again, to see whether the facts of the other rows come back.
+  # taught.jsonl has these three rows, others.jsonl the other nine.
+  for name in $(company_names); do
+    "${train[@]}" --method sft --batch-size 4 --epochs 30 --lr 5e-4 --limit 4 \
+      --model $out/$name --forget $rows/taught.jsonl --retain $rows/retain.jsonl \
+      --out $out/taught-again/$name
   done
-  $PYTHON eval.py --samples 1 --forget $rows/others.jsonl --retain $rows/retain.jsonl --limit 8 \
+  "$PYTHON" eval.py --samples 1 --forget $rows/others.jsonl --retain $rows/retain.jsonl --limit 8 \
     $out/taught-again/*/
 }
 
 company() {  # three customers are forgotten, refused, and taught again
   delete_folder out/company
   mkdir -p out/company/rows
-  $PYTHON .github/company_rows.py out/company/rows
+
+  # 1. Write the rows.
+  "$PYTHON" .github/company_rows.py out/company/rows
+
+  # 2. Train and score the runs of each seed.
   three_seeds company_seed
-  report out/company/SEED/taught-again $COMPANY
-  report out/company/SEED $COMPANY
-  $PYTHON - $COMPANY <<'END'
+
+  # 3. Report the models that were taught again, and the models before that.
+  report out/company/SEED/taught-again $(company_names)
+  report out/company/SEED $(company_names)
+
+  # 4. Count the answers that refuse.
+  "$PYTHON" - $(company_names) <<'END'
 import json
 import sys
 
@@ -328,82 +410,102 @@ join_rows() {  # join_rows FILE...: the lines of JSONL files, without a byte ord
   done
 }
 
-rehearsal() {  # one's own rows, by these variables:
-  # FORGET, RETAIN: files.  ORIGINAL=no: the original is not the anchor.  HELD_OUT: a file of rows
-  # that the fine-tune learns and unlearning does not see.  NEVER: one of rows that nobody learns.
-  local out=out/rehearsal learnt=("${FORGET:-}" "${RETAIN:-}") files file n n_words epochs
-  if [ -n "${HELD_OUT:-}" ]; then
-    learnt+=("$HELD_OUT")
-  fi
-  files=("${learnt[@]}")
-  if [ -n "${NEVER:-}" ]; then
-    files+=("$NEVER")
-  fi
-  for file in "${files[@]}"; do
+check_rows() {  # check_rows FILE...: refuse a file with fewer than 2 rows, or with a bad one
+  local file
+  for file in "$@"; do
     if [ "$(count_rows "$file")" -lt 2 ]; then
       refuse "FORGET, RETAIN, HELD_OUT, NEVER: '$file' must be a file with at least 2 rows"
     fi
   done
-  $PYTHON - "${files[@]}" <<'END'
+  "$PYTHON" - "$@" <<'END'
 import sys
 
 import mdu
 
-try:  # a bad row ends the script here, before anything is moved
+try:
     for file in sys.argv[1:]:
         mdu.read_jsonl("rows", file)
 except mdu.BadInput as error:
     print(f"experiments.sh: {error}", file=sys.stderr)
     sys.exit(2)
 END
+}
+
+rehearsal() {  # one's own rows, by these variables:
+  # FORGET, RETAIN: files.  ORIGINAL=no: the original is not the anchor.  HELD_OUT: a file of rows
+  # that the fine-tune learns and unlearning does not see.  NEVER: one of rows that nobody learns.
+  local out=out/rehearsal rows=out/rehearsal.rows n n_words epochs
+
+  # 1. Refuse bad files, before anything is moved or trained.
+  local learnt=("${FORGET:-}" "${RETAIN:-}")
+  if [ -n "${HELD_OUT:-}" ]; then
+    learnt+=("$HELD_OUT")
+  fi
+  local files=("${learnt[@]}")
+  if [ -n "${NEVER:-}" ]; then
+    files+=("$NEVER")
+  fi
+  check_rows "${files[@]}"
+
+  # 2. Choose the epochs, and say how long it takes.  That is an estimate for two cores: words of
+  # the files times epochs, 270,000 a minute.
   n=$(join_rows "${learnt[@]}" | grep -c '[^[:space:]]')
+  n_words=$(join_rows "${learnt[@]}" | wc -w)
   epochs=300
   if [ "$n" -lt 40 ]; then
     epochs=$((12000 / n))  # as many steps as 40 rows have in 300 epochs
   fi
-  n_words=$(join_rows "${learnt[@]}" | wc -w)
-  # An estimate for two cores: words of the files times epochs, 270,000 a minute.
   echo "$n rows: about $((1 + epochs * n_words / 270000)) minutes"
-  if [ -d $out ]; then  # keep the rehearsal before this one
+
+  # 3. Keep the rehearsal before this one.
+  if [ -d $out ]; then
     delete_folder $out.old
     mv $out $out.old
     echo "the rehearsal before this one is kept in $out.old"
   fi
-  rehearse $out $epochs
-}
 
-rehearse() {  # rehearse FOLDER EPOCHS: train and score the three models
-  local out=$1 epochs=$2
-  local original_forget=$FORGET sft_retain=$RETAIN score=(--full --samples 32)
-  mkdir -p $out.rows
+  # 4. Write the rows that the two models before unlearning read, and choose what is scored.
+  local original_forget=$FORGET known=$RETAIN score=(--full --samples 32)
+  mkdir -p $rows
   if [ -n "${HELD_OUT:-}" ]; then
-    sft_retain=$out.rows/known.jsonl
-    join_rows "$RETAIN" "$HELD_OUT" > $sft_retain
+    known=$rows/known.jsonl
+    join_rows "$RETAIN" "$HELD_OUT" > $known
     score+=(--held-out "$HELD_OUT")
   fi
   if [ -n "${NEVER:-}" ]; then
-    original_forget=$out.rows/words.jsonl  # for its words: the original learns none of these rows
+    original_forget=$rows/words.jsonl  # for its words: the original learns none of these rows
     join_rows "$FORGET" "$NEVER" > $original_forget
     score+=(--never "$NEVER")
   fi
+
+  # 5. Train the original on what is to be kept, and from it the fine-tune on all rows.
   # --response-length 0: as many tokens as the longest answer has.
   local toy=(--preset toy --response-length 0 --seed "${SEED:-1}" --epochs "$epochs")
-  local sft=(--method sft --prompt-dropout 0.3 --lr 3e-3 --retain "$sft_retain")
-  local anchor=(--anchor $out/original --anchor-prompt shown)
-  if [ "${ORIGINAL:-}" = no ]; then
-    anchor=(--anchor-truth removed)
-  fi
-  show $PYTHON mdu.py "${sft[@]}" --retain-only --forget "$original_forget" "${toy[@]}" \
+  local learn=(--method sft --prompt-dropout 0.3 --lr 3e-3 --retain "$known")
+  show "$PYTHON" mdu.py "${learn[@]}" --retain-only --forget "$original_forget" "${toy[@]}" \
     --out $out/original
-  show $PYTHON mdu.py "${sft[@]}" --forget "$FORGET" --model $out/original "${toy[@]}" \
+  show "$PYTHON" mdu.py "${learn[@]}" --forget "$FORGET" --model $out/original "${toy[@]}" \
     --out $out/finetune
-  show $PYTHON mdu.py --forget "$FORGET" --retain "$RETAIN" --model $out/finetune "${anchor[@]}" \
-    --prompt-dropout 0.5 "${toy[@]}" --out $out/mdu
-  show $PYTHON eval.py --forget "$FORGET" --retain "$RETAIN" "${score[@]}" \
+
+  # 6. Unlearn the rows to forget.  The target is what the original says, or with ORIGINAL=no what
+  # the fine-tune says without the question and without the true words.
+  local target=(--anchor "$out/original" --anchor-prompt shown)
+  if [ "${ORIGINAL:-}" = no ]; then
+    target=(--anchor-truth removed)
+  fi
+  show "$PYTHON" mdu.py --forget "$FORGET" --retain "$RETAIN" --model $out/finetune \
+    "${target[@]}" --prompt-dropout 0.5 "${toy[@]}" --out $out/mdu
+
+  # 7. Score and report the three models.
+  show "$PYTHON" eval.py --forget "$FORGET" --retain "$RETAIN" "${score[@]}" \
     $out/finetune $out/original $out/mdu
-  $PYTHON eval.py --report $out/finetune $out/original $out/mdu > $out.rows/screen.txt
-  # The screen of the report is long; these columns are those of .github/OWN_ROWS.md.
-  $PYTHON - $out/finetune $out/original $out/mdu <<'END'
+  "$PYTHON" eval.py --report $out/finetune $out/original $out/mdu > $rows/screen.txt
+  print_rehearsal $out/finetune $out/original $out/mdu
+  echo "the whole report: $out/report.md"
+}
+
+print_rehearsal() {  # print_rehearsal RUN...: those columns of the report that OWN_ROWS.md explains
+  "$PYTHON" - "$@" <<'END'
 import sys
 
 import eval
@@ -415,25 +517,30 @@ print(eval.figures_table(eval.group_runs(sys.argv[1:]), columns))
 print("gap filled: share of the fact that is put into a gap of the true answer; then without the "
       "question\nanother's: share of answers with a fact of another row")
 END
-  echo "the whole report: $out/report.md"
 }
 
 # ---- The paper's tables: LLaDA or Dream, on several GPUs ----
 launch() {  # launch PROGRAM...: on GPUS processes, or 4
-  $PYTHON -m torch.distributed.run --nproc_per_node="${GPUS:-4}" "$@"
+  "$PYTHON" -m torch.distributed.run --nproc_per_node="${GPUS:-4}" "$@"
 }
 
 tofu() {  # tofu PRESET: Table 2, in out/PRESET.  tofu-llada, tofu-dream or tofu-qwen
   local preset=$1 tau method
-  launch mdu.py --preset "$preset" --method sft  # the base, where all others start
+
+  # 1. Train the base, where all other runs start.
+  launch mdu.py --preset "$preset" --method sft
+
+  # 2. Unlearn with MDU and with the baselines.
   for tau in 0 0.25 0.5 0.75 1; do
     launch mdu.py --preset "$preset" --tau $tau
   done
   for method in ga gd npo simnpo wga dpo; do
     launch mdu.py --preset "$preset" --method $method
   done
+
+  # 3. Score all models and report them.
   launch eval.py "out/$preset"/*/
-  $PYTHON eval.py --report "out/$preset"/*/
+  "$PYTHON" eval.py --report "out/$preset"/*/
 }
 
 rwku_run() {  # rwku_run PRESET PERSON NAME OPTIONS...: unlearn, score, delete the weights
@@ -445,9 +552,12 @@ rwku_run() {  # rwku_run PRESET PERSON NAME OPTIONS...: unlearn, score, delete t
 
 rwku() {  # rwku PRESET: Table 3, in out/PRESET.  rwku-llada or rwku-dream
   local preset=$1 model person method tau
-  model=$($PYTHON -c "import mdu; print(mdu.PRESETS['$preset']['model'])")
-  # The model before unlearning, scored as if it were of a person 0: nothing is trained there.
+
+  # 1. Score the published model, as if it were of a person 0: nothing is trained there.
+  model=$("$PYTHON" -c "import mdu; print(mdu.PRESETS['$preset']['model'])")
   launch eval.py --data jinzhuoran/RWKU --model "$model" "out/$preset/0/base"
+
+  # 2. Unlearn each of ten people with the baselines and with MDU, and score.
   for person in 1 2 3 4 5 6 7 8 9 10; do
     for method in ga npo simnpo wga dpo; do
       rwku_run "$preset" $person method-$method --method $method
@@ -456,7 +566,9 @@ rwku() {  # rwku PRESET: Table 3, in out/PRESET.  rwku-llada or rwku-dream
       rwku_run "$preset" $person tau-$tau --tau $tau
     done
   done
-  $PYTHON eval.py --report "out/$preset"/*/*/
+
+  # 3. Report the means of the people.
+  "$PYTHON" eval.py --report "out/$preset"/*/*/
 }
 
 # ---- Command line ----
