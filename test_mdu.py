@@ -2754,6 +2754,25 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
         "toy's options": "--preset toy --model m --forget {X}",
         "person": "--preset rwku-llada --data {rwku} --subject 2 --limit 1"}
 
+def origin_of(split, rows):
+    """Where the rows of a split are from, or whom they are about: "ten" are the first ten people of
+    RWKU.  And how many there are (about each person)."""
+    people = list(dict.fromkeys(row.get("subject") for row in rows))
+    n = len(rows) // len(people)
+    if people == PEOPLE[:10]:
+        return "ten", n
+    if people != [None]:
+        [person] = people
+        return person, n
+    question = rows[0]["question"]
+    first_word = question.split()[0]
+    if first_word == "Q":
+        assert ev.TOFU_CONFIGS[split] in question
+        return "tofu", n
+    if first_word in ("X", "Y"):  # the files below
+        return first_word, n
+    return "toy", n
+
 @each("run, typed, expected", [
     ("toy", "--limit 2", [("toy", 2)] * 4),
     ("toy", "--forget {X}", [("X", 4), ("toy", 136), ("toy", 22), ("toy", 22)]),
@@ -2769,24 +2788,14 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
     ("person", "--data toy --limit 1", [("toy", 1)] * 4),
     ("person", "--data {rwku} --limit 1", [("ten", 1)] * 8)])
 def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
-    """From where, or about whom, the rows of each split are, and how many (about each person)."""
+    """expected: of each split (origin_of)."""
     places = {"tofu": tofu, "rwku": rwku}
     for name in "XY":
         rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(4)]
         places[name] = write_lines(tmp_path / name, rows)
-    found = []
     args, source = typed_and_run(typed.format(**places), RUNS[run].format(**places))
-    for name, rows in ev.find_splits(ev.find_settings(args, source.options)).items():
-        people = list(dict.fromkeys(row.get("subject") for row in rows))
-        question = rows[0]["question"]
-        source = {"Q": "tofu", "X": "X", "Y": "Y"}.get(question.split()[0], "toy")
-        if people == PEOPLE[:10]:
-            source = "ten"
-        elif people != [None]:
-            source, = people
-        elif source == "tofu":
-            assert ev.TOFU_CONFIGS[name] in question
-        found.append((source, len(rows) // len(people)))
+    splits = ev.find_splits(ev.find_settings(args, source.options))
+    found = [origin_of(split, rows) for split, rows in splits.items()]
     assert found == expected
 
 @pytest.fixture
@@ -2833,6 +2842,7 @@ def test_find_splits_reads_another_benchmark(
 
 # ---- One run ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --steps 4".split()
+WITHOUT_FULL = FLAGS[1:]
 
 @pytest.fixture(scope="session")
 def scored(base, tmp_path_factory):
@@ -3195,7 +3205,7 @@ def test_knows_rows_to_forget_says_whether_there_is_gen_ppl(name, knows, base, c
         theta0 = os.path.abspath(name)
     assert ev.find_source(name, ev.parse([name])).theta0 == theta0
     assert ev.knows_rows_to_forget(theta0) == knows
-    ev.main([name, *FLAGS[1:]])
+    ev.main([name, *WITHOUT_FULL])
     screen = capsys.readouterr().out
     was_deleted = theta0 == "/gone"
     assert ("gen. ppl |" in screen) == (knows and not was_deleted)
@@ -3283,7 +3293,7 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
     theta0, tokenizer = mdu.load_backbone(str(base))
     answers = [(" .", [5]), ("a b", [6, 7]), ("c", [8, 0, 9])]  # texts, token ids
     monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
-    ev.main([str(run), *FLAGS[1:]])  # without --full
+    ev.main([str(run), *WITHOUT_FULL])
     records = ev.read_records(run, "forget")
     assert records[0]["generative_perplexity"] is None  # its answer has no word
     for i in (1, 2):
@@ -3296,7 +3306,7 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
 
 def test_evaluate_without_full_scores_no_wrong_answers(unlearned, tmp_path):
     run = shutil.copytree(unlearned, tmp_path / "run")
-    ev.main([str(run), *FLAGS[1:]])
+    ev.main([str(run), *WITHOUT_FULL])
     assert "truth_ratio" not in ev.read_summary(run)["splits"]["forget"]
 
 def test_summarise_run_has_forget_quality_by_the_retain_run(scored_copy, scored, tmp_path, capsys):
