@@ -2157,9 +2157,9 @@ def full_disk(base, unlearned, tmp_path_factory):
 
 @pytest.fixture
 def broken_run(full_disk, tmp_path):
-    """A copy of the broken run."""
+    """A copy of the broken run, beside its base model."""
     folder, _ = full_disk
-    return shutil.copytree(folder / "broken", tmp_path / "run")
+    return shutil.copytree(folder / "broken", folder / tmp_path.name)
 
 def test_save_checkpoint_on_a_full_disk_ends_in_one_line(full_disk):
     folder, err = full_disk
