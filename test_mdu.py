@@ -2198,7 +2198,7 @@ def test_train_missing_base_trains_none_for_a_run_to_resume(full_disk, broken_ru
     with unchanged(broken_run):
         err = program(["--resume", broken_run], capsys)
     (folder / "moved").rename(folder / "base")
-    assert f"{folder}/base: " in err
+    assert f"{folder}/base: no folder" in err
 
 def test_main_says_that_a_run_to_resume_is_finished(unlearned, capsys):
     """Before it loads a model."""
