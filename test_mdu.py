@@ -4461,9 +4461,9 @@ def logged_commands(folder):
     lines = (folder / "log").read_text().splitlines()
     return [parse_command(line.split()) for line in lines]
 
-@each("target", ["demo", "table", "finetuned", "pretrained", "company", "rehearsal",
-                 "rehearsal ORIGINAL=no", "figures", "tofu PRESET=tofu-dream",
-                 "rwku PRESET=rwku-llada"])
+@each("target", ["demo", "table", "finetuned", "pretrained", "company", "real",
+                 "real MODEL=m TOFU=t", "rehearsal", "rehearsal ORIGINAL=no", "figures",
+                 "tofu PRESET=tofu-dream", "rwku PRESET=rwku-llada"])
 def test_make_trains_what_it_scores_and_scores_what_it_reports(target, tmp_path):
     done = make(tmp_path, *target.split())
     assert done.returncode == 0, done.stderr
@@ -4493,12 +4493,14 @@ def test_make_trains_what_it_scores_and_scores_what_it_reports(target, tmp_path)
 @each("experiment, folder, runs", [
     ("demo", "out/demo", ["new"]),
     ("finetuned", "out/finetuned/2", ["new", "without-retain/new", "taught-again/new"]),
-    ("company", "out/company/2", ["new", "new-refusals", "taught-again/new"])])
+    ("company", "out/company/2", ["new", "new-refusals", "taught-again/new"]),
+    ("real", "out/real", ["new", "taught-again/new"])])
 def test_a_new_line_of_a_list_is_trained_scored_and_reported(experiment, folder, runs, tmp_path):
     """Once each.  FOLDER in a line stands for the folder of the runs."""
     script = (PROJECT / ".github/experiments.sh").read_text()
     # A list begins with its name and a quote, its lines below.
-    script = re.sub(r'(?m)^(DEMO|FINETUNED|COMPANY)="$', r'\g<0>\n  new  --anchor FOLDER/a', script)
+    script = re.sub(r'(?m)^(DEMO|FINETUNED|COMPANY|REAL)="$',
+                    r'\g<0>\n  new  --anchor FOLDER/a', script)
     script = re.sub(r'(?m)^WITHOUT_RETAIN="$', r'\g<0>\n  without-retain/new  --tau 0', script)
     (tmp_path / ".github").mkdir()
     (tmp_path / ".github/experiments.sh").write_text(script)
