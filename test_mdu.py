@@ -2724,7 +2724,7 @@ def test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left(unlearned,
         table = read_table("\n".join(line for line in lines if line.startswith("|")))
         assert table["loss left ↓"] == (f"{100 * left:.0f}%",)
         assert list(table)[1:3] == ["loss left ↓", "Forget rL ↓"]  # the run's are the first ones
-    assert "belongs to the split to its left or, if none is, to the whole run." in lines
+    assert "to the split to its left or, if none is, to the whole run." in "\n".join(lines)
     assert ev.read_summary(run)["run"] == {"forget_loss_left": left}
 
 def test_evaluate_and_report_say_that_a_figure_is_over_some_rows(base, tmp_path, capsys):
