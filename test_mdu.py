@@ -86,7 +86,7 @@ TESTED_BY = {  # {test: what it tests, too}
     "test_evaluate_on_two_processes_equals_one": "gather",
     "test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left": "print_scores",
     "test_knows_rows_to_forget_says_whether_there_is_gen_ppl": "can_judge",
-    "test_score_answers_and_model_utility_equal_tofus_own_code": "answer_texts Answers",
+    "test_score_answers_and_model_utility_equal_tofus_own_code": "find_answers Answers",
     "test_compare_wrong_answers_by_hand": "bounded_exp",
     "test_scores_of_one_answer_by_hand": "score_probes score_triviaqa em_f1",
     "test_summarise_by_hand": "Metric mean_over_people",
@@ -2724,7 +2724,8 @@ def test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left(unlearned,
         table = read_table("\n".join(line for line in lines if line.startswith("|")))
         assert table["loss left ↓"] == (f"{100 * left:.0f}%",)
         assert list(table)[1:3] == ["loss left ↓", "Forget rL ↓"]  # the run's are the first ones
-    assert "to the split to its left or, if none is, to the whole run." in "\n".join(lines)
+    legend = "to the split to its left or, if there is none, to the whole run."
+    assert legend in " ".join(lines)
     assert ev.read_summary(run)["run"] == {"forget_loss_left": left}
 
 def test_evaluate_and_report_say_that_a_figure_is_over_some_rows(base, tmp_path, capsys):
@@ -2827,8 +2828,9 @@ def test_prepare_and_with_other_wordings_ask_in_other_words(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     ev.prepare(*typed_and_run("", f"{run} --limit 2"))
     assert "--limit 2 scores the first 2" in capsys.readouterr().out
-    ev.prepare(*typed_and_run("--data toy", f"{run} --limit 2"))  # other rows than the run's
-    assert capsys.readouterr().out == ""
+    for typed in ("--data toy", f"--forget {tmp_path / 'rows'}"):  # none of the run's own rows
+        ev.prepare(*typed_and_run(typed, f"{run} --limit 2"))
+        assert capsys.readouterr().out == ""
 
 def test_warn_of_other_rows_names_files_that_have_changed(tmp_path, capsys):
     rows = [{"question": f"Q{i}?", "answer": f"A{i}."} for i in range(3)]
