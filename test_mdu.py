@@ -65,7 +65,7 @@ TESTED_BY = {  # {test: what it tests, too}
         add_run_options""",
     "test_find_source_of_a_run_as_model_has_the_response_length_of_the_run": "own_response_length",
     "test_add_anothers_by_hand": "spaced_words gives_anothers",
-    "test_gap_of_by_hand": "find_words token_spans",
+    "test_gap_of_by_hand": "find_words token_spans find_fact",
     "test_encode_prompt_encode_text_and_encode_row_keep_control_tokens_text": "Example",
     "test_load_backbone_equals_transformers_own_class": """
         MaskPredictor Backbone llada_config native_config load_weights""",
@@ -84,10 +84,10 @@ TESTED_BY = {  # {test: what it tests, too}
     "test_evaluate_on_two_processes_equals_one": "gather",
     "test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left": "print_scores",
     "test_knows_rows_to_forget_says_whether_there_is_gen_ppl": "can_judge",
-    "test_score_answers_and_model_utility_equal_tofus_own_code": "answer_texts",
+    "test_score_answers_and_model_utility_equal_tofus_own_code": "find_answers Answers",
     "test_compare_wrong_answers_by_hand": "bounded_exp",
     "test_scores_of_one_answer_by_hand": "score_probes score_triviaqa em_f1",
-    "test_summarise_by_hand": "Metric",
+    "test_summarise_by_hand": "Metric mean_over_people",
     "test_splits_have_titles_of_their_own": "Split",
     "test_find_source_is_the_model_that_is_given": "Source",
     "test_find_splits": "find_settings tofu_rows rwku_rows limit_rows",
@@ -101,8 +101,8 @@ TESTED_BY = {  # {test: what it tests, too}
         write_report_md""",
     "test_draw_methods_has_a_line_per_method_and_a_circle_per_run": """
         find_panels draw_runs set_scale""",
-    "test_analysis_roles_equals_a_slow_loop": "anchor_kl",
-    "test_analysis_trajectory_by_hand": "trajectories"}
+    "test_analysis_roles_equals_a_slow_loop": "anchor_kl mean_kl_by_role Study",
+    "test_analysis_trajectory_by_hand": "trajectories Trajectory"}
 
 # ======== Shared ========
 # ---- Programs, files, tensors ----
@@ -2715,8 +2715,9 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     ("forget_level2", {}, "Osei\nPetra", dict(generation="Osei", rougeL_recall=0.5)),
     ("forget_level2", {}, "\nPetra",
      dict(generation="NOANSWER", words=0, empty=1, rougeL_recall=0)),  # as in RWKU's code
-    ("utility_factuality", dict(answers=["band", "beatles"]), "The\nBeatles! ", dict(em=1, f1=1)),
-    ("utility_factuality", dict(answers=["y"]), "", dict(em=0, f1=0)),
+    ("utility_factuality", dict(answers=["band", "beatles"]), "The\nBeatles! ",
+     dict(em=1, f1=1, words=2, empty=0)),
+    ("utility_factuality", dict(answers=["y"]), "", dict(em=0, f1=0, words=0, empty=1)),
     ("utility_factuality", dict(answers=["A"]), "the", dict(em=1, f1=1)),
     ("utility_factuality", dict(answers=["Kinks", "Beatles", "Rolling Stones"]),
      "a band, the Beatles", dict(em=0, f1=2 / 3)),
@@ -2865,7 +2866,7 @@ def another_benchmark(monkeypatch):
         return {"choose": rows, "say": rows}
 
     choose = ev.Split(20, "Choose", False, ["mc1"], ev.score_truthfulqa)
-    say = ev.Split(21, "Say", True, ["prob"], score_answers)
+    say = ev.Split(21, "Say", True, ["prob", "commas"], score_answers)
     monkeypatch.setitem(ev.SPLITS, "choose", choose)
     monkeypatch.setitem(ev.SPLITS, "say", say)
     monkeypatch.setattr(ev, "tofu_rows", quiz_rows)
@@ -2886,7 +2887,9 @@ def test_find_splits_reads_another_benchmark(
         assert all(field in record for record in records)
     assert [record["commas"] for record in ev.read_records(run, "say")] == [1, 2]
     screen = capsys.readouterr().out
-    assert list(read_table(screen.split("\n\n")[-2])) == ["Method", "Choose MC1 ↑", "Say p ↓"]
+    header = list(read_table(screen.split("\n\n")[-2]))
+    assert header == ["Method", "Choose MC1 ↑", "Say p ↓", "commas"]
+    assert "p: probability" in screen and "commas:" not in screen  # which has no meaning to tell
     text = (tmp_path / "report.md").read_text()
     assert read_tables(text)["Say"]["commas"] == ("1.5",)
     assert "## Answers: Say\n\n### 0. Who?" in text
@@ -3001,8 +3004,13 @@ def test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left(unlearned,
     assert 0.5 < left < 1  # after two epochs
     for argv in ([f"{run}", "--samples", "1", "--limit", "1"], ["--report", f"{run}"]):
         ev.main(argv)
-        table = table_on_screen(capsys.readouterr().out)
+        screen = capsys.readouterr().out
+        table = table_on_screen(screen)
         assert table["loss left ↓"] == (f"{100 * left:.0f}%",)
+        assert list(table)[1:3] == ["loss left ↓", "Forget rL ↓"]  # the run's are the first ones
+    # The legend is the report's, the last one.
+    legend = "to the split to its left or, if there is none, to the whole run."
+    assert legend in " ".join(screen.split())
     assert ev.read_summary(run)["run"] == {"forget_loss_left": left}
 
 @pytest.fixture
@@ -3134,10 +3142,13 @@ def test_prepare_and_with_other_wordings_ask_in_other_words(reworded_rows, capsy
     assert splits == {"forget": asked, "forget_rephrased": reworded}
     assert capsys.readouterr().out == ""
 
-def test_prepare_says_that_the_run_was_trained_on_fewer_rows(reworded_rows, capsys):
+def test_prepare_says_that_the_run_was_trained_on_fewer_rows(reworded_rows, tmp_path, capsys):
     _, run = reworded_rows
     ev.prepare(*typed_and_run("", run))
     assert "--limit 2 scores the first 2" in capsys.readouterr().out
+    for typed in ("--data toy", f"--forget {tmp_path / 'rows'}"):  # none of the run's own rows
+        ev.prepare(*typed_and_run(typed, run))
+        assert capsys.readouterr().out == ""
 
 @pytest.fixture
 def said_of_files(tmp_path, capsys):
@@ -3276,7 +3287,14 @@ def test_check_lengths_refuses_texts_that_the_model_cannot_read(base):
     for changes in (dict(answer=too_long), dict(paraphrased_answer=too_long),
                     dict(choices=[too_long]), dict(perturbed_answer=[too_long])):
         with pytest.raises(mdu.BadInput, match="too many"):
-            ev.check_lengths("run", model, tokenizer, [{**row, **changes}], 1)
+            ev.check_lengths("run", model, tokenizer, [{**row, **changes}], 1, full=True)
+
+def test_check_lengths_refuses_no_text_that_is_not_scored(base):
+    """A paraphrase and wrong answers are scored with --full only."""
+    model, tokenizer = mdu.load_backbone(str(base))
+    long = "is " * 2048
+    row = dict(question="Who?", answer="is", perturbed_answer=[long], paraphrased_answer=long)
+    ev.check_lengths("run", model, tokenizer, [row], 1)
 
 def test_check_lengths_warns_of_true_answers_that_are_cut(base, capsys):
     """Of 1, 3 and 5 tokens, where 3 are written."""
