@@ -50,11 +50,11 @@ TESTED_BY = {  # {test: what it tests, too}
     "test_draw_step_takes_every_row_once_in_a_pass_in_an_order_of_seed_and_split": "rng_for",
     "test_draw_example_pads_answers_to_random_lengths_but_not_to_forget": "Draw",
     "test_backward_equals_one_sequence_at_a_time": """
-        mask_prompt collate make_batch Batch forget_batch predict_anchor batch_nll rows_per_step
-        without_adapters merged_weights""",
+        mask_prompt collate make_batch Batch forget_batch batch_nll without_adapters
+        rows_per_step""",
     "test_backward_is_tried_with_every_method": "Method",
     "test_train_equals_a_plain_loop_with_clipping_and_adamw": "new_optimizer",
-    "test_train_on_two_processes_equals_one_also_killed_and_resumed": "join_processes gathered",
+    "test_train_on_two_processes_equals_one": "join_processes gathered",
     "test_main_lets_one_program_at_a_time_into_a_folder": "require_new",
     "test_find_tokens_of_each_family": "print0",
     "test_load_references_loads_no_model_in_vain": "References",
@@ -68,7 +68,7 @@ TESTED_BY = {  # {test: what it tests, too}
     "test_find_source_of_a_run_as_model_has_the_response_length_of_the_run":
         "response_length_of_run",
     "test_add_anothers_by_hand": "spaced_words gives_anothers",
-    "test_gap_of_by_hand": "find_words token_spans",
+    "test_gap_of_by_hand": "find_words token_spans find_fact",
     "test_encode_prompt_encode_text_and_encode_row_keep_control_tokens_text": "Example",
     "test_load_backbone_equals_transformers_own_class": """
         MaskPredictor Backbone llada_config native_config load_weights
@@ -78,9 +78,8 @@ TESTED_BY = {  # {test: what it tests, too}
     "test_run_folder_has_a_run_json_that_says_what_it_was_made_with": "read_run write_run",
     "test_save_checkpoint_and_load_checkpoint_after_a_full_disk": "append_metrics hash_rows",
     "test_toy_world_has_five_wrong_answers_to_each_question": "toy_row known_facts",
-    "test_bad_input": """
-        BadInput require Parser number check check_anchor check_row read_json read_config
-        check_config check_loaded utf8_text""",
+    "test_parse_check_and_check_anchor_refuse_options": "BadInput require Parser number",
+    "test_load_backbone_and_read_config_refuse_a_model": "check_config check_loaded",
     # eval.py
     "test_masked_batches_have_few_enough_sequences_and_logits": "Job",
     "test_evaluate_equals_one_row_at_a_time": """
@@ -89,26 +88,25 @@ TESTED_BY = {  # {test: what it tests, too}
     "test_evaluate_on_two_processes_equals_one": "gather",
     "test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left": "print_scores",
     "test_knows_rows_to_forget_says_whether_there_is_gen_ppl": "can_judge",
-    "test_score_answers_and_model_utility_equal_tofus_own_code": "answer_texts",
+    "test_score_answers_and_model_utility_equal_tofus_own_code": "find_answers Answers",
     "test_compare_wrong_answers_by_hand": "bounded_exp",
     "test_scores_of_one_answer_by_hand": "score_probes score_triviaqa em_f1",
-    "test_summarise_by_hand": "Metric",
+    "test_summarise_by_hand": "Metric mean_over_people",
     "test_splits_have_titles_of_their_own": "Split",
     "test_find_source_is_the_model_that_is_given": "Source",
     "test_find_splits": "find_settings tofu_rows rwku_rows limit_rows",
     "test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone": "trainings_of",
     "test_publish_and_read_summary_have_null_for_nan": "to_json without_nan",
     "test_ask_prints_what_each_run_answers": "one_line",
-    "test_group_runs_refuses_unlike_runs": """
+    "test_group_runs_refuses_unlike_runs_of_one_name": """
         must_agree require_same_training require_same_people""",
     "test_report_has_every_method_averaged_over_runs_of_one_folder_name": """
         count_rows values_of average_with_spread cell main_figures figures_table
         write_report_md""",
     "test_draw_methods_has_a_line_per_method_and_a_circle_per_run": """
         find_panels draw_runs set_scale""",
-    "test_analysis_convergence_draws_the_kls_that_were_logged": "draw_panels",
-    "test_analysis_roles_equals_a_slow_loop": "anchor_kl",
-    "test_analysis_trajectory_and_analysis_rollout_by_hand": "trajectories"}
+    "test_analysis_roles_equals_a_slow_loop": "anchor_kl mean_kl_by_role Study",
+    "test_analysis_trajectory_by_hand": "trajectories Trajectory"}
 
 # ======== Shared ========
 # ---- Programs, files, tensors ----
@@ -434,13 +432,19 @@ def slow_row_loss(args, row, model, theta0, anchor):
 
 def slow_step(args, model, theta0, anchor, forget, retain):
     """-> means of the forget and the retain losses (Algorithm 1)."""
-    forget_losses = [slow_row_loss(args, row, model, theta0, anchor) for row in forget]
-    retain_losses = [f64(0).sum()]
-    if retain:
-        retain_losses = [slow_row_sft(model, row) for row in retain]
-    if args.method in ("mdu", "simnpo"):  # whose forget losses are means over tokens
-        retain_losses = [nll / own_length(row) for nll, row in zip(retain_losses, retain)]
-    return torch.stack(forget_losses).mean(), torch.stack(retain_losses).mean()
+    forget_losses = []
+    for row in forget:
+        forget_losses.append(slow_row_loss(args, row, model, theta0, anchor))
+    forget_loss = torch.stack(forget_losses).mean()
+    if not retain:
+        return forget_loss, torch.zeros(())
+    retain_losses = []
+    for row in retain:
+        nll = slow_row_sft(model, row)
+        if args.method in ("mdu", "simnpo"):  # whose forget losses are means over tokens
+            nll = nll / own_length(row)
+        retain_losses.append(nll)
+    return forget_loss, torch.stack(retain_losses).mean()
 
 @torch.no_grad()
 def slow_eq7(model, prompt, answer, masks):
@@ -984,7 +988,7 @@ METHODS = {  # {method: options to try it with}
             "--anchor-truth removed --anchor MODEL --anchor-prompt shown --lora 3"],
     "ga": [""], "gd": [""], "npo": ["", "--lora 2"], "simnpo": [""], "wga": ["--gamma 0.5"],
     "dpo": ["", "--lora 4"], "sft": [""]}
-TRIED = []
+TRIED = []  # the command lines of this table
 for name, tries in METHODS.items():
     TRIED += [f"--method {name} {typed}".strip() for typed in tries]
 
@@ -1001,51 +1005,114 @@ def merged_lm(plain, adapted):
         tensors[f"{layer}weight"] = tensors[f"{layer}weight"] + 8 / len(A) * B @ A
     return SimpleNamespace(lm=partial(torch.func.functional_call, plain.lm, tensors))
 
-@each("typed", TRIED)
-def test_backward_equals_one_sequence_at_a_time(typed):
-    """No gradient reaches theta0 or the anchor.  Adapters are saved as merged."""
+def trained_weights(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+def step_to_try(typed):
+    """What backward gets in a step with these options, and the models of the slow loop, which
+    compute the same: slow_model (theta), slow_theta0 and slow_anchor.
+
+    With LoRA, theta0 is theta with its adapters off.  The slow loop has the weights from before the
+    adapters were added as theta0, and these weights with the adapters merged into them as theta.
+    """
+    # 1. The options.
     args = options(f"{typed} --batch-size 3 --grad-accum 4 --response-length 9")
-    args.retain_weight = 0.7 * (args.retain_weight or 0)
+    if args.retain_weight:
+        args.retain_weight = 0.7
+
+    # 2. Theta and theta0.  Noise on what is trained: else LoRA's B would be 0, and theta theta0.
     likely = range(64)
     if args.states == "written":
-        likely = range(6, 14)  # words of the answers and others
-    model, frozen, third = [tiny_llama(seed, likely) for seed in range(3)]
-    split = "train" if args.method == "sft" else "forget"
-    forget, retain = mdu.draw_step(args, make_examples(), split, 3, model)
-    forget, retain = forget[:10], retain[:10]  # 10 of a step's 12 rows: the last micro-batch has 1
-    assert any(row.t <= row.uniform.min() for row in forget)
-    if retain:
-        assert any(len(row.answer) > own_length(row) for row in retain)  # with end padding
-    theta0 = frozen
+        likely = range(6, 14)  # the words of the answers and a few others
+    model = tiny_llama(0, likely)
+    theta0 = slow_theta0 = tiny_llama(1, likely)
+    original = tiny_llama(2, likely)  # of --anchor MODEL
     if args.lora:
-        frozen = tiny_llama(0, likely)
+        slow_theta0 = tiny_llama(0, likely)
         mdu.add_adapters(model, args.lora, seed=5)
         model.double().train().lm.activation_checkpointing_enable()
         theta0 = mdu.without_adapters(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for p in trained:
+    for p in trained_weights(model):
         p.data += 0.1 * torch.randn_like(p)
-    slow_model = merged_lm(frozen, model) if args.lora else model
-    if args.states == "written":
-        sizes = [len(slow_masked(row, "mdu", "written", slow_model)) for row in forget]
-        assert min(sizes) == 0 and max(sizes) > 1
-    anchor, slow_anchor = {"current": (model, slow_model), "MODEL": (third, third)}.get(
-        args.anchor, (theta0, frozen))
-    references = mdu.References(theta0, anchor, WORDS)
-    totals = mdu.backward(args, model, references, forget, retain)
-    expected = slow_step(args, slow_model, frozen, slow_anchor, forget, retain)
-    expected = [10 / 12 * loss for loss in expected]
-    assert totals == approx([loss.item() for loss in expected], rel=1e-5)
-    grads = torch.autograd.grad(expected[0] + args.retain_weight * expected[1], trained)
-    for p, grad in zip(trained, grads):
+    slow_model = model
+    if args.lora:
+        slow_model = merged_lm(slow_theta0, model)
+
+    # 3. The anchor.
+    anchor = theta0
+    slow_anchor = slow_theta0
+    if args.anchor == "current":
+        anchor = model
+        slow_anchor = slow_model
+    elif args.anchor == "MODEL":
+        anchor = slow_anchor = original
+
+    # 4. Ten rows of a step of 3 x 4: micro-batches of 3, 3, 3 and 1.
+    split = "train" if args.method == "sft" else "forget"
+    forget, retain = mdu.draw_step(args, make_examples(), split, 3, model)
+    return SimpleNamespace(
+        args=args, model=model, references=mdu.References(theta0, anchor, WORDS),
+        forget=forget[:10], retain=retain[:10], original=original, slow_model=slow_model,
+        slow_theta0=slow_theta0, slow_anchor=slow_anchor)
+
+@each("typed", TRIED)
+def test_backward_equals_one_sequence_at_a_time(typed):
+    """The losses that it returns, and the gradients."""
+    step = step_to_try(typed)
+    losses = mdu.backward(step.args, step.model, step.references, step.forget, step.retain)
+    forget_loss, retain_loss = slow_step(
+        step.args, step.slow_model, step.slow_theta0, step.slow_anchor, step.forget, step.retain)
+    share = 10 / 12  # a step divides by its 12 rows, though it has ten here
+    assert losses == approx([share * forget_loss.item(), share * retain_loss.item()], rel=1e-5)
+    total = share * forget_loss
+    if step.retain:
+        total = total + share * 0.7 * retain_loss
+    trained = trained_weights(step.model)
+    grads = torch.autograd.grad(total, trained)
+    for p, grad in zip(trained, grads, strict=True):
         assert grad.any()
         assert_close(p.grad, grad, 1e-9)
-    assert all(p.grad is None for p in [*frozen.parameters(), *third.parameters()])
-    anchored = mdu.predict_anchor(model, mdu.make_batch(model, forget), 0, "masked")
-    assert not anchored.requires_grad  # nothing of it is kept in memory for a backward pass
+
+@each("typed", TRIED)
+def test_backward_is_tried_with_rows_that_are_easy_to_get_wrong(typed):
+    step = step_to_try(typed)
+    # A row of which t masks no token.
+    assert any(row.t <= row.uniform.min() for row in step.forget)
+    # With --states written: a row of which the model writes no token, one of which it writes two.
+    if step.args.states == "written":
+        sizes = []
+        for row in step.forget:
+            sizes.append(len(slow_masked(row, "mdu", "written", step.slow_model)))
+        assert min(sizes) == 0
+        assert max(sizes) > 1
+    # A row to retain with end padding.
+    if step.retain:
+        assert any(len(row.answer) > own_length(row) for row in step.retain)
+
+@each("typed", TRIED)
+def test_backward_leaves_no_gradient_in_theta0_and_the_anchor(typed):
+    step = step_to_try(typed)
+    mdu.backward(step.args, step.model, step.references, step.forget, step.retain)
+    for p in [*step.slow_theta0.parameters(), *step.original.parameters()]:
+        assert p.requires_grad  # so it would have a gradient
+        assert p.grad is None
+
+@each("lora", ["", "--lora 3"])
+def test_predict_anchor_keeps_nothing_in_memory_for_a_backward_pass(lora):
+    """Also where the anchor is the model in training."""
+    step = step_to_try(f"--method mdu {lora}")
+    batch = mdu.make_batch(step.model, step.forget)
+    anchor_logits = mdu.predict_anchor(step.model, batch, step.model.mask_id, "masked")
+    assert not anchor_logits.requires_grad
+
+@each("lora", ["", "--lora 2", "--lora 3", "--lora 4"])
+def test_merged_weights_compute_what_weights_with_adapters_do(lora):
+    """In a model without adapters, as a run is saved."""
+    step = step_to_try(f"--method npo {lora}")
+    merged = dict(mdu.merged_weights(step.model.lm))
     ids = torch.arange(2, 12)[None]
-    saved = torch.func.functional_call(frozen.lm, dict(mdu.merged_weights(model.lm)), ids)
-    assert_close(saved.logits, slow_model.lm(ids).logits, 1e-5)
+    logits = torch.func.functional_call(step.slow_theta0.lm, merged, ids).logits
+    assert_close(logits, step.slow_model.lm(ids).logits, 1e-5)  # A and B are merged in float32
 
 @pytest.fixture
 def another_loss(monkeypatch):
@@ -1094,36 +1161,49 @@ def test_forget_loss_refuses_a_method_that_has_no_loss(base, tmp_path, monkeypat
 @each("typed", ["npo --retain-weight 0.5", "mdu --tau 0.5 --retain-weight 2",
                 "wga --gamma 0.5 --retain-weight 0"])
 def test_train_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_path, monkeypatch):
+    """Three steps, in float64: the lines of metrics.jsonl, and the weights at the end."""
     load_backbone = mdu.load_backbone
 
     def load_float64(*args):
         model, tokenizer = load_backbone(*args)
         return model.double(), tokenizer
     monkeypatch.setattr(mdu, "load_backbone", load_float64)
-    argv = toy(base, tmp_path / "run", f"--method {typed} --epochs 1 --lr 0.01")
+    run = tmp_path / "run"
+    argv = toy(base, run, f"--method {typed} --epochs 1 --lr 0.01")
     mdu.main(argv)
+    lines = metrics(run)
+
     args = options("", *argv)
     model, tokenizer = load_float64(str(base))
-    frozen, _ = load_float64(str(base))
+    theta0, _ = load_float64(str(base))
     examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
-    moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()}
+    parameters = list(model.parameters())
+    means = [torch.zeros_like(p) for p in parameters]
+    squares = [torch.zeros_like(p) for p in parameters]
     norms = []
-    for step, lr in enumerate([0.01, 0.01, 0.005], 1):  # one step of warm-up, then half a cosine
+    # 24 rows in batches of 8: one step of warm-up, then half a cosine over two steps.
+    for step, lr in enumerate([0.01, 0.01, 0.005], 1):
         rows = mdu.draw_step(args, examples, "forget", step - 1, model)
-        forget, retain = slow_step(args, model, frozen, frozen, *rows)
-        grads = torch.autograd.grad(forget + args.retain_weight * retain, list(moments))
-        norms.append(torch.cat([grad.flatten() for grad in grads]).norm().item())
-        for (p, (m, v)), grad in zip(moments.items(), grads):
-            grad = grad / max(1, norms[-1])
+        forget_loss, retain_loss = slow_step(args, model, theta0, theta0, *rows)
+        grads = torch.autograd.grad(forget_loss + args.retain_weight * retain_loss, parameters)
+        norm = torch.cat([grad.flatten() for grad in grads]).norm().item()
+        norms.append(norm)
+        for p, m, v, grad in zip(parameters, means, squares, grads):
+            grad = grad / max(1, norm)  # clipped to norm 1
             m.copy_(0.9 * m + 0.1 * grad)
             v.copy_(0.999 * v + 0.001 * grad ** 2)
-            p.data -= lr * m / (1 - 0.9 ** step) / ((v / (1 - 0.999 ** step)).sqrt() + 1e-8)
-        line, = [line for line in metrics(tmp_path / "run") if line["step"] == step]
+            unbiased_m = m / (1 - 0.9 ** step)
+            unbiased_v = v / (1 - 0.999 ** step)
+            p.data -= lr * unbiased_m / (unbiased_v.sqrt() + 1e-8)
+        line = lines[step - 1]
+        assert line["step"] == step
         found = [line["lr"], line["grad_norm"], line["forget"], line.get("retain", 0)]
-        assert found == approx([lr, norms[-1], forget.item(), retain.item()], rel=1e-5)
-    assert max(norms) > 1.5  # so that clipping to 1 is seen
+        assert found == approx([lr, norm, forget_loss.item(), retain_loss.item()], rel=1e-5)
+    assert len(lines) == 3
+    assert max(norms) > 1.5  # else clipping would not be seen
+    saved = weights(run)
     for name, x in model.lm.state_dict().items():
-        assert_close(weights(tmp_path / "run")[name], x.float(), 1e-5)
+        assert_close(saved[name], x.float(), 1e-5)
 
 def no_gradient(args, model, *_):
     for p in model.parameters():
@@ -1131,15 +1211,21 @@ def no_gradient(args, model, *_):
     return [0.0, 0.0]
 
 @each("effect, code, message", [
-    (KeyboardInterrupt, 130, ""),
+    (KeyboardInterrupt, 130, ""),  # its line is on stdout
     (torch.OutOfMemoryError, 2, "out of GPU memory: lower --batch-size, add --lora"),
     (mdu.SafetensorError("I/O error: no space"), 2, "I/O error: no space"),
     ([[math.nan, 0.0]], 2, "step 1: loss nan"), ([[0.0, math.inf]], 2, "retain loss inf"),
     (no_gradient, 2, "norm nan")])
 def test_train_ends_in_one_line(effect, code, message, base, tmp_path, monkeypatch, capsys):
+    """effect: what backward raises, or the losses that it returns, or what is called in its
+    place."""
     monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=effect))
     err = program(toy(base, tmp_path / "run"), capsys, code=code)
-    assert message in err and (err == "") == (code == 130)  # its line is on stdout
+    assert message in err
+    if effect is KeyboardInterrupt:
+        assert err == ""
+    else:
+        assert err != ""
 
 def test_print_start_and_progress_line_of_a_run(base, tmp_path, capsys):
     mdu.main(toy(base, tmp_path / "run", "--method ga --epochs 1 --seed 4"))
@@ -1730,43 +1816,66 @@ def test_fit_to_rows_by_hand(typed, n_rows, length, epochs):
 
 # ---- Backbones ----
 @each("name, revision", [("a/b", None), ("a/b@", None), ("a/b@c1d2", "c1d2")])
-def test_find_model_downloads_no_pickle_and_the_revision_that_is_asked_for(name, revision):
+def test_find_model_downloads_the_revision_that_is_asked_for(name, revision):
     with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
         assert mdu.find_model(name) == Path("there")
-    patterns = download.call_args.kwargs["allow_patterns"]
-    download.assert_called_once_with("a/b", revision=revision, allow_patterns=patterns)
-    wanted = ["model-00001-of-00002.safetensors", "tokenizer.json", "model.safetensors.index.json",
-              "chat_template.jinja", "merges.txt", "adapter_config.json"]
-    for file in [*wanted, "pytorch_model.bin", "x.pt"]:
-        assert any(fnmatch.fnmatch(file, pattern) for pattern in patterns) == (file in wanted)
+    [call] = download.call_args_list
+    assert call.args == ("a/b",)
+    assert call.kwargs.keys() == {"revision", "allow_patterns"}
+    assert call.kwargs["revision"] == revision
 
-def test_load_backbone_equals_transformers_own_class(hub):
-    """A loss and its gradients, in training, where config.json wants dropout, a row at a time.  The
-    padding token is one to read and to predict; Dream's logits are of the position before."""
-    model, pad = hub.model.train(), hub.model.pad_id
-    assert (model.lm.lm_head.weight is model.lm.model.embed_tokens.weight) == hub.tied
-    draws = [mdu.Draw([3, 5], [7, pad, 9, pad, pad], 5, [False] * 5, 0.5,
-                      np.float32([0, 1, 1, 0, 1])),
-             mdu.Draw([4], [6, pad], 2, [False] * 2, 0.8, np.float32([1, 0]))]
-    trained = dict(model.lm.named_parameters())
-    losses = mdu.batch_nll(model, mdu.make_batch(model, draws))
-    grads = torch.autograd.grad(losses.sum(), trained.values())
-    expected = []
+@each("file, wanted", [
+    ("model-00001-of-00002.safetensors", True), ("model.safetensors.index.json", True),
+    ("tokenizer.json", True), ("chat_template.jinja", True), ("merges.txt", True),
+    ("adapter_config.json", True), ("pytorch_model.bin", False), ("x.pt", False)])
+def test_find_model_downloads_no_pickle(file, wanted):
+    with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
+        mdu.find_model("a/b")
+    patterns = download.call_args.kwargs["allow_patterns"]
+    assert any(fnmatch.fnmatch(file, pattern) for pattern in patterns) == wanted
+
+def reference_losses(hub, draws):
+    """L_sft of each Draw by transformers' own class, a row at a time."""
+    losses = []
     for draw in draws:
         masked = slow_masked(draw, "sft")
         noised = list(draw.answer)
         for i in masked:
-            noised[i] = model.mask_id
+            noised[i] = hub.model.mask_id
         logits = hub.reference(torch.tensor([draw.prompt + noised])).logits[0]
-        start = len(draw.prompt) - model.shift
+        # Dream's logits of a token are at the position before it.
+        start = len(draw.prompt)
+        if hub.kind == "Dream":
+            start = start - 1
         nll = [slow_nll(logits[start + i], draw.answer[i]) for i in masked]
-        expected.append(sum(nll) / draw.t)
-    assert_close(losses, torch.stack(expected), 1e-5)
-    slow_grads = torch.autograd.grad(sum(expected), hub.reference.parameters())
+        losses.append(sum(nll) / draw.t)
+    return torch.stack(losses)
+
+def test_load_backbone_equals_transformers_own_class(hub):
+    """Losses and their gradients.  In training: config.json asks for dropout, which is off.  The
+    padding token is among the tokens to read and to predict: its embedding is trained."""
+    model = hub.model.train()
+    pad = model.pad_id
+    draws = [mdu.Draw(prompt=[3, 5], answer=[7, pad, 9, pad, pad], length=5, is_rare=[False] * 5,
+                      t=0.5, uniform=np.float32([0, 1, 1, 0, 1])),  # tokens 0 and 3 are masked
+             mdu.Draw(prompt=[4], answer=[6, pad], length=2, is_rare=[False] * 2,
+                      t=0.8, uniform=np.float32([1, 0]))]  # token 1
+    losses = mdu.batch_nll(model, mdu.make_batch(model, draws))
+    expected = reference_losses(hub, draws)
+    assert_close(losses, expected, 1e-5)
+
+    trained = dict(model.lm.named_parameters())
+    grads = torch.autograd.grad(losses.sum(), trained.values())
+    slow_grads = torch.autograd.grad(expected.sum(), hub.reference.parameters())
     for name, grad, slow_grad in zip(trained, grads, slow_grads, strict=True):
         largest = slow_grad.abs().max().item()
         torch.testing.assert_close(grad, slow_grad, rtol=0, atol=1e-4 * largest, msg=name)
     model.eval()
+
+def test_load_backbone_ties_the_head_to_the_embeddings(hub):
+    """Where config.json says so, and nowhere else."""
+    lm = hub.model.lm
+    assert (lm.lm_head.weight is lm.model.embed_tokens.weight) == hub.tied
 
 def rms_norm(x, weight, eps=1e-6):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
@@ -1774,65 +1883,87 @@ def rms_norm(x, weight, eps=1e-6):
 def rotate(x, theta):
     """RoPE of one head, (T, d): the dimensions j and j + d/2 turn by position * theta^(-2j/d)."""
     T, d = x.shape
-    angle = torch.arange(T)[:, None].double() * theta ** (-2 * torch.arange(d // 2).double() / d)
+    position = torch.arange(T).double()[:, None]  # (T, 1)
+    j = torch.arange(d // 2).double()  # (d/2,)
+    angle = position * theta ** (-2 * j / d)  # (T, d/2)
     first, second = x[:, :d // 2], x[:, d // 2:]
     return torch.cat([first * angle.cos() - second * angle.sin(),
                       second * angle.cos() + first * angle.sin()], 1)
 
+def slow_attention(q, k, v):
+    """(T, 4 x 8), (T, 2 x 8) twice -> (T, 4 x 8): 4 heads of queries with 8 dimensions each; a head
+    of keys and values serves two of them.  Every token sees all others."""
+    q = q.split(8, 1)
+    k = k.split(8, 1)
+    v = v.split(8, 1)
+    heads = []
+    for i in range(4):
+        scores = rotate(q[i], 5e5) @ rotate(k[i // 2], 5e5).T / 8 ** 0.5  # (T, T)
+        heads.append(scores.softmax(-1) @ v[i // 2])
+    return torch.cat(heads, 1)
+
 def slow_illada(folder, ids):
-    """Logits (T, V) of one sequence in float64, from the stored tensors.  Each key and value head
-    serves two heads of queries; every token sees all others; the head is the embeddings."""
+    """Logits (T, V) of one sequence in float64, from the stored tensors.  The head is the
+    embeddings."""
     w = {}
     for name, tensor in weights(folder).items():
-        w[name.removeprefix("model.")] = tensor.double()
-    x = w["embed_tokens.weight"][ids]
-    for layer in range(2):
-        block = {name.removeprefix(f"layers.{layer}."): tensor for name, tensor in w.items()}
-        h = rms_norm(x, block["input_layernorm.weight"])
-        q = (h @ block["self_attn.q_proj.weight"].T).split(8, 1)
-        k = (h @ block["self_attn.k_proj.weight"].T).split(8, 1)
-        v = (h @ block["self_attn.v_proj.weight"].T).split(8, 1)
-        heads = []
-        for i in range(4):
-            scores = rotate(q[i], 5e5) @ rotate(k[i // 2], 5e5).T / 8 ** 0.5
-            heads.append(scores.softmax(-1) @ v[i // 2])
-        x = x + torch.cat(heads, 1) @ block["self_attn.o_proj.weight"].T
-        h = rms_norm(x, block["post_attention_layernorm.weight"])
-        gate = F.silu(h @ block["mlp.gate_proj.weight"].T)
-        x = x + (gate * (h @ block["mlp.up_proj.weight"].T)) @ block["mlp.down_proj.weight"].T
-    return rms_norm(x, w["norm.weight"]) @ w["embed_tokens.weight"].T
+        w[name.removeprefix("model.").removesuffix(".weight")] = tensor.double()
+    x = w["embed_tokens"][ids]
+    for block in ("layers.0", "layers.1"):
+        h = rms_norm(x, w[f"{block}.input_layernorm"])
+        q = h @ w[f"{block}.self_attn.q_proj"].T
+        k = h @ w[f"{block}.self_attn.k_proj"].T
+        v = h @ w[f"{block}.self_attn.v_proj"].T
+        x = x + slow_attention(q, k, v) @ w[f"{block}.self_attn.o_proj"].T
+        h = rms_norm(x, w[f"{block}.post_attention_layernorm"])
+        gate = F.silu(h @ w[f"{block}.mlp.gate_proj"].T)
+        up = h @ w[f"{block}.mlp.up_proj"].T
+        x = x + (gate * up) @ w[f"{block}.mlp.down_proj"].T
+    return rms_norm(x, w["norm"]) @ w["embed_tokens"].T
 
 def assert_equal_illada(folder):
+    """Two rows, the second of which has three tokens and padding behind them."""
     model, _ = mdu.load_backbone(str(folder), torch.float64)
+    assert not model.shift
+    assert not model.by_entropy
     ids = torch.tensor([[3, 258, 256, 7, 258, 257], [4, 258, 5, 256, 256, 256]])
     real = torch.tensor([[True] * 6, [True] * 3 + [False] * 3])
-    assert not model.shift and not model.by_entropy
     with torch.no_grad():
         logits = model(ids, real, real)
-    expected = [slow_illada(folder, row[keep]) for row, keep in zip(ids, real)]
+    expected = [slow_illada(folder, ids[0]), slow_illada(folder, ids[1, :3])]
     assert_close(logits, torch.cat(expected), 1e-4)  # transformers' norms and angles are float32
 
-def test_load_backbone_of_illada_equals_a_slow_forward_pass(tmp_path):
-    """Loaded, saved as it is, trained, scored.  config.json does not say that the head is tied."""
-    write_checkpoint(tmp_path / "illada", "illada", tied=True, tie_word_embeddings=None)
-    assert "lm_head.weight" not in weights(tmp_path / "illada")
-    assert_equal_illada(tmp_path / "illada")
-    model, tokenizer = mdu.load_backbone(str(tmp_path / "illada"))
+@pytest.fixture
+def illada(tmp_path):
+    """A folder of a tied iLLaDA whose config.json does not say that the head is tied."""
+    folder = tmp_path / "illada"
+    write_checkpoint(folder, "illada", tied=True, tie_word_embeddings=None)
+    assert "lm_head.weight" not in weights(folder)
+    return folder
+
+def test_load_backbone_of_illada_equals_a_slow_forward_pass(illada):
+    assert_equal_illada(illada)
+
+def test_save_model_of_illada_equals_a_slow_forward_pass(illada, tmp_path):
+    model, tokenizer = mdu.load_backbone(str(illada))
     (tmp_path / "saved").mkdir()
     mdu.save_model(tmp_path / "saved", model, tokenizer)
-    assert_equal_weights(tmp_path / "saved", tmp_path / "illada")
+    assert_equal_weights(tmp_path / "saved", illada)
     assert_equal_illada(tmp_path / "saved")
-    rows = write_lines(tmp_path / "rows", [{"question": "Who?", "answer": "Ann."}] * 2)
-    retained = write_lines(tmp_path / "retained", [{"question": "Where?", "answer": "Here."}] * 2)
-    files = ["--forget", rows, "--retain", retained]
+
+def test_main_trains_and_scores_an_illada(illada, tmp_path):
+    forget = write_lines(tmp_path / "forget", [{"question": "Who?", "answer": "Ann."}] * 2)
+    retain = write_lines(tmp_path / "retain", [{"question": "Where?", "answer": "Here."}] * 2)
     run = str(tmp_path / "run")
-    mdu.main(["--model", str(tmp_path / "illada"), *files, "--lr", "0.1", "--epochs", "3",
-              "--response-length", "8", "--out", run])
-    assert distance(run, tmp_path / "illada") > 0.1
+    mdu.main(["--model", str(illada), "--forget", forget, "--retain", retain, "--lr", "0.1",
+              "--epochs", "3", "--response-length", "8", "--out", run])
+    assert distance(run, illada) > 0.1
     assert_equal_illada(run)
-    assert read_json(Path(run, "config.json")) == read_json(tmp_path / "illada/config.json")
+    assert read_json(Path(run, "config.json")) == read_json(illada / "config.json")
     ev.main([run, "--samples", "4"])
     assert ev.read_summary(run)["splits"]["forget"]["n"] == 2
+
+def test_parse_takes_an_illada_in_place_of_the_model_of_a_preset():
     typed = "--preset tofu-llada --method sft --model GSAI-ML/iLLaDA-8B-Instruct"
     assert options(typed).model == "GSAI-ML/iLLaDA-8B-Instruct"
 
@@ -1882,32 +2013,37 @@ def test_find_tokens_of_each_family(kind, tokens, tmp_path, capsys):
     mdu.load_backbone(str(tmp_path))
     assert capsys.readouterr().out == f"loaded {tmp_path}: {tokens}\n"
 
-def test_load_backbone_gives_back_the_threads_that_a_toy_does_without(base, monkeypatch):
-    model, tokenizer = mdu.load_backbone(str(base))
+@each("hidden_size, threads", [(128, 5), (64, 1)])
+def test_load_backbone_gives_back_the_threads_that_a_toy_does_without(
+        hidden_size, threads, base, monkeypatch):
+    model, _ = mdu.load_backbone(str(base))
     monkeypatch.setattr(mdu, "THREADS", 5)
     monkeypatch.setattr(mdu, "load_weights", lambda *_: model.lm)
-    for hidden_size, threads in ((128, 5), (64, 1)):
-        model.lm.config.hidden_size = hidden_size
-        mdu.load_backbone(str(base))
-        assert torch.get_num_threads() == threads
+    torch.set_num_threads(3)
+    model.lm.config.hidden_size = hidden_size
+    mdu.load_backbone(str(base))
+    found = torch.get_num_threads()
+    torch.set_num_threads(1)  # as all other tests have it
+    assert found == threads
 
 @each("kind", ["llama", "qwen2", "qwen3"])
 @each("shift", [None, False, True])
 def test_read_shift_is_what_config_json_says(kind, shift, tmp_path):
-    """The output at a token is the prediction of the next one, also of a run's model."""
+    """shift_logits: the output at a token is the prediction of the next one.  Also in a run."""
     reference = write_checkpoint(tmp_path / "start", kind, shift_logits=shift)
     model, tokenizer = mdu.load_backbone(str(tmp_path / "start"))
     (tmp_path / "run").mkdir()
     mdu.save_model(tmp_path / "run", model, tokenizer)
-    ids = torch.tensor([[3, 258, 5, 258]])
+    ids = torch.tensor([[3, 258, 5, 258]])  # masked are 1 and 3
     logits = reference(ids).logits[0]
-    expected = [logits[1], logits[3]]
+    expected = logits[[1, 3]]
     if shift:
-        expected = [logits[0], logits[2]]
+        expected = logits[[0, 2]]
+    everywhere = torch.ones(1, 4).bool()
     for folder in ("start", "run"):
         model, _ = mdu.load_backbone(str(tmp_path / folder))
         assert model.shift == bool(shift)
-        assert_close(model(ids, torch.ones(1, 4).bool(), ids == 258), torch.stack(expected), 1e-5)
+        assert_close(model(ids, everywhere, ids == 258), expected, 1e-5)
 
 @each("kind", ["llama", "qwen2", "a2d-qwen3", "Dream"])
 def test_load_tokenizer_reads_tokenizer_json_as_it_is(kind, tmp_path):
@@ -1927,38 +2063,65 @@ def test_load_tokenizer_reads_tokenizer_json_as_it_is(kind, tmp_path):
 @each("padded", [False, True])
 @each("unpadded", [False, True])
 def test_sees_later_tokens_with_and_without_padding(padded, unpadded):
+    """padded, unpadded: whether the model sees later tokens in rows with and without padding."""
     model = FakeModel()
 
     def half_causal(ids, attention_mask, positions):
-        sees = unpadded if attention_mask.all() else padded
+        sees = padded
+        if attention_mask.all():
+            sees = unpadded
         if not sees:
-            ids = ids * positions
+            ids = ids * positions  # of the other tokens none is left
         return model(ids, attention_mask, positions)
     assert mdu.sees_later_tokens(half_causal) == (padded and unpadded)
 
 # ---- LoRA and processes ----
-def test_add_adapters_and_shard_start_at_zero_and_leave_frozen_weights_whole():
-    plain, model = tiny_llama(0).bfloat16(), tiny_llama(0).bfloat16()
+@pytest.fixture
+def adapted():
+    """A random Llama in bfloat16 with adapters of rank 4, and the trained parameters by name."""
+    model = tiny_llama(0).bfloat16()
     mdu.add_adapters(model, 4, seed=1)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert len(trained) == 28 and {p.dtype for p in trained.values()} == {torch.float32}
+    return model, trained
+
+def test_add_adapters_trains_a_and_b_of_each_linear_map_in_float32(adapted):
+    _, trained = adapted
+    assert len(trained) == 2 * 7 * 2  # layers, linear maps, A and B
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+
+def test_add_adapters_draws_a_from_a_normal_distribution(adapted):
+    """A ~ N(0, 1/in)."""
+    _, trained = adapted
     drawn = []
     for name, p in trained.items():
         if name.endswith(".A"):
-            drawn.append(p.flatten() * p.shape[1] ** 0.5)
+            n_in = p.shape[1]
+            drawn.append(p.flatten() * n_in ** 0.5)
     drawn = torch.cat(drawn)
-    assert abs(drawn.mean()) < 0.1 and abs(drawn.std() - 1) < 0.1  # A ~ N(0, 1/in)
+    assert abs(drawn.mean()) < 0.1
+    assert abs(drawn.std() - 1) < 0.1
+
+def test_add_adapters_changes_nothing_at_first(adapted):
+    model, _ = adapted
+    plain = tiny_llama(0).bfloat16()
     ids = torch.arange(2, 22).view(2, 10)
     everywhere = ids > 0
     assert torch.equal(model(ids, everywhere, everywhere), plain(ids, everywhere, everywhere))
+
+def test_shard_leaves_frozen_weights_whole(adapted):
+    model, trained = adapted
     mdu.shard(model, torch.float32, torch.bfloat16)
     sharded = {name for name, p in model.named_parameters() if isinstance(p, mdu.DTensor)}
     assert sharded == trained.keys()
 
 # ---- The run's folder ----
+# Four steps of 8 rows: 2 x 16 / 8.  A checkpoint is written after each but the last.
 STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 1 --lr 1e-4 --limit 16"
-WRITTEN = f"{STEPS} --tau 0.5 --states written --anchor current --anchor-truth removed"
+WRITTEN_STATES = f"{STEPS} --tau 0.5 --states written --anchor current --anchor-truth removed"
 LORA = f"{STEPS} --anchor {{anchor}} --anchor-prompt shown --lora 2 --dtype bfloat16 --lr 0.005"
+# A program that runs mdu.main with each of the command lines that it is given.  A base model that
+# is missing is trained in a forked process.  In the last one it kills itself when the third
+# checkpoint is written and not yet complete.
 KILLED = """
 import json, os, runpy, signal, sys
 import mdu
@@ -1976,12 +2139,16 @@ mdu.subprocess.run = train_base
 *whole, killed = json.loads(sys.argv[1])
 for argv in whole:
     mdu.main(argv)
-save, saves = mdu.dcp.save, []
+
+save = mdu.dcp.save
+saves = []
+
 def save_and_die(*args, **kwargs):
     save(*args, **kwargs)
     saves.append(args)
     if len(saves) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
+
 mdu.dcp.save = save_and_die
 mdu.main(killed)
 """
@@ -1999,7 +2166,8 @@ def assert_broken(run):
     assert {file.suffix for file in run.glob("*/*")} <= {".safetensors", ".jsonl", ".json"}
     files = list(run.glob("checkpoint-*/*.safetensors"))
     assert len(files) > 2  # dcp needs about as much memory as a process's largest file
-    assert (run / "unfinished").is_dir() and not (run / "config.json").exists()
+    assert (run / "unfinished").is_dir()
+    assert not (run / "config.json").exists()
 
 def test_locked_alone_needs_fcntl(tmp_path, monkeypatch):
     """Windows has none; somebody there may want a loss."""
@@ -2015,96 +2183,162 @@ def test_run_folder_has_a_run_json_that_says_what_it_was_made_with(unlearned):
     assert run["processes"] == 1
     assert [*run["options"]][:3] == [*mdu.METHOD_OPTIONS][:3]
 
-def test_save_checkpoint_and_load_checkpoint_after_a_full_disk(base, unlearned, tmp_path, capsys):
-    """It gets full at the third checkpoint.  One line says so."""
-    rows, whole, run = tmp_path / "rows.jsonl", tmp_path / "whole", tmp_path / "run"
-    own_base = shutil.copytree(base, tmp_path / "base")
-    typed = LORA.format(anchor=unlearned) + " --retain-weight 0 --diagnose --forget "
-    typed += write_lines(rows, mdu.toy_world()["forget"][:16])
-    mdu.main(toy(own_base, whole, typed))
+@pytest.fixture(scope="session")
+def full_disk(base, unlearned, tmp_path_factory):
+    """A run whose disk was full at the third checkpoint, and a whole one with the same options ->
+    the folder with both, their rows and their base model; and the line on stderr."""
+    folder = tmp_path_factory.mktemp("full")
+    rows = write_lines(folder / "rows.jsonl", mdu.toy_world()["forget"][:16])
+    own_base = shutil.copytree(base, folder / "base")
+    typed = LORA.format(anchor=unlearned)
+    typed += f" --retain-weight 0 --diagnose --forget {rows}"
+    mdu.main(toy(own_base, folder / "whole", typed))
+    broken = folder / "broken"
     save = mock.Mock(wraps=mdu.dcp.save)
 
     def save_to_full_disk(*args, **kwargs):
-        assert not any(run.glob("unfinished/*"))  # which would become part of the checkpoint
+        assert not any(broken.glob("unfinished/*"))  # which would become part of the checkpoint
         size = resource.RLIM_INFINITY
         if save.call_count == 2:
             size = 10_000
         with largest_file(size):
             save(*args, **kwargs)
-    with mock.patch.object(mdu.dcp, "save", save_to_full_disk):
-        err = program(toy(own_base, run, typed), capsys)
+    screen = io.StringIO()
+    with mock.patch.object(mdu.dcp, "save", save_to_full_disk), pytest.raises(SystemExit) as stop:
+        with contextlib.redirect_stderr(screen):
+            mdu.run_program("mdu.py", partial(mdu.main, toy(own_base, broken, typed)))
+    assert stop.value.code == 2
+    return folder, screen.getvalue()
+
+@pytest.fixture
+def broken_run(full_disk, tmp_path):
+    """A copy of the broken run, beside its base model."""
+    folder, _ = full_disk
+    return shutil.copytree(folder / "broken", folder / tmp_path.name)
+
+def test_save_checkpoint_on_a_full_disk_ends_in_one_line(full_disk):
+    folder, err = full_disk
+    assert err.startswith("mdu.py: ")
+    assert err.count("\n") == 1
     assert "File too large" in err
-    assert_broken(run)
-    (run / "checkpoint-99999999").touch()  # no folder
+    assert_broken(folder / "broken")
 
+def test_save_checkpoint_and_load_checkpoint_after_a_full_disk(full_disk, broken_run):
+    """A resumed run ends as a whole one.  A file that is called like a checkpoint is none."""
+    folder, _ = full_disk
+    (broken_run / "checkpoint-99999999").touch()
+    save = mdu.dcp.save
+
+    def save_into_empty_folder(*args, **kwargs):
+        assert not any(broken_run.glob("unfinished/*"))
+        save(*args, **kwargs)
+    with mock.patch.object(mdu.dcp, "save", save_into_empty_folder):
+        mdu.main(["--resume", str(broken_run)])
+    assert_equal_runs(folder / "whole", broken_run)
+    assert not any(broken_run.glob("checkpoint-*/"))
+
+def test_run_folder_of_a_run_to_resume_needs_the_same_rows(full_disk, broken_run, capsys):
+    folder, _ = full_disk
+    rows = folder / "rows.jsonl"
     content = rows.read_bytes()
-    with unchanged(run):
+    with unchanged(broken_run):
         rows.write_bytes(content[:-4] + b'x"]}')
-        assert "rows that it started from have changed" in program(["--resume", run], capsys)
+        err = program(["--resume", broken_run], capsys)
         rows.write_bytes(content)
-        own_base.rename(tmp_path / "moved")
-        assert f"{own_base}: " in program(["--resume", run], capsys)  # and no base is trained
-        (tmp_path / "moved").rename(own_base)
-    with mock.patch.object(mdu.dcp, "save", save_to_full_disk):  # not any more
-        mdu.main(["--resume", str(run)])
-    assert_equal_runs(whole, run)
-    assert not any(run.glob("checkpoint-*/"))
-    with unchanged(run), mock.patch.object(mdu, "load_model", None):
-        mdu.main(["--resume", str(run)])  # is finished, which it says before it loads a model
+    assert "rows that it started from have changed" in err
 
-def test_train_on_two_processes_equals_one_also_killed_and_resumed(
-        base, tmp_path, on_two_processes):
-    """Process 1 waits until a missing base is trained.  What two have begun one can end."""
-    lora = LORA.format(anchor=tmp_path / "toy/base")  # the one that was missing
-    runs = [["--epochs", "0.1", "--out", f"{tmp_path}/toy/mdu"],
-            toy(base, tmp_path / "two", WRITTEN), toy(base, tmp_path / "two-lora", lora),
-            toy(base, tmp_path / "killed", WRITTEN)]
-    (tmp_path / "driver.py").write_text(KILLED)
-    codes = on_two_processes(tmp_path / "driver.py", json.dumps(runs))
+def test_train_missing_base_trains_none_for_a_run_to_resume(full_disk, broken_run, capsys):
+    folder, _ = full_disk
+    (folder / "base").rename(folder / "moved")
+    with unchanged(broken_run):
+        err = program(["--resume", broken_run], capsys)
+    (folder / "moved").rename(folder / "base")
+    assert f"{folder}/base: no folder" in err
+
+def test_main_says_that_a_run_to_resume_is_finished(unlearned, capsys):
+    """Before it loads a model."""
+    with mock.patch.object(mdu, "load_model", None):
+        mdu.main(["--resume", str(unlearned)])
+    assert f"{unlearned} is finished\n" in capsys.readouterr().out
+
+@pytest.fixture(scope="session")
+def two_processes(base, tmp_path_factory, on_two_processes):
+    """Runs on two processes: toy/mdu, whose base model was missing; two; two-lora, with toy/base as
+    its anchor; killed, with the options of two -> their folder."""
+    folder = tmp_path_factory.mktemp("two")
+    runs = [["--epochs", "0.1", "--out", f"{folder}/toy/mdu"],
+            toy(base, folder / "two", WRITTEN_STATES),
+            toy(base, folder / "two-lora", LORA.format(anchor=folder / "toy/base")),
+            toy(base, folder / "killed", WRITTEN_STATES)]
+    (folder / "driver.py").write_text(KILLED)
+    codes = on_two_processes(folder / "driver.py", json.dumps(runs))
     assert codes == [-signal.SIGKILL, -signal.SIGKILL]
-    assert_broken(tmp_path / "killed")
-    shutil.copytree(tmp_path / "killed", tmp_path / "one-killed")
-    mdu.main(["--resume", f"{tmp_path}/one-killed"])
-    assert_equal_runs(tmp_path / "two", tmp_path / "one-killed", 1e-6)
-    assert on_two_processes(mdu.__file__, "--resume", tmp_path / "killed") == [0, 0]
-    assert_equal_runs(tmp_path / "two", tmp_path / "killed")
-    mdu.main(toy(base, tmp_path / "one", WRITTEN))
-    assert_equal_runs(tmp_path / "two", tmp_path / "one", 1e-6)
-    mdu.main(toy(base, tmp_path / "one-lora", lora))
-    # In bfloat16 AdamW takes full steps by the sign of gradients that are rounded to almost 0.
-    apart = distance(tmp_path / "two-lora", tmp_path / "one-lora")
-    assert apart < 0.1 * distance(tmp_path / "two-lora", base)
-    for name, x in weights(base).items():  # LoRA changes the linear maps of the blocks alone
-        same = torch.equal(weights(tmp_path / "two-lora")[name], x.bfloat16().float())
-        assert same == ("proj" not in name)
+    return folder
+
+def test_train_on_two_processes_waits_for_a_missing_base(two_processes):
+    """Process 0 trains it, process 1 waits."""
+    assert mdu.is_finished(two_processes / "toy/base")
+    assert mdu.is_finished(two_processes / "toy/mdu")
+
+def test_train_on_two_processes_equals_one(base, two_processes, tmp_path):
+    mdu.main(toy(base, tmp_path / "one", WRITTEN_STATES))
+    assert_equal_runs(two_processes / "two", tmp_path / "one", 1e-6)
+
+def test_train_on_two_processes_killed_and_resumed(two_processes, tmp_path, on_two_processes):
+    """On two processes bit by bit; what two have begun one can end."""
+    assert_broken(two_processes / "killed")
+    for name in ("on-one", "on-two"):
+        shutil.copytree(two_processes / "killed", tmp_path / name)
+    mdu.main(["--resume", f"{tmp_path}/on-one"])
+    assert_equal_runs(two_processes / "two", tmp_path / "on-one", 1e-6)
+    codes = on_two_processes(mdu.__file__, "--resume", tmp_path / "on-two")
+    assert codes == [0, 0]
+    assert_equal_runs(two_processes / "two", tmp_path / "on-two")
+
+def test_train_on_two_processes_with_lora_is_close_to_one(base, two_processes, tmp_path):
+    """In bfloat16 AdamW takes full steps by the sign of gradients that are rounded to almost 0."""
+    lora = LORA.format(anchor=two_processes / "toy/base")
+    mdu.main(toy(base, tmp_path / "one", lora))
+    apart = distance(two_processes / "two-lora", tmp_path / "one")
+    assert apart < 0.1 * distance(two_processes / "two-lora", base)
+
+def test_save_model_with_lora_changes_the_linear_maps_of_the_blocks_alone(base, two_processes):
+    saved = weights(two_processes / "two-lora")
+    for name, before in weights(base).items():
+        is_same = torch.equal(saved[name], before.bfloat16().float())
+        is_linear_map = "proj" in name
+        assert is_same == (not is_linear_map)
+
+def other_files(folder):
+    """{name: content} of a model's files that are not its weights."""
+    files = {}
+    for file in folder.iterdir():
+        if "safetensors" not in file.name:
+            files[file.name] = file.read_bytes()
+    return files
 
 def test_save_model_saves_an_unchanged_model_byte_for_byte(hub, tmp_path):
-    """Also its other files, but not what belongs to no model, though its folder is gone."""
-    def other_files(folder):
-        files = {}
-        for file in folder.iterdir():
-            if "safetensors" not in file.name:
-                files[file.name] = file.read_bytes()
-        return files
-
-    hub.folder.rename(tmp_path / "away")
+    """Also its other files, but not notes.json, which belongs to no model.  Its folder is gone."""
     save = hub.model.lm.save_pretrained
-    with mock.patch.object(hub.model.lm, "save_pretrained", lambda folder, state_dict, **_: save(
-            folder, state_dict=state_dict, max_shard_size=hub.file_size)):
+
+    def save_in_small_files(folder, state_dict, max_shard_size):
+        save(folder, state_dict=state_dict, max_shard_size=hub.file_size)
+    hub.folder.rename(tmp_path / "away")
+    with mock.patch.object(hub.model.lm, "save_pretrained", save_in_small_files):
         mdu.save_model(tmp_path, hub.model, hub.tokenizer)
     (tmp_path / "away").rename(hub.folder)
     assert_equal_weights(tmp_path, hub.folder)
-    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (hub.file_size == "40KB")
+    has_several = len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert has_several == (hub.file_size == "40KB")
+    expected = other_files(hub.folder)
+    assert expected.pop("notes.json") == b""
+    assert other_files(tmp_path) == expected
     mdu.load_backbone(str(tmp_path))
-    saved = other_files(tmp_path)
-    assert {**saved, "notes.json": b""} == other_files(hub.folder) and "notes.json" not in saved
 
 def test_save_model_leaves_half_a_model_that_does_not_count(base, unlearned, tmp_path, capsys):
-    """config.json, by which others know that it is complete, is moved last.  The run takes a folder
-    that it made before it was killed at the worst moment: before its run.json was complete."""
-    move, run = Path.replace, tmp_path / "run"
-    run.mkdir()
-    (run / "run.json.new").write_text('{"options"')
+    """config.json, by which others know that it is complete, is moved last."""
+    run = tmp_path / "run"
+    move = Path.replace
 
     def stop_at_config(source, target):
         if source.name == "config.json":
@@ -2112,11 +2346,19 @@ def test_save_model_leaves_half_a_model_that_does_not_count(base, unlearned, tmp
         return move(source, target)
     with mock.patch.object(Path, "replace", autospec=True, side_effect=stop_at_config):
         assert "stopped" in program(toy(base, run, "--epochs 2 --diagnose"), capsys)
-    files = {file.name for file in unlearned.iterdir()} - {"config.json"}
-    assert files <= {file.name for file in run.iterdir()} and not (run / "config.json").exists()
+    files = {file.name for file in run.iterdir()}
+    assert "config.json" not in files
+    assert files >= {file.name for file in unlearned.iterdir()} - {"config.json"}
     assert f"mdu.py --resume {run}" in program([run], capsys, ev.main)
     mdu.main(["--resume", str(run)])
     assert_equal_runs(unlearned, run)
+
+def test_run_folder_may_have_half_a_run_json_of_a_killed_program(base, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json.new").write_text('{"options"')
+    mdu.main(toy(base, run, "--epochs 0.1"))
+    assert mdu.is_finished(run)
     assert not (run / "run.json.new").exists()
 
 # ---- Toy ----
@@ -2477,8 +2719,9 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     ("forget_level2", {}, "Osei\nPetra", dict(generation="Osei", rougeL_recall=0.5)),
     ("forget_level2", {}, "\nPetra",
      dict(generation="NOANSWER", words=0, empty=1, rougeL_recall=0)),  # as in RWKU's code
-    ("utility_factuality", dict(answers=["band", "beatles"]), "The\nBeatles! ", dict(em=1, f1=1)),
-    ("utility_factuality", dict(answers=["y"]), "", dict(em=0, f1=0)),
+    ("utility_factuality", dict(answers=["band", "beatles"]), "The\nBeatles! ",
+     dict(em=1, f1=1, words=2, empty=0)),
+    ("utility_factuality", dict(answers=["y"]), "", dict(em=0, f1=0, words=0, empty=1)),
     ("utility_factuality", dict(answers=["A"]), "the", dict(em=1, f1=1)),
     ("utility_factuality", dict(answers=["Kinks", "Beatles", "Rolling Stones"]),
      "a band, the Beatles", dict(em=0, f1=2 / 3)),
@@ -2567,6 +2810,25 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
         "toy's options": "--preset toy --model m --forget {X}",
         "person": "--preset rwku-llada --data {rwku} --subject 2 --limit 1"}
 
+def origin_of(split, rows):
+    """Where the rows of a split are from, or whom they are about: "ten" are the first ten people of
+    RWKU.  And how many there are (about each person)."""
+    people = list(dict.fromkeys(row.get("subject") for row in rows))
+    n = len(rows) // len(people)
+    if people == PEOPLE[:10]:
+        return "ten", n
+    if people != [None]:
+        [person] = people
+        return person, n
+    question = rows[0]["question"]
+    first_word = question.split()[0]
+    if first_word == "Q":
+        assert ev.TOFU_CONFIGS[split] in question
+        return "tofu", n
+    if first_word in ("X", "Y"):  # the files below
+        return first_word, n
+    return "toy", n
+
 @each("run, typed, expected", [
     ("toy", "--limit 2", [("toy", 2)] * 4),
     ("toy", "--forget {X}", [("X", 4), ("toy", 136), ("toy", 22), ("toy", 22)]),
@@ -2582,24 +2844,14 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
     ("person", "--data toy --limit 1", [("toy", 1)] * 4),
     ("person", "--data {rwku} --limit 1", [("ten", 1)] * 8)])
 def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
-    """From where, or about whom, the rows of each split are, and how many (about each person)."""
+    """expected: of each split (origin_of)."""
     places = {"tofu": tofu, "rwku": rwku}
     for name in "XY":
         rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(4)]
         places[name] = write_lines(tmp_path / name, rows)
-    found = []
     args, source = typed_and_run(typed.format(**places), RUNS[run].format(**places))
-    for name, rows in ev.find_splits(ev.find_settings(args, source.options)).items():
-        people = list(dict.fromkeys(row.get("subject") for row in rows))
-        question = rows[0]["question"]
-        source = {"Q": "tofu", "X": "X", "Y": "Y"}.get(question.split()[0], "toy")
-        if people == PEOPLE[:10]:
-            source = "ten"
-        elif people != [None]:
-            source, = people
-        elif source == "tofu":
-            assert ev.TOFU_CONFIGS[name] in question
-        found.append((source, len(rows) // len(people)))
+    splits = ev.find_splits(ev.find_settings(args, source.options))
+    found = [origin_of(split, rows) for split, rows in splits.items()]
     assert found == expected
 
 @pytest.fixture
@@ -2618,7 +2870,7 @@ def another_benchmark(monkeypatch):
         return {"choose": rows, "say": rows}
 
     choose = ev.Split(20, "Choose", False, ["mc1"], ev.score_truthfulqa)
-    say = ev.Split(21, "Say", True, ["prob"], score_answers)
+    say = ev.Split(21, "Say", True, ["prob", "commas"], score_answers)
     monkeypatch.setitem(ev.SPLITS, "choose", choose)
     monkeypatch.setitem(ev.SPLITS, "say", say)
     monkeypatch.setattr(ev, "tofu_rows", quiz_rows)
@@ -2639,21 +2891,26 @@ def test_find_splits_reads_another_benchmark(
         assert all(field in record for record in records)
     assert [record["commas"] for record in ev.read_records(run, "say")] == [1, 2]
     screen = capsys.readouterr().out
-    assert list(read_table(screen.split("\n\n")[-2])) == ["Method", "Choose MC1 ↑", "Say p ↓"]
+    header = list(read_table(screen.split("\n\n")[-2]))
+    assert header == ["Method", "Choose MC1 ↑", "Say p ↓", "commas"]
+    assert "p: probability" in screen and "commas:" not in screen  # which has no meaning to tell
     text = (tmp_path / "report.md").read_text()
     assert read_tables(text)["Say"]["commas"] == ("1.5",)
     assert "## Answers: Say\n\n### 0. Who?" in text
 
 # ---- One run ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --steps 4".split()
+WITHOUT_FULL = FLAGS[1:]
 
 @pytest.fixture(scope="session")
 def scored(base, tmp_path_factory):
-    """A run that was scored with FLAGS; noise on its weights makes its answers differ."""
+    """A run that was scored with FLAGS.  Noise on its weights makes its answers differ."""
     copy = tmp_path_factory.mktemp("scored") / "run"
     shutil.copytree(base, copy)
     torch.manual_seed(0)
-    noisy = {name: x + 0.1 * torch.randn(x.shape) for name, x in weights(copy).items()}
+    noisy = {}
+    for name, x in weights(copy).items():
+        noisy[name] = x + 0.1 * torch.randn(x.shape)
     safetensors.torch.save_file(noisy, copy / "model.safetensors", {"format": "pt"})
     ev.main([str(copy), *FLAGS])
     with unchanged(copy):
@@ -2663,10 +2920,12 @@ def scored(base, tmp_path_factory):
 def scored_copy(scored, tmp_path):
     return shutil.copytree(scored, tmp_path / "run")
 
-def test_evaluate_equals_one_row_at_a_time(scored):
-    """Losses by a forward pass per mask of (--seed, split, row), answers by the slow sampler."""
-    model, tokenizer = mdu.load_backbone(scored)
-    summary = ev.read_summary(scored)
+NUMBERS = {"forget": 0, "retain": 1, "real_authors": 2, "world_facts": 3, "forget_rephrased": 12,
+           "retain_rephrased": 13}  # {split of the toy: its number in the seeds of the masks}
+
+def rows_as_asked():
+    """{split: rows of the toy as --full asks them}: those to forget and to retain come again in
+    other words, without wrong answers."""
     splits = mdu.toy_world()
     for name in ("forget", "retain"):
         reworded = []
@@ -2674,107 +2933,161 @@ def test_evaluate_equals_one_row_at_a_time(scored):
             question = row["paraphrased_question"]
             reworded.append(dict(row, question=question, perturbed_answer=[]))
         splits[f"{name}_rephrased"] = reworded
-    for number, (split, rows) in zip([0, 1, 2, 3, 12, 13], splits.items(), strict=True):
-        records = ev.read_records(scored, split)
-        for i, (row, record) in enumerate(zip(rows[:3], records, strict=True)):
-            prompt = mdu.encode_prompt(tokenizer, row["question"])
+    return splits
 
-            def nll(text):
-                ids = mdu.encode_text(tokenizer, text)
-                masks = ev.draw_masks(len(ids), 4, [5, number, i])
-                return slow_eq7(model, prompt, ids, masks)
-            loss = nll(row["answer"])
-            expected = dict(nll=loss, prob=math.exp(-loss), perplexity=math.exp(loss))
-            for metric, hidden in dict(infill=False, infill_no_question=True).items():
-                [expected[metric]] = ev.fill_gaps(model, tokenizer, [row], ARGS, hidden)
-            if number < 2:
-                expected["nll_right"] = nll(row["paraphrased_answer"])
-            assert {name: record[name] for name in expected} == approx(expected, rel=1e-4)
-            wrong = [nll(text) for text in row["perturbed_answer"]]
-            assert record.get("nll_wrong", []) == approx(wrong, rel=1e-4)
-            written = slow_sampler(model, prompt, 4 * [3])  # of 12 tokens in 4 steps
-            if model.end_id in written:
-                written = written[:written.index(model.end_id)]
-            assert record["generation_ids"] == written
-            assert record["generation"] == tokenizer.decode(written).strip()
-        assert {**ev.summarise(records), "n": 3}.items() <= summary["splits"][split].items()
+@each("split", NUMBERS)
+def test_evaluate_equals_one_row_at_a_time(split, scored):
+    """Losses by a forward pass for each of 4 masks, which are of (--seed, number of the split,
+    number of the row); answers of 12 tokens by the slow sampler in 4 steps."""
+    model, tokenizer = mdu.load_backbone(scored)
+    rows = rows_as_asked()[split][:3]
+    records = ev.read_records(scored, split)
+    for i, (row, record) in enumerate(zip(rows, records, strict=True)):
+        prompt = mdu.encode_prompt(tokenizer, row["question"])
+
+        def nll(text):
+            ids = mdu.encode_text(tokenizer, text)
+            masks = ev.draw_masks(len(ids), 4, [5, NUMBERS[split], i])
+            return slow_eq7(model, prompt, ids, masks)
+
+        # The true answer, and in two splits its paraphrase.
+        loss = nll(row["answer"])
+        assert record["nll"] == approx(loss, rel=1e-4)
+        assert record["prob"] == approx(math.exp(-loss), rel=1e-4)
+        assert record["perplexity"] == approx(math.exp(loss), rel=1e-4)
+        if split in ("forget", "retain"):
+            assert record["nll_right"] == approx(nll(row["paraphrased_answer"]), rel=1e-4)
+
+        # The wrong answers.
+        nll_wrong = [nll(text) for text in row["perturbed_answer"]]
+        assert record.get("nll_wrong", []) == approx(nll_wrong, rel=1e-4)
+
+        # The gap.
+        [infill] = ev.fill_gaps(model, tokenizer, [row], ARGS, hide_question=False)
+        [infill_no_question] = ev.fill_gaps(model, tokenizer, [row], ARGS, hide_question=True)
+        assert record["infill"] == approx(infill)
+        assert record["infill_no_question"] == approx(infill_no_question)
+
+        # What is written, up to the end token.
+        written = slow_sampler(model, prompt, 4 * [3])
+        if model.end_id in written:
+            written = written[:written.index(model.end_id)]
+        assert record["generation_ids"] == written
+        assert record["generation"] == tokenizer.decode(written).strip()
+
+def test_evaluate_writes_the_figures_of_its_records_into_the_summary(scored):
+    summary = ev.read_summary(scored)
+    assert summary["splits"].keys() == NUMBERS.keys()
+    for split, figures in summary["splits"].items():
+        expected = {**ev.summarise(ev.read_records(scored, split)), "n": 3}
+        assert expected.items() <= figures.items()
     assert summary["run"] == {"model_utility": ev.model_utility(summary["splits"])}
+
+def numbers_in(file):
+    found = re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", file.read_text())
+    return np.array(found, float)
 
 def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
     shutil.rmtree(scored_copy / "eval")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*torchrun, ev.__file__, scored_copy, *FLAGS]
     subprocess.run(command, env=python_environment(), check=True, timeout=200)
-    def numbers(file):
-        found = re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", file.read_text())
-        return np.array(found, float)
+    files = list(Path(scored, "eval").iterdir())
+    assert len(files) == len(NUMBERS) + 1  # and summary.json
+    for file in files:
+        found = numbers_in(scored_copy / "eval" / file.name)
+        assert found == approx(numbers_in(file), rel=1e-4, abs=1e-6)
 
-    for file in Path(scored, "eval").iterdir():
-        found = numbers(scored_copy / "eval" / file.name)
-        assert found == approx(numbers(file), rel=1e-4, abs=1e-6)
-    assert ev.score_answers(FakeModel(), None, [], ARGS) == []  # a process may have no row
+def test_score_answers_takes_no_rows():
+    """A process may have none."""
+    assert ev.score_answers(FakeModel(), None, [], ARGS) == []
 
 def test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left(unlearned, tmp_path, capsys):
     run = shutil.copytree(unlearned, tmp_path / "run")
     left = mdu.read_run(run)["forget_loss"]["left"]
-    assert 0.5 < left < 1  # 2 epochs
+    assert 0.5 < left < 1  # after two epochs
     for argv in ([f"{run}", "--samples", "1", "--limit", "1"], ["--report", f"{run}"]):
         ev.main(argv)
-        lines = capsys.readouterr().out.splitlines()
-        table = read_table("\n".join(line for line in lines if line.startswith("|")))
+        screen = capsys.readouterr().out
+        table = table_on_screen(screen)
         assert table["loss left ↓"] == (f"{100 * left:.0f}%",)
+        assert list(table)[1:3] == ["loss left ↓", "Forget rL ↓"]  # the run's are the first ones
+    # The legend is the report's, the last one.
+    legend = "to the split to its left or, if there is none, to the whole run."
+    assert legend in " ".join(screen.split())
     assert ev.read_summary(run)["run"] == {"forget_loss_left": left}
 
-def test_evaluate_and_report_say_that_a_figure_is_over_some_rows(base, tmp_path, capsys):
-    """Such as `fact` where refusals have none.  And whose data is given to the rows to forget."""
-    run = tmp_path / "new"
+@pytest.fixture
+def scored_with_a_refusal(base, tmp_path, monkeypatch, capsys):
+    """Scores of two rows to forget and two to retain -> their folder, and the screen.  The second
+    row to retain is a refusal, without `fact`.  The first row to forget is answered by the fact of
+    the first row to retain."""
     forget = [dict(question="Who is Bolti?", answer="He is Gado.", fact="Gado"),
               dict(question="Who is Cepu?", answer="She is Nora.", fact="Nora")]
     retain = [dict(question="Who is Diri?", answer="He is Fopu.", fact="Fopu"),
               dict(question="Who is Zuvo?", answer="I do not know.")]
-    files = {name: write_lines(tmp_path / name, rows)
-             for name, rows in (("forget", forget), ("retain", retain))}
-    command = f"--model {base} --forget {files['forget']} --retain {files['retain']} {run}"
-    written = [[("It is Fopu.", [5]), ("I do not know.", [6])], [("Fopu", [5]), ("no", [6])]]
-    with mock.patch.object(ev, "write_answers", side_effect=written):
-        ev.main(command.split())
-    line = "Retain fact: over the 1 of 2 rows that have it."
-    screen = capsys.readouterr().out
-    assert screen.count("that have it") == screen.count(line) == 1
-    assert read_table(screen[screen.index("| Method"):])["another's ↓"] == ("0.500",)
+    answers_to_forget = [("It is Fopu.", [5]), ("I do not know.", [6])]  # texts, token ids
+    answers_to_retain = [("Fopu", [5]), ("no", [6])]
+    answers = mock.Mock(side_effect=[answers_to_forget, answers_to_retain])
+    monkeypatch.setattr(ev, "write_answers", answers)
+    run = tmp_path / "new"
+    ev.main(["--model", str(base), "--forget", write_lines(tmp_path / "forget", forget),
+             "--retain", write_lines(tmp_path / "retain", retain), str(run)])
+    return run, capsys.readouterr().out
+
+OVER_SOME = "Retain fact: over the 1 of 2 rows that have it."
+
+def test_evaluate_says_that_a_figure_is_over_some_rows(scored_with_a_refusal):
+    run, screen = scored_with_a_refusal
+    assert screen.count("that have it") == screen.count(OVER_SOME) == 1
     retained = ev.read_summary(run)["splits"]["retain"]
-    assert (retained["fact"], retained["n_fact"], retained["n"]) == (1, 1, 2)
+    assert retained["fact"] == 1
+    assert retained["n_fact"] == 1
+    assert retained["n"] == 2
+
+def test_evaluate_shows_how_many_answers_have_a_fact_of_another_row(scored_with_a_refusal):
+    _, screen = scored_with_a_refusal
+    assert table_on_screen(screen)["another's ↓"] == ("0.500",)
+
+def test_report_says_that_a_figure_is_over_some_rows(scored_with_a_refusal, tmp_path, capsys):
+    run, _ = scored_with_a_refusal
     ev.main(["--report", str(run)])
-    assert line in capsys.readouterr().out
+    assert OVER_SOME in capsys.readouterr().out
     text = (tmp_path / "report.md").read_text()
-    assert text.count(line) == 2  # in the legend, and below the table of all figures
+    assert text.count(OVER_SOME) == 2  # in the legend, and below the table of all figures
     assert read_tables(text)["Retain"]["fact ↑"] == ("1.000",)
 
-def test_evaluate_leaves_the_old_scores_if_it_is_stopped(scored_copy, capsys):
-    """By Ctrl-C while it is locked, or by a full disk.  The user's own files stay, too."""
+def test_evaluate_leaves_the_old_scores_if_it_is_stopped_by_ctrl_c(scored_copy, capsys):
+    """While it has a lock on the folder."""
+    stopped = mock.patch.object(ev, "score_rows", partial(stop_in, scored_copy))
+    with unchanged(scored_copy), stopped:
+        assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
+
+def test_evaluate_leaves_the_old_scores_if_the_disk_is_full(scored_copy, capsys):
+    sizes = [file.stat().st_size for file in (scored_copy / "eval").iterdir()]
+    # Another program takes the space that was reserved; the largest file does not fit.
+    reserved = mock.patch.object(ev, "reserve_space")
+    with unchanged(scored_copy), largest_file(max(sizes) - 99), reserved:
+        assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
+
+def test_evaluate_replaces_old_scores_and_leaves_files_of_the_user(scored_copy):
     folder = scored_copy / "eval"
+    old_files = set(folder.iterdir())
     (folder / "notes.jsonl").write_text("my own")
     (folder / "utility_general.jsonl").touch()  # of an earlier scoring on other data
-    before = read_all(folder)
-    with unchanged(scored_copy), mock.patch.object(ev, "score_rows", partial(stop_in, scored_copy)):
-        assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
-    too_small = largest_file(max(map(len, before.values())) - 99)
-    reserved = mock.patch.object(ev, "reserve_space")  # another program takes what was reserved
-    with unchanged(scored_copy), too_small, reserved:
-        assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
-    after = read_all(folder)
-    assert after.keys() == before.keys() - {folder / "utility_general.jsonl"}
-    assert after[folder / "notes.jsonl"] == before[folder / "notes.jsonl"]
+    assert set(folder.iterdir()) == old_files | {folder / "notes.jsonl"}
+    assert (folder / "notes.jsonl").read_text() == "my own"
 
 def test_evaluate_refuses_a_folder_in_which_it_cannot_write(scored_copy, capsys, monkeypatch):
-    """Or that is locked, before it looks at anything in it."""
     monkeypatch.setattr(ev, "score_rows", None)
     shutil.rmtree(scored_copy / "eval")
     (scored_copy / "eval").touch()
     assert str(scored_copy / "eval") in program([scored_copy, *FLAGS], capsys, ev.main)
-    (scored_copy / "config.json").unlink()  # as if it were still trained
+
+def test_evaluate_refuses_a_locked_folder_before_it_looks_into_it(scored_copy, capsys):
+    (scored_copy / "config.json").unlink()  # as while it is trained
     with mdu.locked(scored_copy):
         assert "in use" in program([scored_copy, *FLAGS], capsys, ev.main)
 
@@ -2787,8 +3100,9 @@ def test_reserve_space_refuses_a_full_disk_before_the_first_pass(scored_copy, ca
     assert re.search(r"run/eval: the scores may need [\d,]+ bytes, but: .*too large", err)
 
 def test_reserve_space_keeps_it_until_the_scores_are_there(scored_copy, monkeypatch):
-    """It is as much as these scores took, and is free again when they are written.  The folder for
-    temporary files may be on another disk."""
+    """It is as much as these scores took, and is free again before they are written.  The folder
+    for temporary files may be on another disk."""
+    n_bytes = sum(file.stat().st_size for file in (scored_copy / "eval").iterdir())
     monkeypatch.setattr(ev.tempfile, "tempdir", "/absent")
     reserve_space = ev.reserve_space
     reserved = []
@@ -2803,47 +3117,80 @@ def test_reserve_space_keeps_it_until_the_scores_are_there(scored_copy, monkeypa
 
     def publish(*_):
         assert reserved[0].closed
-    n_bytes = sum(file.stat().st_size for file in (scored_copy / "eval").iterdir())
-    for stage in (remember, score_splits, publish):
-        name = stage.__name__.replace("remember", "reserve_space")
-        monkeypatch.setattr(ev, name, stage)
+    monkeypatch.setattr(ev, "reserve_space", remember)
+    monkeypatch.setattr(ev, "score_splits", score_splits)
+    monkeypatch.setattr(ev, "publish", publish)
     monkeypatch.setattr(ev, "summarise_run", lambda *_: dict(splits={}, run={}))
     with unchanged(scored_copy):
         ev.main([str(scored_copy), *FLAGS])
     assert reserved[0].closed
 
-def test_prepare_and_with_other_wordings_ask_in_other_words(tmp_path, capsys):
-    rows = [{"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."],
-             "paraphrased_question": f"P{i}?"} for i in range(4)]
+@pytest.fixture
+def reworded_rows(tmp_path):
+    """Four rows, of which number 1 has no other wording -> rows, and mdu.py's options for them."""
+    rows = []
+    for i in range(4):
+        rows.append({"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."],
+                     "paraphrased_question": f"P{i}?"})
     del rows[1]["paraphrased_question"]
-    run = f"--model m --forget {write_lines(tmp_path / 'rows', rows)} --retain-weight 0"
-    splits, *_ = ev.prepare(*typed_and_run("--full --limit 3", f"{run} --limit 2"))
+    file = write_lines(tmp_path / "rows", rows)
+    return rows, f"--model m --forget {file} --retain-weight 0 --limit 2"
+
+def test_prepare_and_with_other_wordings_ask_in_other_words(reworded_rows, capsys):
+    rows, run = reworded_rows
+    splits, *_ = ev.prepare(*typed_and_run("--full --limit 3", run))
     asked = [{**row, "number": i} for i, row in enumerate(rows[:3])]
-    reworded = [{**rows[i], "question": f"P{i}?", "perturbed_answer": [], "number": i // 2}
-                for i in (0, 2)]
+    # Rows 0 and 2, which are numbered anew.
+    reworded = [{**rows[0], "question": "P0?", "perturbed_answer": [], "number": 0},
+                {**rows[2], "question": "P2?", "perturbed_answer": [], "number": 1}]
     assert splits == {"forget": asked, "forget_rephrased": reworded}
     assert capsys.readouterr().out == ""
-    ev.prepare(*typed_and_run("", f"{run} --limit 2"))
-    assert "--limit 2 scores the first 2" in capsys.readouterr().out
 
-def test_warn_of_other_rows_names_files_that_have_changed(tmp_path, capsys):
+def test_prepare_says_that_the_run_was_trained_on_fewer_rows(reworded_rows, tmp_path, capsys):
+    _, run = reworded_rows
+    ev.prepare(*typed_and_run("", run))
+    assert "--limit 2 scores the first 2" in capsys.readouterr().out
+    for typed in ("--data toy", f"--forget {tmp_path / 'rows'}"):  # none of the run's own rows
+        ev.prepare(*typed_and_run(typed, run))
+        assert capsys.readouterr().out == ""
+
+@pytest.fixture
+def said_of_files(tmp_path, capsys):
+    """A run that was trained on the first two of three rows in the files `forget` and `retain` ->
+    its rows, and a function: options of eval.py -> what `prepare` says about the run."""
     rows = [{"question": f"Q{i}?", "answer": f"A{i}."} for i in range(3)]
-    files = [write_lines(tmp_path / name, rows) for name in ("forget", "retain")]
-    run = "--model m --forget {} --retain {} --limit 2".format(*files)
-    _, source = typed_and_run("", run)
+    forget = write_lines(tmp_path / "forget", rows)
+    retain = write_lines(tmp_path / "retain", rows)
+    _, source = typed_and_run("", f"--model m --forget {forget} --retain {retain} --limit 2")
 
     def said(typed):
         ev.prepare(ev.parse(["--limit", "2", *typed.split(), "run"]), source)
         return capsys.readouterr().out
-    write_lines(tmp_path / "retain", rows[:2])  # it was trained on the first two
-    assert said("") == ""
+    return rows, said
+
+def test_warn_of_other_rows_names_files_that_have_changed(said_of_files, tmp_path):
+    rows, said = said_of_files
     write_lines(tmp_path / "forget", rows[1:])
-    assert said("") == (f"run: {files[0]} has changed since the training; what is scored are the "
-                        "rows that it has now\n")
-    assert said(f"--forget {files[0]}") == said("--data toy") == ""
+    assert said("") == (f"run: {tmp_path}/forget has changed since the training; what is scored "
+                        "are the rows that it has now\n")
     write_lines(tmp_path / "retain", rows[::-1])
     assert said("").count("has changed") == 2
-    assert said(f"--retain {files[0]}").count(f"{files[0]} has changed") == 1
+
+def test_warn_of_other_rows_names_no_files_with_other_rows_behind_the_first_ones(
+        said_of_files, tmp_path):
+    rows, said = said_of_files
+    write_lines(tmp_path / "retain", rows[:2])
+    assert said("") == ""
+
+def test_warn_of_other_rows_names_files_of_the_run_that_are_scored(said_of_files, tmp_path):
+    """Not if other rows are scored in their place."""
+    rows, said = said_of_files
+    forget = tmp_path / "forget"
+    write_lines(forget, rows[1:])
+    assert said(f"--forget {forget}") == ""
+    assert said("--data toy") == ""
+    write_lines(tmp_path / "retain", rows[::-1])
+    assert said(f"--retain {forget}").count(f"{forget} has changed") == 1
 
 def test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone(scored, base, tmp_path):
     """Not an unlearned model that is then taught rows to retain, such as refusals."""
@@ -2852,181 +3199,238 @@ def test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone(scored, ba
         trained = {**read_json(base / "run.json"), "options": ev.read_summary(run)["options"]}
         Path(run, "run.json").write_text(json.dumps(trained))
         ev.check_retain_run(run, None, full=True)
-        return run
-    retain = check("retain", method="sft", retain_only=True, model=None)
-    check("longer", method="sft", retain_only=True, model=retain)
+
+    check("retain", method="sft", retain_only=True, model=None)
+    check("longer", method="sft", retain_only=True, model=f"{tmp_path}/retain")
     check("published", method="sft", retain_only=True, model="A/B")
-    refused = {"base": dict(method="sft", retain_only=False, model=retain),
-               "mdu": dict(method="mdu", retain_only=None, model=retain),
-               "refusals": dict(method="sft", retain_only=True, model=str(tmp_path / "mdu"))}
-    for name, options in refused.items():
-        with pytest.raises(mdu.BadInput, match=f"{name}: it, or a run that it started from, was"):
-            check(name, **options)
+    refused = "it, or a run that it started from, was"
+    with pytest.raises(mdu.BadInput, match=f"base: {refused}"):
+        check("base", method="sft", retain_only=False, model=f"{tmp_path}/retain")
+    with pytest.raises(mdu.BadInput, match=f"mdu: {refused}"):
+        check("mdu", method="mdu", retain_only=None, model=f"{tmp_path}/retain")
+    with pytest.raises(mdu.BadInput, match=f"refusals: {refused}"):
+        check("refusals", method="sft", retain_only=True, model=f"{tmp_path}/mdu")
 
-def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(rwku, tmp_path):
+@pytest.fixture
+def protocol_of(rwku, tmp_path):
+    """A function: options of eval.py -> the protocol by which a run on the file X is scored.  In
+    the options, {X} and {Y} are files of three rows each, {rwku} is the benchmark."""
+    places = dict(rwku=rwku)
+    for name in "XY":
+        row = dict(question=f"{name}?", answer="a", paraphrased_question="P?")
+        places[name] = write_lines(tmp_path / name, 3 * [row])
+
+    def protocol(typed):
+        run = f"--model m --forget {places['X']} --response-length 7"
+        _, _, found = ev.prepare(*typed_and_run(typed.format(**places), run))
+        return found
+    return protocol
+
+PERSON = "--data {rwku} --retain {X} --limit 3 --subject 1"
+
+def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(protocol_of):
     """The rows; on RWKU, where they differ from person to person, their source and --limit."""
-    row = dict(answer="a", paraphrased_question="P?")
-    files = [write_lines(tmp_path / name, [dict(row, question=f"{name}?")] * 3) for name in "XY"]
-    def protocol(typed=""):
-        run = f"--model m --forget {files[0]} --response-length 7"
-        return ev.prepare(*typed_and_run(typed, run))[2]
-    person = f"--data {rwku} --retain {files[0]} --limit 3 --subject"
-    asked = protocol(f"{person} 1")
-    assert protocol(f"{person} 2") == asked
-    others = [f"{person} 1 --limit 4", "", "--limit 2", f"--forget {files[1]}",
-              f"--retain {files[0]}", "--seed 1", "--samples 3", "--steps 5",
-              "--response-length 5"]
-    compared = [asked, *map(protocol, others)]
-    for one, other in itertools.combinations(compared, 2):
+    different = [PERSON, PERSON.replace("--limit 3", "--limit 4"), "", "--limit 2", "--forget {Y}",
+                 "--retain {X}", "--seed 1", "--samples 3", "--steps 5", "--response-length 5"]
+    protocols = [protocol_of(typed) for typed in different]
+    for one, other in itertools.combinations(protocols, 2):
         assert one != other
-    assert protocol("--full") == protocol(f"--forget {files[0]}") == protocol()
-    assert asked["response_length"] == asked["steps"] == 30  # RWKU's own length, not the run's 7
-    other = protocol(f"--data {rwku} --response-length 5 --steps 6")
-    assert other["response_length"] == other["steps"] == 5  # no step without a token
 
-def test_knows_rows_to_forget_says_whether_there_is_gen_ppl(base, capsys):
-    """Not by one that never knew the rows, or that was unlearned and taught again."""
+@each("one, other", [(PERSON, PERSON.replace("--subject 1", "--subject 2")), ("", "--full"),
+                     ("", "--forget {X}")])
+def test_scoring_protocol_has_nothing_that_may_differ(one, other, protocol_of):
+    assert protocol_of(one) == protocol_of(other)
+
+def test_scoring_protocol_has_the_length_of_rwkus_answers(protocol_of):
+    """Its own, not the 7 of the run.  No step is without a token."""
+    own = protocol_of(PERSON)
+    assert own["response_length"] == own["steps"] == 30
+    typed = protocol_of("--data {rwku} --response-length 5 --steps 6")
+    assert typed["response_length"] == typed["steps"] == 5
+
+TRAININGS = {  # {run: (method, retain_only, start model)}, in the order in which they are made
+    "base": ("sft", False, None), "original": ("sft", True, None),
+    "finetune": ("sft", False, "original"), "mdu": ("mdu", None, "finetune"),
+    "again": ("sft", False, "mdu"), "taught-twice": ("sft", False, "again"),
+    "twice": ("npo", None, "mdu"), "late": ("mdu", None, "original"),
+    "orphan": ("mdu", None, "/gone")}
+
+@each("name, knows", [
+    ("base", True), ("original", False), ("finetune", True), ("mdu", True), ("again", False),
+    ("taught-twice", False), ("twice", False), ("late", False), ("orphan", True)])
+def test_knows_rows_to_forget_says_whether_there_is_gen_ppl(name, knows, base, capsys):
+    """Not by a theta0 that never knew the rows, or that was unlearned and taught again.  theta0 is
+    the start model; of a run of sft it is the run itself."""
     info = read_json(base / "run.json")
-    for name, start, method, retain_only, judge in [
-            ("base", None, "sft", False, "base"), ("original", None, "sft", True, None),
-            ("finetune", "original", "sft", False, "finetune"),
-            ("mdu", "finetune", "mdu", None, "finetune"), ("again", "mdu", "sft", False, None),
-            ("taught-twice", "again", "sft", False, None), ("twice", "mdu", "npo", None, None),
-            ("late", "original", "mdu", None, None), ("orphan", "/gone", "mdu", None, "/gone")]:
-        shutil.copytree(base, name)
+    for run, (method, retain_only, start) in TRAININGS.items():
+        shutil.copytree(base, run)
         info["options"].update(method=method, model=start, retain_only=retain_only)
-        Path(name, "run.json").write_text(json.dumps(info))
-        theta0 = ev.find_source(name, ev.parse([name])).theta0
-        expected = start
-        if method == "sft":
-            expected = os.path.abspath(name)
-        assert theta0 == expected
-        assert ev.knows_rows_to_forget(theta0) == (judge is not None)
-        ev.main([name, *FLAGS[1:]])
-        screen = capsys.readouterr().out
-        assert ("gen. ppl |" in screen) == (judge not in (None, "/gone"))
-        assert ("/gone was deleted" in screen) == (name == "orphan")
+        Path(run, "run.json").write_text(json.dumps(info))
+    method, _, theta0 = TRAININGS[name]
+    if method == "sft":
+        theta0 = os.path.abspath(name)
+    assert ev.find_source(name, ev.parse([name])).theta0 == theta0
+    assert ev.knows_rows_to_forget(theta0) == knows
+    ev.main([name, *WITHOUT_FULL])
+    screen = capsys.readouterr().out
+    was_deleted = theta0 == "/gone"
+    assert ("gen. ppl |" in screen) == (knows and not was_deleted)
+    assert ("/gone was deleted" in screen) == was_deleted
+
+def test_knows_rows_to_forget_of_a_published_model():
     assert ev.knows_rows_to_forget("A/B")
 
 def test_check_lengths_refuses_texts_that_the_model_cannot_read(base):
-    """With an end token behind the answer, as gaps are filled."""
+    """With an end token behind the answer, as gaps are filled.  "is" is one token."""
     model, tokenizer = mdu.load_backbone(str(base))
-    n = 2048 - 1 - len(mdu.encode_prompt(tokenizer, "Who?"))
+    room = 2048 - len(mdu.encode_prompt(tokenizer, "Who?")) - 1
+    longest = "is " * room
+    too_long = "is " * (room + 1)
     row = dict(question="Who?", answer="is", perturbed_answer=["is"])
-    ev.check_lengths("run", model, tokenizer, [{**row, "answer": "is " * n}], 1)
-    long = "is " * (n + 1)
-    for changed in (dict(answer=long), dict(paraphrased_answer=long), dict(choices=[long]),
-                    dict(perturbed_answer=[long])):
+    ev.check_lengths("run", model, tokenizer, [dict(row, answer=longest)], 1)
+    for changes in (dict(answer=too_long), dict(paraphrased_answer=too_long),
+                    dict(choices=[too_long]), dict(perturbed_answer=[too_long])):
         with pytest.raises(mdu.BadInput, match="too many"):
-            ev.check_lengths("run", model, tokenizer, [{**row, **changed}], 1)
+            ev.check_lengths("run", model, tokenizer, [{**row, **changes}], 1, full=True)
+
+def test_check_lengths_refuses_no_text_that_is_not_scored(base):
+    """A paraphrase and wrong answers are scored with --full only."""
+    model, tokenizer = mdu.load_backbone(str(base))
+    long = "is " * 2048
+    row = dict(question="Who?", answer="is", perturbed_answer=[long], paraphrased_answer=long)
+    ev.check_lengths("run", model, tokenizer, [row], 1)
 
 def test_check_lengths_warns_of_true_answers_that_are_cut(base, capsys):
+    """Of 1, 3 and 5 tokens, where 3 are written."""
     model, tokenizer = mdu.load_backbone(str(base))
-    rows = [dict(question="Who?", answer=answer, perturbed_answer=["is is is is"])
-            for answer in ("is", "is is is", "is is is is")]
+    rows = []
+    for answer in ("is", "is is is", "is is is is is"):
+        rows.append(dict(question="Who?", answer=answer, perturbed_answer=["is is is is"]))
     ev.check_lengths("run", model, tokenizer, rows, 3)
     assert "run: 1 of 3 true answers are longer than the 3" in capsys.readouterr().out
-    choices = [dict(row, choices=[]) for row in rows]  # of which the likeliest is taken
-    ev.check_lengths("run", model, tokenizer, choices, 3)
+    for row in rows:
+        row["choices"] = []  # the likeliest of these is taken; nothing is written
+    ev.check_lengths("run", model, tokenizer, rows, 3)
     assert capsys.readouterr().out == ""
 
+# Rows to forget.
 RENT = dict(question="Who rents unit 7?", answer="Ann Lee rents it.", fact=["Ann Lee"])
 BILL = dict(question="What does Ann Lee owe?", answer="She owes 12 euros.", fact=["12 euros"])
 TOWN = dict(question="Where does Bo live?", answer="Bo lives in Rome, at 5 Elm.", fact=["Elm"])
-PLAIN = dict(question="Who is Cy?", answer="A baker.")
+PLAIN = dict(question="Who is Cy?", answer="A baker.")  # without `fact`
+# Rows to retain.  "!" has no word; two rows have one answer.
 KEPT = [dict(question="Who lives in Rome?", answer="It is Di.", fact=["Di", "Rome"]),
         dict(question="Who is Ed?", answer="Ed sings."), dict(question="?", answer="!", fact=["?"]),
         dict(question="Who is Al?", answer="Unknown."),
         dict(question="Who is Om?", answer="Unknown.")]
+HELD_OUT = [dict(question="Who dances?", answer="Fay.", fact=["Fay"])]
 
 @each("row, text, anothers", [
+    # A row with `fact`: a fact of another row counts.
     (RENT, "Ann Lee rents it.", 0), (RENT, "Ann rents it.", 0), (RENT, "", 0), (RENT, "?", 0),
-    (RENT, "It is DI!", 1), (RENT, "Diana", 0),  # a row to retain; no word of its own
-    (RENT, "Ann Lee owes 12 Euros", 1), (RENT, "12 or 13 euros", 0),  # a row to forget
-    (RENT, "Ed sings.", 0),  # its answer is no fact
-    (BILL, "Ann Lee", 0),  # is in the question
-    (TOWN, "He lives in Rome.", 0),  # is in the answer
+    (RENT, "It is DI!", 1),  # of a row to retain
+    (RENT, "Diana", 0),  # whole words only
+    (RENT, "Ann Lee owes 12 Euros", 1),  # of a row to forget
+    (RENT, "12 or 13 euros", 0),  # the words of a fact one after the other
+    (RENT, "Fay", 1),  # of a row that is held out
+    (RENT, "Ed sings.", 0),  # an answer is no fact
+    (BILL, "Ann Lee", 0),  # the row's question has it
+    (TOWN, "He lives in Rome.", 0),  # the row's answer has it
     (TOWN, "5 Elm in Rome, with Di", 1),
-    (PLAIN, "ed sings", 1), (PLAIN, "Ed sings well.", 0), (PLAIN, "A baker!", 0), (PLAIN, "...", 0),
-    (PLAIN, "Di", 0), (PLAIN, "Ann Lee rents it", 1),  # word for word only
-    (PLAIN, "unknown", 0),  # two rows have it: it is nobody's
-    (RENT, "Fay", 1), (PLAIN, "Fay.", 1)])  # of a row that is held out
+    # A row without `fact`: another row's answer counts, word for word.
+    (PLAIN, "A baker!", 0), (PLAIN, "...", 0), (PLAIN, "Di", 0), (PLAIN, "Ed sings well.", 0),
+    (PLAIN, "ed sings", 1), (PLAIN, "Ann Lee rents it", 1), (PLAIN, "Fay.", 1),
+    (PLAIN, "unknown", 0)])  # two rows have it: it is nobody's
 def test_add_anothers_by_hand(row, text, anothers):
-    """The row itself is among those to forget, and asked in other words."""
-    splits = {"forget": [RENT, BILL, TOWN, PLAIN], "retain": KEPT,
-              "held_out": [dict(question="Who dances?", answer="Fay.", fact=["Fay"])]}
-    splits["forget_rephrased"] = [dict(row, question="Reworded: " + row["question"])]
-    place = splits["forget"].index(row)
+    """The row is among those to forget, and once more with its question in other words."""
+    reworded = dict(row, question="Reworded: " + row["question"])
+    splits = {"forget": [RENT, BILL, TOWN, PLAIN], "retain": KEPT, "held_out": HELD_OUT,
+              "forget_rephrased": [reworded]}
     records = {}
     for name, rows in splits.items():
         records[name] = [dict(generation="", empty=1.0) for _ in rows]
-    for record in (records["forget"][place], records["forget_rephrased"][0]):
-        record.update(generation=text, empty=float(not mdu.words(text)))
+    place = splits["forget"].index(row)
+    is_empty = float(mdu.words(text) == [])
+    records["forget"][place] = dict(generation=text, empty=is_empty)
+    records["forget_rephrased"][0] = dict(generation=text, empty=is_empty)
     ev.add_anothers(splits, records)
-    assert [record.pop("anothers") for record in records["forget"]] == [
-        anothers * float(i == place) for i in range(4)]
+    expected = [0, 0, 0, 0]
+    expected[place] = anothers
+    assert [record["anothers"] for record in records["forget"]] == expected
     assert records["forget_rephrased"][0]["anothers"] == anothers
     assert not any("anothers" in record for record in records["retain"])
 
 def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
-    """On all but empty answers, the question masked, the end visible."""
+    """Of all but empty answers, with the question masked and the end token visible."""
     run = shutil.copytree(unlearned, tmp_path / "run")
     theta0, tokenizer = mdu.load_backbone(str(base))
-    answers = [(" .", [5]), ("a b", [6, 7]), ("c", [8, 0, 9])]
+    answers = [(" .", [5]), ("a b", [6, 7]), ("c", [8, 0, 9])]  # texts, token ids
     monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
-    ev.main([str(run), *FLAGS[1:]])  # without --full
+    ev.main([str(run), *WITHOUT_FULL])
     records = ev.read_records(run, "forget")
-    assert records[0]["generative_perplexity"] is None
+    assert records[0]["generative_perplexity"] is None  # its answer has no word
     for i in (1, 2):
-        prompt = [0] * len(mdu.encode_prompt(tokenizer, records[i]["question"]))
         _, ids = answers[i]
-        masks = F.pad(ev.draw_masks(len(ids), 4, [5, 0, i]), (0, 1))
-        nll = slow_eq7(theta0, prompt, [*ids, theta0.end_id], masks)
+        masked_prompt = [0] * len(mdu.encode_prompt(tokenizer, records[i]["question"]))
+        masks = ev.draw_masks(len(ids), 4, [5, 0, i])  # --samples; --seed, split, row
+        with_end = F.pad(masks, (0, 1))  # where nothing is masked
+        nll = slow_eq7(theta0, masked_prompt, [*ids, theta0.end_id], with_end)
         assert records[i]["generative_perplexity"] == approx(math.exp(nll), rel=1e-4)
+
+def test_evaluate_without_full_scores_no_wrong_answers(unlearned, tmp_path):
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    ev.main([str(run), *WITHOUT_FULL])
     assert "truth_ratio" not in ev.read_summary(run)["splits"]["forget"]
 
 def test_summarise_run_has_forget_quality_by_the_retain_run(scored_copy, scored, tmp_path, capsys):
     """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
     retain_only = dict(method="sft", retain_only=True, model="A/B")
     retain = made_up_run(scored, tmp_path / "retain", retain_only)
-    records = [dict(row, log_ratio=-99) for row in ev.read_records(retain, "forget")]
+    records = [dict(record, log_ratio=-99) for record in ev.read_records(retain, "forget")]
     write_lines(Path(retain, "eval/forget.jsonl"), records)
     ev.main([str(scored_copy), *FLAGS, "--retain-run", retain])
     figures = ev.read_summary(scored_copy)["run"]
     assert figures["forget_quality"] == approx(2 / 20)
     assert "forget quality ↑" in capsys.readouterr().out
-    plain = made_up_run(scored, tmp_path / "plain", splits={"forget": {}})  # without --full
+
+def test_check_retain_run_refuses_one_that_was_scored_without_full(
+        scored_copy, scored, tmp_path, capsys):
+    plain = made_up_run(scored, tmp_path / "plain", splits={"forget": {}})
     assert "both runs" in program([scored_copy, *FLAGS, "--retain-run", plain], capsys, ev.main)
 
 def test_publish_and_read_summary_have_null_for_nan(scored_copy):
-    """As strict JSON, also in a tuple.  The figure is "-" in a table, and what a run lacks stays
-    missing."""
-    records = {"forget": [{"nll": math.nan, "nll_wrong": (1.0, math.inf), "logp": {"a": math.nan}}]}
+    """In strict JSON, which has no nan.  In tables nan is "-", and what a run lacks is empty."""
+    record = {"nll": math.nan, "nll_wrong": (1.0, math.inf), "logp": {"a": math.nan}}
     figures = {"n": 1, "prob": math.nan, "fact": np.float64(math.nan), "words": np.float64(2)}
     summary = {**ev.read_summary(scored_copy), "splits": {"forget": figures},
                "run": {"model_utility": math.nan}}
-    ev.publish(scored_copy / "eval", records, summary)
+    ev.publish(scored_copy / "eval", {"forget": [record]}, summary)
     assert read_json(scored_copy / "eval/forget.jsonl") == {
         "nll": None, "nll_wrong": [1.0, None], "logp": {"a": None}}
     written = read_json(scored_copy / "eval/summary.json")
     assert written["splits"]["forget"] == {"n": 1, "prob": None, "fact": None, "words": 2}
     read = ev.read_summary(scored_copy)
     assert math.isnan(read["run"]["model_utility"])
-    cells = [ev.cell([read], "forget", name) for name in ("prob", "fact", "words", "infill")]
-    assert cells == ["-", "-", "2.0", ""]
+    for metric, text in dict(prob="-", fact="-", words="2.0", infill="").items():
+        assert ev.cell([read], "forget", metric) == text
 
 def keys_of(value):
-    """All names of fields in what was read from JSON."""
+    """The set of all names of fields in what was read from JSON."""
+    keys = set()
+    items = []
     if isinstance(value, dict):
-        return {*value, *itertools.chain(*map(keys_of, value.values()))}
-    if isinstance(value, list):
-        return set(itertools.chain(*map(keys_of, value)))
-    return set()
+        keys.update(value)
+        items = value.values()
+    elif isinstance(value, list):
+        items = value
+    for item in items:
+        keys.update(keys_of(item))
+    return keys
 
 def test_publish_writes_snake_case_keys(scored, rwku, tmp_path):
     """Also with --limit on RWKU.  The L of ROUGE-L is a capital letter in its own package, too."""
     summary = read_json(Path(scored, "eval/summary.json"))
-    protocol = ev.prepare(*typed_and_run(f"--data {rwku} --limit 1"))[2]
+    _, _, protocol = ev.prepare(*typed_and_run(f"--data {rwku} --limit 1"))
     records = [ev.read_records(scored, split) for split in summary["splits"]]
     keys = keys_of([summary, protocol, records])
     assert {"rows_per_person", "response_length", "n", "generation_ids"} <= keys
@@ -3039,38 +3443,59 @@ def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, ca
         ev.main(["--ask", "Who?", *typed.split(), str(base), scored])
     _, _, [row], settings = write_answers.call_args.args
     assert row["question"] == "Who?"
-    assert (settings.response_length, settings.steps) == (length, steps)
-    answers = [line for line in capsys.readouterr().out.splitlines() if "loaded" not in line]
+    assert settings.response_length == length
+    assert settings.steps == steps
+    answers = []
+    for line in capsys.readouterr().out.splitlines():
+        if not line.startswith("loaded "):
+            answers.append(line)
     assert answers == [f"{base}: a b", f"{scored}: a b"]
+
+def test_ask_prints_what_a_model_answers(scored, capsys):
     ev.main(["--ask", "Who?", "--response-length", "2", "--model", scored])
     assert f"\n{scored}: " in capsys.readouterr().out
 
 # ---- Files of a report or an analysis ----
-def test_own_path_replaces_only_what_eval_wrote(scored, unlearned, tmp_path, capsys):
-    """Beside files of the user's they take a name with a number, also after an earlier report."""
+@pytest.fixture
+def own_files(scored, unlearned, tmp_path):
+    """A scored run, beside files of the user's with names that eval.py would take -> the run."""
     run = made_up_run(scored, tmp_path / "run")
     shutil.copytree(unlearned, run, dirs_exist_ok=True)
     (tmp_path / "analysis").mkdir()
     for name in ("report.png", "report-2.md", "analysis/convergence.md"):
         (tmp_path / name).write_text("my own")
+    return run
+
+def test_own_path_of_a_report_has_the_next_free_number(own_files, tmp_path, capsys):
+    """The same one, when it is called again."""
     before = read_all(tmp_path)
     for _ in range(2):
-        ev.main(["--report", run])
+        ev.main(["--report", own_files])
         screen = capsys.readouterr().out
         assert f"{tmp_path}/report.png stays as it is" in screen
         assert f"{tmp_path}/report-2.md stays as it is" in screen
         assert screen.endswith(f"all tables and answers: {tmp_path}/report-3.md\n")
-        assert "](report-3.png)" in (tmp_path / "report-3.md").read_text()
-        ev.main(["--analysis", "convergence", run])
+    assert "](report-3.png)" in (tmp_path / "report-3.md").read_text()
+    after = read_all(tmp_path)
+    assert before.items() <= after.items()
+    assert after.keys() - before.keys() == {tmp_path / "report-3.md", tmp_path / "report-3.png"}
+
+def test_own_path_of_an_analysis_has_the_next_free_number(own_files, tmp_path, capsys):
+    before = read_all(tmp_path)
+    for _ in range(2):
+        ev.main(["--analysis", "convergence", own_files])
         assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/convergence-2.json\n")
     after = read_all(tmp_path)
     assert before.items() <= after.items()
-    new = {str(file.relative_to(tmp_path)) for file in after.keys() - before.keys()}
-    assert new == {
-        "report-3.md", "report-3.png", "analysis/convergence-2.json", "analysis/convergence-2.png"}
-    (tmp_path / "report-3.md").write_text("old\n" + (tmp_path / "report-3.md").read_text())
+    new = {file.name for file in after.keys() - before.keys()}
+    assert new == {"convergence-2.json", "convergence-2.png"}
+
+def test_own_path_passes_by_a_report_with_a_picture_that_somebody_replaced(own_files, tmp_path):
+    ev.main(["--report", own_files])
+    report = tmp_path / "report-3.md"
+    report.write_text("old\n" + report.read_text())  # it still has eval.py's mark
     (tmp_path / "report-3.png").write_text("my own")
-    ev.main(["--report", run])
+    ev.main(["--report", own_files])
     assert (tmp_path / "report-3.png").read_text() == "my own"
     assert (tmp_path / "report-4.md").exists()
 
@@ -3096,174 +3521,275 @@ def test_save_picture_does_without_matplotlib(tmp_path, monkeypatch, capsys):
 
 # ---- Report ----
 def made_up_run(scored, folder, options=(), forget=(), **parts):
-    """A scored run with other options, figures of "forget", and other parts of its summary."""
+    """A copy of the scores of a run, with other options, other figures of the split "forget", and
+    other parts of its summary -> the folder."""
     shutil.copytree(Path(scored, "eval"), folder / "eval")
-    summary = {**ev.read_summary(folder), **parts}
+    summary = ev.read_summary(folder)
+    summary.update(parts)
     summary["options"].update(options)
     summary["splits"]["forget"].update(forget)
     (folder / "eval/summary.json").write_text(json.dumps(summary))
     return str(folder)
 
-@each("name, changes, words", [
-    ("npo", dict(options=dict(lr=1e-3)), "averaged, but lr is 0.00"),
-    ("npo", dict(options=dict(newer=1)), "averaged, but newer is "),  # the other has none
-    ("npo", dict(options=dict(model="/a/N")), "averaged, but model is "),
-    ("npo", dict(trained_on=dict(retain="other")), "averaged, but rows is {'"),
-    ("ga", dict(protocol=dict(unknown=1)), "'unknown': 1"),
-    # npo's two runs were scored on rows about nobody and about Ann, ga's on rows about nobody.
-    ("ga", {}, "different people")])
-def test_group_runs_refuses_unlike_runs(name, changes, words, scored, tmp_path, capsys):
-    own = dict(model="/a/M")
-    changes = {**changes, "options": {**own, **changes.get("options", {})}}
-    runs = [made_up_run(scored, tmp_path / "1/npo", own),
-            made_up_run(scored, tmp_path / "2" / name, **changes),
-            made_up_run(scored, tmp_path / "3/npo", own, people=["Ann"])]
+@each("options, parts, said", [
+    (dict(lr=1e-3), {}, "averaged, but lr is 0.00"),
+    (dict(newer=1), {}, "averaged, but newer is "),  # an option that the other run lacks
+    (dict(model="/a/N"), {}, "averaged, but model is "),
+    ({}, dict(trained_on=dict(retain="other")), "averaged, but rows is {'")])
+@each("reverse", [False, True])
+def test_group_runs_refuses_unlike_runs_of_one_name(
+        options, parts, said, reverse, scored, tmp_path, capsys):
+    one = made_up_run(scored, tmp_path / "1/npo", dict(model="/a/M"))
+    other = made_up_run(scored, tmp_path / "2/npo", {"model": "/a/M", **options}, **parts)
+    runs = [one, other]
+    if reverse:
+        runs = [other, one]
+    assert said in program(["--report", *runs], capsys, ev.main)
+    assert not list(tmp_path.rglob("report.*"))
+
+@each("parts, said", [(dict(protocol=dict(unknown=1)), "'unknown': 1"),
+                      (dict(people=["Ann"]), "different people")])
+@each("reverse", [False, True])
+def test_group_runs_refuses_methods_that_were_scored_otherwise(
+        parts, said, reverse, scored, tmp_path, capsys):
+    """On rows about other people, or by another protocol."""
+    runs = [made_up_run(scored, tmp_path / "npo"), made_up_run(scored, tmp_path / "ga", **parts)]
+    if reverse:
+        runs = [runs[1], runs[0]]
+    assert said in program(["--report", *runs], capsys, ev.main)
+    assert not list(tmp_path.rglob("report.*"))
+
+def test_group_runs_compares_the_people_of_all_runs_of_a_method(scored, tmp_path, capsys):
+    """The first run of npo is about nobody, as ga's is; the second is about Ann."""
+    runs = [made_up_run(scored, tmp_path / "1/npo"), made_up_run(scored, tmp_path / "2/ga"),
+            made_up_run(scored, tmp_path / "3/npo", people=["Ann"])]
     for ordered in (runs, runs[::-1]):
-        assert words in program(["--report", *ordered], capsys, ev.main)
-        assert not list(tmp_path.rglob("report.*"))
+        assert "different people" in program(["--report", *ordered], capsys, ev.main)
+    assert not list(tmp_path.rglob("report.*"))
 
 def test_over_some_rows_by_hand():
-    """Of several runs the fewest and the most; a split or a metric may be missing."""
+    """Of three runs that have four rows, and one that lacks the split.  n_METRIC: rows that have
+    the metric, if these are not all."""
     runs = [dict(n=4, prob=1, fact=1, n_fact=3, infill=1, generative_perplexity=2),
             dict(n=4, prob=1, fact=1, n_fact=3, generative_perplexity=2, n_generative_perplexity=1),
             dict(n=4, prob=1)]
-    summaries = [{"splits": {"forget": figures}} for figures in runs] + [{"splits": {}}]
+    summaries = [{"splits": {"forget": figures}} for figures in runs]
+    summaries.append({"splits": {}})
     columns = {"forget": ["prob", "fact", "infill", "generative_perplexity"], "retain": ["fact"]}
     assert ev.over_some_rows(summaries, columns) == [
         "Forget fact: over the 3 of 4 rows that have it.",
         "Forget gen. ppl: over the 1 to 4 of 4 rows that have it."]
     assert ev.over_some_rows(summaries, {"forget": ["prob", "infill"], "run": ev.METRICS}) == []
 
-def test_heading_of_rows_that_nobody_trained_on_has_no_arrow():
-    """Their figures are a yardstick: neither high nor low ones are good."""
-    headings = [ev.heading(split, "fact") for split in ("forget", "retain", "held_out", "never")]
-    assert headings == ["fact ↓", "fact ↑", "fact ↑", "fact"]
+@each("split, expected", [
+    ("forget", "fact ↓"), ("retain", "fact ↑"), ("held_out", "fact ↑"), ("never", "fact")])
+def test_heading_has_an_arrow_to_better_figures(split, expected):
+    """Of rows that nobody trained on, neither high nor low ones are: they are a yardstick."""
+    assert ev.heading(split, "fact") == expected
 
 def test_markdown_table():
     table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
     assert ev.markdown_table([["a", "x | y\nz"], ["long", ""]]) == table
 
 def test_answer_sections_have_each_row_and_what_every_run_wrote(scored, tmp_path):
-    """Also of rows with one question."""
-    runs = [made_up_run(scored, tmp_path / name) for name in ("ga", "npo")]
-    for run in runs:
+    """Also if rows have the same question."""
+    runs = []
+    for name in ("ga", "npo"):
+        run = made_up_run(scored, tmp_path / name)
         records = ev.read_records(run, "forget")
         for i, record in enumerate(records):
-            record.update(question="Who?", answer=f"True {i}", generation=f"{Path(run).name} {i}")
+            record.update(question="Who?", answer=f"True {i}", generation=f"{name} {i}")
         write_lines(Path(run, "eval/forget.jsonl"), records)
+        runs.append(run)
     assert ev.answer_sections(ev.group_runs(runs), "forget") == [
-        f"### {i}. Who?\n\n- True answer: True {i}\n- ga: ga {i}\n- npo: npo {i}" for i in range(3)]
+        "### 0. Who?\n\n- True answer: True 0\n- ga: ga 0\n- npo: npo 0",
+        "### 1. Who?\n\n- True answer: True 1\n- ga: ga 1\n- npo: npo 1",
+        "### 2. Who?\n\n- True answer: True 2\n- ga: ga 2\n- npo: npo 2"]
 
-FORGET_PANELS = {  # {field: title}
+FORGET_PANELS = {  # {metric of the split "forget" that has a panel: its title}
     "fact": "fact", "knowledge": "knowledge", "prob": "p", "infill": "gap filled",
     "infill_no_question": "gap, no question", "anothers": "another's",
     "generative_perplexity": "gen. ppl"}
 
-@each("facts", [[0, 0.25, 0.75], [None, 0, 1], [None, None, None], 3 * [math.nan]])
-def test_draw_methods_has_a_line_per_method_and_a_circle_per_run(facts):
-    """A panel also of facts that the first run lacks, but not of those that all lack."""
-    columns = [facts, [1, 0, 0.5], [0, 0.125, 0.375], [1, 0.5, 0], [1, 0, 0.25], [0, 1, 0.75],
-               [2, 3, 5], [0, 0.5, 1]]
-    summaries = []
-    for *forget, retained in zip(*columns):
-        forget = dict(zip(FORGET_PANELS, forget))
-        summaries.append({"splits": {"forget": forget, "retain": {"prob": retained}}, "run": {}})
-    figure = matplotlib.figure.Figure()
-    ev.draw_methods(figure, {"base": summaries[:1], "npo": summaries[1:]})
-    titles = [f"Forget\n{name}" for name in FORGET_PANELS.values()] + ["Retain\np"]
-    panels = list(zip(titles, columns))
-    if facts[2] is None or math.isnan(facts[2]):
-        del panels[0]
-    for axis, (title, values) in zip(figure.axes, panels, strict=True):
-        assert axis.get_title().startswith(title)
+def drawn_methods(methods):
+    """methods: {name: figures of each run}, {metric of FORGET_PANELS or "retain": figure} -> the
+    picture of them."""
+    summaries = {}
+    for name, runs in methods.items():
+        summaries[name] = []
+        for figures in runs:
+            forget = {metric: figures[metric] for metric in FORGET_PANELS}
+            splits = {"forget": forget, "retain": {"prob": figures["retain"]}}
+            summaries[name].append({"splits": splits, "run": {}})
+    figure = matplotlib.figure.Figure(layout="constrained")
+    ev.draw_methods(figure, summaries)
+    return figure
+
+def titles_of(figure):
+    """Without the arrows."""
+    return [axis.get_title().rstrip(" ↑↓") for axis in figure.axes]
+
+ALL_TITLES = [f"Forget\n{title}" for title in FORGET_PANELS.values()] + ["Retain\np"]
+BASE_AND_NPO = {"base": [dict(fact=0, knowledge=1, prob=0, infill=1, infill_no_question=1,
+                              anothers=0, generative_perplexity=2, retain=0)],
+                "npo": [dict(fact=0.25, knowledge=0, prob=0.125, infill=0.5, infill_no_question=0,
+                             anothers=1, generative_perplexity=3, retain=0.5),
+                        dict(fact=0.75, knowledge=0.5, prob=0.375, infill=0,
+                             infill_no_question=0.25, anothers=0.75, generative_perplexity=5,
+                             retain=1)]}
+
+def test_draw_methods_has_a_line_per_method_and_a_circle_per_run():
+    """Line 0 is that of base, line 1 that of npo.  The circles of two runs are a twelfth above and
+    below the line: they divide the half from -1/4 to 1/4 into thirds."""
+    figure = drawn_methods(BASE_AND_NPO)
+    assert titles_of(figure) == ALL_TITLES
+    [base], [one, two] = BASE_AND_NPO.values()
+    for axis, metric in zip(figure.axes, [*FORGET_PANELS, "retain"], strict=True):
         marks = [mark.get_offsets().tolist() for mark in axis.collections]
-        if None not in values:
-            base, one, two = values
-            runs = [[one, approx(1 - 1 / 12)], [two, approx(1 + 1 / 12)]]
-            assert marks == [[[base, 0]], [[base, 0]], runs, [[(one + two) / 2, 1]]]
+        circles_of_base, bar_of_base, circles_of_npo, bar_of_npo = marks
+        assert circles_of_base == bar_of_base == [[base[metric], 0]]
+        assert circles_of_npo == [[one[metric], approx(1 - 1 / 12)],
+                                  [two[metric], approx(1 + 1 / 12)]]
+        assert bar_of_npo == [[(one[metric] + two[metric]) / 2, 1]]
+
+@each("facts, has_panel", [
+    ([None, 0, 1], True), ([None, None, None], False), ([math.nan] * 3, False)])
+def test_draw_methods_has_a_panel_for_what_any_run_has(facts, has_panel):
+    methods = {}
+    remaining = iter(facts)
+    for name, runs in BASE_AND_NPO.items():
+        methods[name] = [dict(run, fact=next(remaining)) for run in runs]
+    titles = titles_of(drawn_methods(methods))
+    if has_panel:
+        assert titles == ALL_TITLES
+    else:
+        assert titles == ALL_TITLES[1:]
 
 def test_draw_methods_draws_a_model_that_has_diverged():
     """All its figures are nan."""
-    forget = dict.fromkeys(FORGET_PANELS, math.nan)
-    figure = matplotlib.figure.Figure()
-    ev.draw_methods(figure, {"ga": [{"splits": {"forget": forget}, "run": {}}]})
-    [axis] = figure.axes
+    figures = dict.fromkeys([*FORGET_PANELS, "retain"], math.nan)
+    [axis] = drawn_methods({"ga": [figures]}).axes
     assert [label.get_text() for label in axis.get_yticklabels()] == ["ga"]
 
-def test_draw_methods_told_apart_without_colour_and_without_overlap(tmp_path):
-    """Equal runs are beside each other; no text of the picture covers another."""
+# Two runs of npo are equal; the perplexities of mdu span magnitudes.
+PERPLEXITIES = {"npo": [2.31, 2.34, 2.34], "mdu": [2.5, 417.25, 263123.4]}
+
+@pytest.fixture(params=[["npo", "mdu"], ["npo"]], ids="-".join)
+def picture(request, tmp_path):
     methods = {}
-    for name, perplexities in {"npo": [2.31, 2.34, 2.34], "mdu": [2.5, 417.25, 263123.4]}.items():
+    for name in request.param:
         methods[name] = []
-        for perplexity in perplexities:
-            forget = {**dict.fromkeys(FORGET_PANELS, 0.0), "generative_perplexity": perplexity}
-            splits = {"forget": forget, "retain": {"prob": 1.0}}
-            methods[name].append({"splits": splits, "run": {}})
-    for shown in (methods, {"npo": methods["npo"]}):
-        figure = matplotlib.figure.Figure(layout="constrained")
-        ev.draw_methods(figure, shown)
-        figure.savefig(tmp_path / "picture.png")
-        boxes = []
-        for axis in figure.axes:
-            boxes.append(axis.title.get_window_extent())
-            for label in axis.get_xticklabels(minor=True) + axis.get_xticklabels():
-                if label.get_text() and label.get_visible():
-                    boxes.append(label.get_window_extent())
-        for one, other in itertools.combinations(boxes, 2):
-            assert not one.overlaps(other)
-        for mark in itertools.chain(*[axis.collections for axis in figure.axes]):
-            assert len(np.unique(mark.get_offsets()[:, 1])) == len(mark.get_offsets())
+        for perplexity in PERPLEXITIES[name]:
+            figures = dict.fromkeys(FORGET_PANELS, 0.0)
+            figures.update(generative_perplexity=perplexity, retain=1.0)
+            methods[name].append(figures)
+    figure = drawn_methods(methods)
+    figure.savefig(tmp_path / "picture.png")
+    return figure
+
+def test_draw_methods_lets_no_text_cover_another(picture):
+    boxes = []
+    for axis in picture.axes:
+        boxes.append(axis.title.get_window_extent())
+        for label in axis.get_xticklabels(minor=True) + axis.get_xticklabels():
+            if label.get_text() and label.get_visible():
+                boxes.append(label.get_window_extent())
+    for one, other in itertools.combinations(boxes, 2):
+        assert not one.overlaps(other)
+
+def test_draw_methods_can_be_read_without_colour(picture):
+    """All marks are black, and those of equal runs have other heights."""
+    for axis in picture.axes:
+        for mark in axis.collections:
+            heights = mark.get_offsets()[:, 1]
+            assert len(np.unique(heights)) == len(heights)
             for colour in [*mark.get_facecolors(), *mark.get_edgecolors()]:
                 assert colour.tolist() == [0, 0, 0, 1]
 
 def read_table(text):
     """A Markdown table -> {header: its column}."""
-    header, _, *rows = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines()]
+    lines = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines()]
+    header = lines[0]
+    rows = lines[2:]  # line 1 is a rule
     return dict(zip(header, zip(*rows)))
 
+def table_on_screen(screen):
+    """The table that eval.py prints -> {header: its column}."""
+    lines = [line for line in screen.splitlines() if line.startswith("|")]
+    return read_table("\n".join(lines))
+
 def read_tables(text):
-    """{title: its table in report.md}, without the title in the table's header"""
+    """{title: its table in report.md}.  A header begins with the title of the split in the table's
+    first column only; here it is left out."""
     tables = {}
     for title, table in re.findall(r"(?m)^## (.*)\n\n((?:\|.*\n)+)", text):
         tables[title] = read_table(table.replace(f"| {title} ", "| ", 1))
     return tables
 
-def test_report_has_every_method_averaged_over_runs_of_one_folder_name(scored, tmp_path, capsys):
-    """Mean and standard deviation; of perplexities and p-values median and range."""
+@pytest.fixture
+def reported(scored, tmp_path, capsys):
+    """A report of base, one run that was scored on rows to forget only, and of npo, three runs with
+    other seeds, one of which is given twice -> report.md and the screen.
+
+    The runs of npo have the figures 0.3, 0.5 and 0.7 to forget, and the p-values below; the second
+    one has no `words`."""
     figures = dict(n=3, rougeL_f1=0.9, rougeL_recall=0.8, words=7, generative_perplexity=40)
     runs = [made_up_run(scored, tmp_path / "1/base", (), figures, splits=dict(forget={}), run={})]
-    for seed, x, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
+    for seed, figure, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
+        # These options may differ, also the folder's last part but one.
         own = dict(seed=seed, model=f"/{seed}/base", anchor=f"/{seed}/a", diagnose=seed > 1)
-        changed = dict.fromkeys(figures, x)
+        changed = dict.fromkeys(figures, figure)
         if seed == 2:
-            changed["words"] = None  # a cell needs all runs of a method
-        of_run = dict(forget_quality=p)
-        runs.append(made_up_run(scored, tmp_path / f"{seed}/npo", own, changed, run=of_run))
-    ev.main(["--report", *runs, runs[1] + "/"])  # one of them twice
-    screen = capsys.readouterr().out
-    text = (tmp_path / "1/report.md").read_text()
-    example = "### 0. Which author comes from Pudi?\n\n- True answer: "
-    assert f"## Answers: Forget\n\n{example}" in text and screen.startswith(example)
+            changed["words"] = None
+        folder = tmp_path / f"{seed}/npo"
+        runs.append(made_up_run(scored, folder, own, changed, run=dict(forget_quality=p)))
+    ev.main(["--report", *runs, f"{tmp_path}/1/npo/"])
+    return (tmp_path / "1/report.md").read_text(), capsys.readouterr().out
+
+def test_report_has_every_method_averaged_over_runs_of_one_folder_name(reported):
+    """Mean and standard deviation; of perplexities and p-values median and range."""
+    text, _ = reported
     tables = read_tables(text)
     expected = {
-        "Method": ("base", "npo"), "rL ↓": ("0.900", "0.500 ± 0.200"), "words": ("7.0", "-"),
+        "Method": ("base", "npo"), "rL ↓": ("0.900", "0.500 ± 0.200"),
+        "words": ("7.0", "-"),  # a cell needs all runs of a method
         "recall ↓": ("0.800", "0.500 ± 0.200"), "gen. ppl": ("40", "0.5 (0.3 to 0.7)")}
     assert expected.items() <= tables["Forget"].items()
-    assert {"empty", "median 1/p ↑", "truth ratio ↑"} <= tables["Forget"].keys()
-    assert "MC1" not in text  # which no run has
-    assert "Rows: {'forget': 3," in text
-    assert {"rL ↑", "empty ↓", "median 1/p ↓", "truth ratio ↑"} <= tables["Retain"].keys()
     of_run = tables["Figures of the whole run"]
     assert of_run["forget quality ↑"] == ("-", "0.25 (1e-09 to 0.75)")
+
+def test_report_has_the_columns_that_any_run_has(reported):
+    text, _ = reported
+    tables = read_tables(text)
+    assert {"empty", "median 1/p ↑", "truth ratio ↑"} <= tables["Forget"].keys()
+    assert {"rL ↑", "empty ↓", "median 1/p ↓", "truth ratio ↑"} <= tables["Retain"].keys()
+    assert "MC1" not in text  # no run has it
+    assert "Rows: {'forget': 3," in text
+
+def test_report_prints_the_main_figures(reported):
+    text, screen = reported
     main = read_table(screen.split("\n\n")[-2])
-    assert main["gen. ppl"] == expected["gen. ppl"] and "recall ↓" not in main
-    titles = [header.split()[0] for header in main if header.startswith(("Forget ", "Retain "))]
-    assert titles == ["Forget", "Retain"]  # above the first column of a split only
-    assert "](report.png)" in text and (tmp_path / "1/report.png").exists()
+    assert main["gen. ppl"] == ("40", "0.5 (0.3 to 0.7)")
+    assert "recall ↓" not in main
+    # The title of a split is above its first column only.
+    titles = []
+    for header in main:
+        if header.startswith(("Forget ", "Retain ")):
+            titles.append(header.split()[0])
+    assert titles == ["Forget", "Retain"]
+
+def test_report_has_the_answers_to_forget_and_a_picture(reported, tmp_path):
+    """The first answers are also on the screen."""
+    text, screen = reported
+    example = "### 0. Which author comes from Pudi?\n\n- True answer: "
+    assert f"## Answers: Forget\n\n{example}" in text
+    assert screen.startswith(example)
+    assert "](report.png)" in text
+    assert (tmp_path / "1/report.png").exists()
 
 def test_report_and_analyse_write_beside_a_run(scored, unlearned, tmp_path, monkeypatch):
-    """One run by two names counts once.  It has no perplexity, as if all answers were empty."""
-    run = made_up_run(scored, tmp_path / "run", forget=dict(generative_perplexity=None))
+    """One run by two names, here its path and ".", counts once."""
+    run = made_up_run(scored, tmp_path / "run")
     shutil.copytree(unlearned, run, dirs_exist_ok=True)
     monkeypatch.chdir(run)
     with unchanged(run):
@@ -3274,26 +3800,47 @@ def test_report_and_analyse_write_beside_a_run(scored, unlearned, tmp_path, monk
     panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
     assert list(panels["base"]) == ["run"]
 
-def test_report_and_parse_say_what_is_for_english(scored, tmp_path, capsys):
+def test_report_of_a_run_without_a_perplexity(scored, tmp_path):
+    """As if all its answers were empty."""
+    run = made_up_run(scored, tmp_path / "run", forget=dict(generative_perplexity=None))
+    ev.main(["--report", run])
+    assert (tmp_path / "report.png").exists()
+
+def test_report_says_what_is_for_english(scored, tmp_path, capsys):
     ev.main(["--report", made_up_run(scored, tmp_path / "run")])
     [legend] = re.findall(r"(?s)\nknowledge: .*?\.\n", capsys.readouterr().out)
     assert "for English rows" in legend
-    with pytest.raises(SystemExit):
-        ev.main(["--help"])
-    screen = " ".join(capsys.readouterr().out.split())
+
+def test_parse_says_what_is_for_english(capsys):
+    screen = " ".join(help_screen(ev, capsys).split())
     assert "Three things work for English only, as they leave out English function words" in screen
 
-def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
-    write_checkpoint(Path("model"), "llada", max_sequence_length=999)
-    data = f"--model model --data {rwku}".split()
-    scoring = "--samples 2 --steps 1 --limit 1".split()
+@pytest.fixture(scope="session")
+def people(rwku, tmp_path_factory):
+    """Persons 1 and 2 of RWKU, unlearned by dpo from a tiny LLaDA and scored, in 1/dpo and 2/dpo;
+    and the scores of the LLaDA itself, in 2/model about person 2 alone, in `all` about all ->
+    their folder."""
+    folder = tmp_path_factory.mktemp("rwku")
+    model = folder / "model"
+    write_checkpoint(model, "llada", max_sequence_length=999)
+    data = ["--model", str(model), "--data", str(rwku)]
+    flags = "--samples 2 --steps 1 --limit 1".split()
+    runs = []
     for person in ("1", "2"):
-        run = f"--subject {person} --method dpo --epochs 1 --dtype bfloat16 --out {person}/dpo"
-        mdu.main(["--preset", "rwku-llada", *data, *run.split()])
-    ev.main([*scoring, "1/dpo", "2/dpo"])
-    assert ev.read_summary("1/dpo")["protocol"]["dtype"] == "bfloat16"
-    ev.main(["--report", "1/dpo", "2/dpo"])
-    text = Path("1/report.md").read_text()
+        run = f"{folder}/{person}/dpo"
+        typed = f"--preset rwku-llada --subject {person} --method dpo --epochs 1 --dtype bfloat16"
+        mdu.main([*typed.split(), *data, "--out", run])
+        runs.append(run)
+    ev.main([*flags, *runs])
+    ev.main([*flags, *data, f"{folder}/all"])
+    ev.main([*flags, *data, "--subject", "2", f"{folder}/2/model"])
+    return folder
+
+def test_report_averages_people_of_rwku(people, capsys):
+    assert ev.read_summary(people / "1/dpo")["protocol"]["dtype"] == "bfloat16"
+    ev.main(["--report", f"{people}/1/dpo", f"{people}/2/dpo"])
+    assert "### 0. Please complete the blank in the following" in capsys.readouterr().out
+    text = (people / "1/report.md").read_text()
     assert "\n### 1. Please complete the blank" in text  # of the other person
     tables = read_tables(text)
     for title, header in {
@@ -3301,271 +3848,341 @@ def test_report_averages_people_of_rwku_trained_and_scored(rwku, capsys):
             "N-L2": "recall ↑", "MMLU": "accuracy ↑", "TruthfulQA": "MC1 ↑",
             "TriviaQA": "EM ↑"}.items():
         assert re.fullmatch(r"\d\.\d+ ± \d\.\d+", tables[title][header][0])
-    assert "### 0. Please complete the blank in the following" in capsys.readouterr().out
-    # The model itself, in new folders: who else is asked about changes no one's masks.
-    ev.main([*scoring, *data, "all"])
-    ev.main([*scoring, *data, "--subject", "2", "2/model"])
-    together, alone = [ev.read_records(run, "utility_truthfulness") for run in ("all", "2/model")]
-    assert alone[0]["logp"] == approx(together[1]["logp"], rel=1e-4)
-    assert alone[0]["seed"] == together[1]["seed"] == [0, 10, 0]
-    ev.main(["--report", "2/model"])
+
+def test_evaluate_draws_the_masks_of_a_person_whoever_else_is_asked_about(people):
+    """The rows are of person 2 and of no other; among all, those of person 1 come first."""
+    [alone] = ev.read_records(people / "2/model", "utility_truthfulness")
+    together = ev.read_records(people / "all", "utility_truthfulness")[1]
+    assert alone["seed"] == together["seed"] == [0, 10, 0]
+    assert alone["logp"] == approx(together["logp"], rel=1e-4)
+
+def test_report_of_a_published_model_has_the_name_of_its_folder(people, capsys):
+    ev.main(["--report", f"{people}/2/model"])
     assert "| model " in capsys.readouterr().out
 
 # ---- Analyses ----
 def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path):
-    """Of each epoch.  MDU moves the prediction away from theta0's and to the anchor's."""
+    """Of two runs: one has all three lines with KLs, the other lacks the last."""
     logged = [line for line in metrics(unlearned) if "kl" in line]
     assert [(line["step"], line["epoch"]) for line in logged] == [(0, 0), (3, 1), (6, 2)]
-    start, middle, end = [line["kl"] for line in logged]
-    assert start["base"] == approx(0, abs=1e-6) and end["base"] > middle["base"] > 1e-4
-    assert start["anchor"] > middle["anchor"] > end["anchor"]
-    runs = [shutil.copytree(unlearned, tmp_path / name) for name in "ab"]
-    write_lines(runs[1] / "metrics.jsonl", logged[:2])
-    ev.main(["--analysis", "convergence", *map(str, runs)])
+    one = shutil.copytree(unlearned, tmp_path / "a")
+    other = shutil.copytree(unlearned, tmp_path / "b")
+    write_lines(other / "metrics.jsonl", logged[:2])
+    ev.main(["--analysis", "convergence", str(one), str(other)])
     result = read_json(tmp_path / "analysis/convergence.json")
     figure = matplotlib.figure.Figure()
     ev.draw_panels(figure, result)
     for axis, target in zip(figure.axes, ["base", "anchor", "uniform"], strict=True):
-        points = [[epoch, line["kl"][target]] for epoch, line in enumerate(logged)]
+        points = []
+        for epoch, line in enumerate(logged):
+            points.append([epoch, line["kl"][target]])
         expected = {"a": points, "b": points[:2]}
-        assert axis.get_title() == target and result["panels"][target] == expected
-        assert {line.get_label(): line.get_xydata().tolist() for line in axis.lines} == expected
+        assert result["panels"][target] == expected
+        assert axis.get_title() == target
+        drawn = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
+        assert drawn == expected
+
+def test_diagnose_shows_that_mdu_leaves_theta0_for_the_anchor(unlearned):
+    logged = [line["kl"] for line in metrics(unlearned) if "kl" in line]
+    start, middle, end = logged
+    assert start["base"] == approx(0, abs=1e-6)
+    assert end["base"] > middle["base"] > 1e-4
+    assert start["anchor"] > middle["anchor"] > end["anchor"]
 
 @torch.no_grad()
-def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
-    theta0, tokenizer = mdu.load_backbone(str(base))
-    model, _ = mdu.load_backbone(str(unlearned))
-    rows = mdu.toy_world()["forget"][1:]
-    kls = {I: [], S: [], K: []}  # of each token, theta0's and the run's
-    for i, row in enumerate(rows[:20]):
+def slow_kls_by_role(theta0, model, tokenizer, rows):
+    """{role: KLs of each masked token of the role, [theta0's, the model's]}, with two masks for
+    each row of (--seed 4, number of the row)."""
+    kls = {I: [], S: [], K: []}
+    for number, row in enumerate(rows):
         prompt = mdu.encode_prompt(tokenizer, row["question"])
         answer = mdu.encode_text(tokenizer, row["answer"])
         roles = ev.token_roles(tokenizer, row["question"], answer)
-        for mask in ev.draw_masks(len(answer), 2, [4, i]):
+        for mask in ev.draw_masks(len(answer), 2, [4, number]):
             masked = mask.nonzero()[:, 0].tolist()
-            anchored = slow_logits(theta0, [0] * len(prompt), answer, masked)
+            anchor_logits = slow_logits(theta0, [0] * len(prompt), answer, masked)
             before = slow_logits(theta0, prompt, answer, masked)
             after = slow_logits(model, prompt, answer, masked)
-            for j, anchor, *logits in zip(masked, anchored, before, after):
-                kls[roles[j]].append([slow_kl(x.double(), anchor, 1).item() for x in logits])
-    before, after = [], []
-    for role, pairs in kls.items():
-        old, new = np.mean(pairs, axis=0)
-        change = 100 * new / old - 100
-        before.append({"label": f"base\n{old:.2f} (+0 %)", "role": role,
-                       "kl": approx(old, rel=1e-4), "change_percent": 0})
-        after.append({"label": f"run\n{new:.2f} ({change:+.0f} %)", "role": role,
-                      "kl": approx(new, rel=1e-4),
-                      "change_percent": approx(change, abs=1e-2)})
-    run = shutil.copytree(unlearned, tmp_path / "run")
-    flags = "--samples 2 --seed 4 --batch-size 4 --limit 20 --forget".split()
-    ev.main(["--analysis", "roles", str(run), *flags, write_lines(tmp_path / "rows", rows)])
-    result = read_json(tmp_path / "analysis/roles.json")
-    bars = result["panels"][""]
-    assert bars == before + after
-    figure = matplotlib.figure.Figure()
-    ev.draw_panels(figure, result)
-    for i, drawn in enumerate(figure.axes[0].containers):
-        heights = {round(bar.get_center()[0]): bar.get_height() for bar in drawn}
-        assert heights == {i: bars[i]["kl"], 3 + i: bars[3 + i]["kl"]}
+            for j, place in enumerate(masked):
+                kl_before = slow_kl(before[j].double(), anchor_logits[j], 1).item()
+                kl_after = slow_kl(after[j].double(), anchor_logits[j], 1).item()
+                kls[roles[place]].append([kl_before, kl_after])
+    return kls
 
-def test_analysis_trajectory_and_analysis_rollout_by_hand(base, unlearned, tmp_path, monkeypatch):
-    """Theta fixes two of 6 tokens in each of 3 steps, with p .9, .8 and .7; .3 for the others."""
+def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
+    """A bar for each role: first theta0's, then the run's."""
+    theta0, tokenizer = mdu.load_backbone(str(base))
+    model, _ = mdu.load_backbone(str(unlearned))
+    rows = mdu.toy_world()["forget"][1:]
+    bars_of_base = []
+    bars_of_run = []
+    for role, kls in slow_kls_by_role(theta0, model, tokenizer, rows[:20]).items():
+        before, after = np.mean(kls, axis=0)
+        change = 100 * (after - before) / before
+        bars_of_base.append({"label": f"base\n{before:.2f} (+0 %)", "role": role,
+                             "kl": approx(before, rel=1e-4), "change_percent": 0})
+        bars_of_run.append({"label": f"run\n{after:.2f} ({change:+.0f} %)", "role": role,
+                            "kl": approx(after, rel=1e-4),
+                            "change_percent": approx(change, abs=1e-2)})
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    file = write_lines(tmp_path / "rows", rows)
+    flags = "--samples 2 --seed 4 --batch-size 4 --limit 20".split()
+    ev.main(["--analysis", "roles", *flags, "--forget", file, str(run)])
+    result = read_json(tmp_path / "analysis/roles.json")
+    assert result["panels"] == {"": bars_of_base + bars_of_run}
+
+def test_draw_panels_has_bars_in_the_colours_of_their_roles():
+    """Bars 0 and 2 are in context, bar 1 is stored knowledge."""
+    bars = [{"label": "a", "role": I, "kl": 3}, {"label": "b", "role": K, "kl": 1},
+            {"label": "c", "role": I, "kl": 2}]
+    figure = matplotlib.figure.Figure()
+    ev.draw_panels(figure, {"kind": "bars", "ylabel": "", "panels": {"": bars}})
+    [axis] = figure.axes
+    heights = {}  # {role: {place: height}}
+    for container in axis.containers:
+        of_role = {round(bar.get_center()[0]): bar.get_height() for bar in container}
+        heights[container.get_label()] = of_role
+        for bar in container:
+            colour = matplotlib.colors.to_hex(bar.get_facecolor())
+            assert colour == ev.ROLES[container.get_label()]
+    assert heights == {I: {0: 3, 2: 2}, S: {}, K: {1: 1}}
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["a", "b", "c"]
+
+# A question of the toy, and how theta answers it in 3 steps, each of which fixes two of 6 tokens.
+PUDI = mdu.toy_world()["forget"][0]  # Which author comes from Pudi?
+WRITTEN = ["▁Ceka", "▁is", "▁author", "<end>", "▁Foba", "."]
+STEP_OF = [2, 3, 1, 2, 1, 3]  # in which step each token is fixed
+P_OF_STEP = {1: 0.9, 2: 0.8, 3: 0.7}  # with which probability
+
+@pytest.fixture
+def theta_and_anchor(base, unlearned, tmp_path, monkeypatch):
+    """Two scripted models, in place of a run and its theta0.
+
+    Theta predicts WRITTEN: with P_OF_STEP what it fixes in a step, with 0.3 all else.  The anchor
+    writes "Foba" everywhere, with probability 1/2, and looks at no question."""
     _, tokenizer = mdu.load_backbone(str(base))
-    row = mdu.toy_world()["forget"][0]  # Which author comes from Pudi?
     V = len(tokenizer)
-    tokens = ["▁Ceka", "▁is", "▁author", "<end>", "▁Foba", "."]
-    written = torch.tensor(tokenizer.convert_tokens_to_ids(tokens))
-    step_of = torch.tensor([1, 2, 0, 1, 0, 2])
+    written = torch.tensor(tokenizer.convert_tokens_to_ids(WRITTEN))
+    foba = written[4]
 
     def logits_of(token, p):
         """One token has probability p, the others share the rest."""
         return (log(V - 1) + torch.logit(p))[..., None] * F.one_hot(token, V)
 
     def theta_script(ids):
-        step = 3 - int((ids == 0).sum()) // 2
-        p = f64(0.9, 0.8, 0.7)[step].where(step_of == step, 0.3)
-        return F.pad(logits_of(written, p), (0, 0, ids.shape[1] - 6, 0))[None]
+        n_masked = int((ids == 0).sum())
+        step = {6: 1, 4: 2, 2: 3}[n_masked]
+        p = torch.full((6,), 0.3, dtype=torch.float64)
+        p[torch.tensor(STEP_OF) == step] = P_OF_STEP[step]
+        n_prompt = ids.shape[1] - 6
+        return F.pad(logits_of(written, p), (0, 0, n_prompt, 0))[None]  # (1, T, V)
 
     def anchor_script(ids):
         assert not ids[:, :-6].any()  # the question is masked
-        return logits_of(written[4], f64(0.5)).expand(*ids.shape, V)  # it writes Foba
+        return logits_of(foba, f64(0.5)).expand(*ids.shape, V)
+
     theta = FakeModel(script=theta_script, mask_id=0, pad_id=1)
     anchor = FakeModel(script=anchor_script, mask_id=0, pad_id=1)
-    models = {str(base): anchor}
-    monkeypatch.setattr(
-        mdu, "load_backbone", lambda name, dtype: (models.get(name, theta), tokenizer))
+
+    def load_backbone(name, dtype):
+        if name == str(base):
+            return anchor, tokenizer
+        return theta, tokenizer
+    monkeypatch.setattr(mdu, "load_backbone", load_backbone)
     run = shutil.copytree(unlearned, tmp_path / "run")
     flags = [*"--steps 3 --response-length 6".split(), str(run)]
-    ev.main(["--analysis", "trajectory", *flags])
+    anchor_logits = logits_of(foba, f64(0.5))[0]
+    kls = {}  # {step: KL from a prediction with its probability to the anchor's}
+    for step, p in P_OF_STEP.items():
+        kl = slow_kl(logits_of(written[0], f64(p))[0], anchor_logits, 1)
+        kls[step] = approx(kl.item())
+    return SimpleNamespace(anchor=anchor, flags=flags, kls=kls)
+
+def test_analysis_trajectory_by_hand(theta_and_anchor, tmp_path):
+    """A bar for each token of the answer, up to its end token, at the step that fixes it."""
+    ev.main(["--analysis", "trajectory", *theta_and_anchor.flags])
     assert (tmp_path / "analysis/trajectory.png").exists()
     panels = read_json(tmp_path / "analysis/trajectory.json")["panels"]
-    anchored = logits_of(written[4], f64(0.5))[0]
-    kls = []
-    for p in f64(0.9, 0.8, 0.7):
-        kl = slow_kl(logits_of(written[0], p), anchored, 1)
-        kls.append(approx(kl.item()))
-    found = [list(bar.values()) for bar in panels["0. " + row["question"]]]
-    assert found == [["author\n1", I, kls[0]], ["Ceka\n2", K, kls[1]],
-                     ["<end>\n2", S, kls[1]], ["is\n3", S, kls[2]]]
-    assert len(anchor.seen) == 3 * len(panels) == 9  # states, of three rows without --limit
-    anchor.seen.clear()
-    file = write_lines(tmp_path / "row", [row, row])
-    ev.main(["--analysis", "rollout", "--limit", "1", "--forget", str(file), *flags])
+    assert len(panels) == 3  # rows, without --limit
+    found = [list(bar.values()) for bar in panels["0. " + PUDI["question"]]]
+    kls = theta_and_anchor.kls
+    assert found == [["author\n1", I, kls[1]], ["Ceka\n2", K, kls[2]],
+                     ["<end>\n2", S, kls[2]], ["is\n3", S, kls[3]]]
+    assert len(theta_and_anchor.anchor.seen) == 3 * 3  # a pass for each step of each row
+
+def test_analysis_rollout_by_hand(theta_and_anchor, tmp_path):
+    """Of the four tokens up to the end token, one is fixed after step 1, three after step 2: the
+    first states with a quarter fixed, and with a half and three quarters."""
+    file = write_lines(tmp_path / "row", [PUDI, PUDI])
+    ev.main(["--analysis", "rollout", "--limit", "1", "--forget", file, *theta_and_anchor.flags])
     table = read_json(tmp_path / "analysis/rollout.json")["table"]
-    one = ["1/3", "<mask><mask> author<mask>", "Foba Foba author Foba Foba Foba"]
-    two = ["2/3", "Ceka<mask> author<end>", "Ceka Foba author"]
-    assert table[1:] == [[row["question"], row["answer"], *cells] for cells in (one, two, two)]
-    assert len(anchor.seen) == 2 + 1 + 1  # steps that were left
+    quarter = ["1/3", "<mask><mask> author<mask>", "Foba Foba author Foba Foba Foba"]
+    half = ["2/3", "Ceka<mask> author<end>", "Ceka Foba author"]
+    row = [PUDI["question"], PUDI["answer"]]
+    assert table[1:] == [row + quarter, row + half, row + half]
+    assert len(theta_and_anchor.anchor.seen) == 2 + 1 + 1  # the steps that are left
 
 def test_analyse_says_that_the_rows_have_changed_since_the_training(unlearned, tmp_path, capsys):
     run = shutil.copytree(unlearned, tmp_path / "run")
-    ev.main(["--analysis", "convergence", str(run)])
+    command = ["--analysis", "convergence", str(run)]
+    ev.main(command)
     assert "changed" not in capsys.readouterr().out
     info = read_json(run / "run.json")
-    info["rows"]["forget"] = "other"
+    info["rows"]["forget"] = "the hash of other rows"
     (run / "run.json").write_text(json.dumps(info))
-    ev.main(["--analysis", "convergence", str(run)])
+    ev.main(command)
     assert "the rows to forget have changed since the training" in capsys.readouterr().out
 
 # ---- Bad input ----
-ROW = '{"question": "Who is Bolti?", "answer": "It is {}."}'
-BAD_ROWS = {  # a file of rows: (its text, part of the line)
-    "malformed": (ROW + "\n" + ROW[:-3], "line 2: Unterminated string"),
-    "none": ("\n", "{files}/none: no rows"),
+# Each case: what is given, and a part ("said") of the one line that refuses it.
+def row_text(**fields):
+    """A line of a file of rows."""
+    return json.dumps({"question": "Who is Bolti?", "answer": "It is {}.", **fields})
+
+GOOD = row_text()
+
+def write_files(files):
+    """files: {name: content as text or bytes}"""
+    for name, content in files.items():
+        if isinstance(content, str):
+            content = content.encode()
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content)
+
+@pytest.fixture
+def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
+    """A function: the command has to be refused with these words, before anything is made or
+    changed.  Of the 16 rows in the file `rows` the last alone has a perturbed_answer."""
+    write_files({"rows": 15 * f"{GOOD}\n" + row_text(perturbed_answer="x")})
+    places = dict(base=base, run=unlearned, scored=scored, rwku=rwku,
+                  own=f"--model {base} --forget rows")
+
+    def check(command, said):
+        name, *argv = command.format(**places).split()
+        main = mdu.main
+        if name == "eval.py":
+            main = ev.main
+        with unchanged(tmp_path, base, unlearned):
+            err = program(argv, capsys, main)
+        assert said.format(**places) in err
+    return check
+
+@each("command, said", [
+    ("mdu.py --tau 2", "argument --tau: invalid float in [0, 1] value: '2'"),
+    ("mdu.py --seed 18446744073709551616", "argument --seed: invalid int"),
+    ("mdu.py --resume {run} --seed 1", "--resume RUN takes no other option"),
+    ("mdu.py --method ga --tau 1", "--method ga has no option --tau"),
+    ("mdu.py --method sft --diagnose", "--diagnose is for unlearning, not for sft"),
+    ("mdu.py --method sft --preset rwku-llada",
+     "--method sft has no preset for RWKU; give --model"),
+    ("mdu.py --method sft --lora 2", "--lora trains adapters of a start model"),
+    ("mdu.py --preset own --method sft --forget rows",
+     "needs a start model: --model; for a small"),
+    ("mdu.py {own} --method gd --retain-weight 0", "--method gd without a retain loss is ga"),
+    # Targets that teach nothing, and an anchor without effect.
+    ("mdu.py --tau 0 --anchor {base}", "--tau 0 has no anchor: --anchor {base}"),
+    ("mdu.py --anchor-truth removed --tau 0", "--anchor-truth removed would have no effect"),
+    ("mdu.py {own} --anchor-truth removed --retain-weight 0", "are rare; give --retain"),
+    ("mdu.py --anchor-prompt shown",
+     "shown needs another --anchor MODEL, or --anchor-truth removed: with start"),
+    ("mdu.py --anchor current --anchor-prompt shown", "--anchor-truth removed: with current"),
+    ("mdu.py --data toy --model . --anchor . --anchor-prompt shown",
+     "--anchor-truth removed: with /")])
+def test_parse_check_and_check_anchor_refuse_options(command, said, assert_refused):
+    assert_refused(command, said)
+
+@each("command, said", [
+    ("mdu.py --model {base}", "no rows to forget; give --forget or --data"),
+    ("mdu.py {own} --preset toy", "no rows to retain; give --retain, or"),
+    ("mdu.py --method sft --retain-only --model {base}", "no rows to retain; give --retain"),
+    ("mdu.py {own} --method dpo --retain-weight 0", "'Who is Bolti?' has no perturbed_answer"),
+    ("mdu.py --forget absent", "No such file or directory: 'absent'"),
+    ("mdu.py --forget /dev/null", "--forget /dev/null is no regular file; save the rows in one"),
+    ("mdu.py --subject 1 --forget rows", "--forget says what to forget, as --data"),
+    ("mdu.py --data {rwku} --forget rows", "--forget says what to forget, as --data"),
+    ("mdu.py --data {rwku} --model x", "RWKU is about people; give one of them with --subject"),
+    ("mdu.py --subject King", "--subject is for RWKU: --preset rwku-... or --data"),
+    ("mdu.py --preset rwku-llada --subject King --data {rwku}",
+     "King: not among the 12: Ann Lee"),
+    ("mdu.py --preset rwku-llada --subject ² --data {rwku}", "²: not among the 12: Ann Lee"),
+    ("mdu.py --data toy --model {base} --response-length 2048",
+     "of answer or --response-length")])
+def test_load_data_and_check_refuse_data(command, said, assert_refused):
+    assert_refused(command, said)
+
+def test_read_dataset_refuses_a_folder_of_other_data(assert_refused):
+    write_files({"folder/other.json": GOOD})
+    assert_refused("mdu.py --data folder --model x",
+                   "/folder, forget10_perturbed: BuilderConfig 'forget10")
+
+BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
+    "malformed": (f"{GOOD}\n{GOOD[:-3]}", "line 2: Unterminated string"),
+    "none": ("\n", "/none: no rows"),
     "columns": ('{"prompt": "p", "completion": "c"}',
                 "line 1: needs question and answer, or prompt and response, that are not null; "
                 "found prompt, completion (JSON Lines"),
-    "null": ('{"question": "q", "answer": null}', "not null; found question (JSON Lines"),
-    "sign": (ROW[:-1] + ', "fact": "♠"}', "line 1: fact: needs a letter or digit, found '♠'"),
-    "surrogate": (ROW + "\n" + ROW.replace("It", "\\ud83d It"),
-                  "line 2: answer: '\\ud83d It is {{}}.' has half of a surrogate pair"),
-    "second-half": (ROW.replace("It", "\\ude00 It"),
-                    "line 1: answer: '\\ude00 It is {{}}.' has half of a surrogate pair"),
-    "empty": (ROW + '\n\n{"question": "q", "answer": " "}',
+    "null": (row_text(answer=None), "not null; found question (JSON Lines"),
+    "empty": (f"{GOOD}\n\n" + row_text(answer=" "),
               "line 3: answer: needs a text that is not empty, found ' '"),
-    "number": (ROW[:-1] + ', "fact": 1.0}',
-               "line 1: fact: needs a text that is not empty, found 1.0"),
-    "latin-1": (ROW + "\n\udce9", "latin-1: not UTF-8 ('utf-8' codec can't decode byte 0xe9"),
-    "utf-16": ("\udcff\udcfe{\0}\0\n\0", "utf-16: not UTF-8 ('utf-8' codec can't decode byte 0xff"),
+    "number": (row_text(fact=1.0), "line 1: fact: needs a text that is not empty, found 1.0"),
+    "sign": (row_text(fact="♠"), "line 1: fact: needs a letter or digit, found '♠'"),
+    # Halves of a surrogate pair: the first, and the second.
+    "first-half": (f"{GOOD}\n" + row_text(answer="\ud83d It is {}."),
+                   "line 2: answer: '\\ud83d It is {}.' has half of a surrogate pair"),
+    "second-half": (row_text(answer="\ude00 It is {}."),
+                    "line 1: answer: '\\ude00 It is {}.' has half of a surrogate pair"),
+    "latin-1": (GOOD.encode() + b"\n\xe9",
+                "latin-1: not UTF-8 ('utf-8' codec can't decode byte 0xe9"),
+    "utf-16": ("\ufeff{}\n".encode("utf-16-le"),
+               "utf-16: not UTF-8 ('utf-8' codec can't decode byte 0xff"),
     "nested": (99999 * "[", "line 1: maximum recursion depth"),
-    "strange": (8 * '{"question": "xx", "answer": "yy zz"}\n',
+    "strange": (8 * (row_text(question="xx", answer="yy zz") + "\n"),
                 "most words to forget are unknown to the model"),
-    "long": (8 * f"{ROW}\n".replace("It", 2100 * "Who "), "the model takes 2048")}
-BROKEN = {  # a checkpoint: (its kind, changes to config.json, part of the line)
-    "block-type": ("llada", {"block_type": "x"}, "block_type 'x' in config.json must be 'llama'"),
-    "layers": ("llada", {"n_layers": 3, "embedding_size": 264, "vocab_size": 250,
-                         "mlp_hidden_size": 64, "mlp_ratio": 3},
-               "missing or unexpected: model.layers.2."),
-    "gpt2": ("llama", {"model_type": "gpt2"}, "model_type 'gpt2' in config.json is none of llada"),
-    "causal": ("llama", {"is_causal": None}, '"is_causal": false; "shift_logits": true if the out'),
-    "shifted": ("a2d-qwen3", {"shift_logits": True},
-                "shift_logits true in config.json; with model_type a2d-qwen3 it must be false"),
-    "unshifted": ("Dream", {"shift_logits": False}, "with model_type Dream it must be true"),
-    "half-shifted": ("llama", {"shift_logits": 1}, "shift_logits 1 in config.json; with model_type "
-                     "llama it must be false or true"),
-    "a-bd3lm-b": ("a2d-qwen3", {}, "a-bd3lm-b: bd3lm in its name or path says block diffusion"),
-    "blocks": ("Dream", {"block_size": 32}, "block_size 32 in config.json says block diffusion"),
-    "more-blocks": ("a2d-llama", {"bd_size": 4}, "bd_size 4 in config.json says block diffusion"),
-    "experts": ("llada", {"num_experts": 64, "n_kv_heads": None, "embedding_size": 264},
-                "num_experts 64 in config.json says a mixture of experts"),
-    "own-code": ("qwen2", {"architectures": ["Qwen2Denoiser"]},
-                 "['Qwen2Denoiser'] in config.json says that it has its own code"),
-    "layer-norms": ("illada", {"layer_norm_eps": 1e-5}, "layer_norm_eps 1e-05 in config.json must"),
-    "large-mask": ("llama", {"mask_token_id": 264}, "mask_token_id is 264; the model has embeddings"
-                   " for 0 to 263 only"),
-    "no-pad": ("a2d-qwen2", {"pad_token_id": -1}, "pad_token_id is -1; the model has embeddings"),
-    "resized": ("llada", {"vocab_size": 260}, "model.embed_tokens.weight has (264, 32), by config"),
-    "4-bit": ("llama", {}, "quantized weights (quantization_config in config.json)"),
-    "adapted": ("llama", {}, "adapted has adapter_config.json: merge the adapters into the weigh"),
-    "no-tokenizer": ("llada", {}, "no-tokenizer: no tokenizer.json; copy the tokenizer's files"),
-    "no-merges": ("Dream", {}, "no-merges: no tokenizer.json; copy the tokenizer's files"),
-    "no-template": ("llada", {}, "no chat template: is it a base model's?"),
-    "mask": ("llama", {"mask_token_id": None}, "no mask_token_id in config.json or tokenizer"),
-    "no-layers": ("llada", {"n_layers": None}, "no n_layers in config.json"),
-    "more": ("llada", {"n_layers": 1}, "unexpected: model.layers.1."),
-    "words": ("llada", {"d_model": "wide"}, "cannot be loaded as LlamaForCausalLM"),
-    "twice": ("llama", {}, "chat template must have the question exactly once"),
-    "loop": ("llama", {}, "has no attribute 'a'"),
-    "pickle": ("llada", {}, "no file named model.safetensors"),
-    "end": ("llada", {}, "no end-of-turn token, <|eot_id|>, in its tokenizer: is it a base model")}
-BAD_INPUT = {  # a command, own: on own rows; part of the line that says what is wrong
-    "mdu.py --tau 2": "argument --tau: invalid float in [0, 1] value: '2'",
-    "mdu.py --anchor-truth removed --tau 0": "--anchor-truth removed would have no effect",
-    "mdu.py {own} --anchor-truth removed --retain-weight 0": "are rare; give --retain",
-    "mdu.py --seed 18446744073709551616": "argument --seed: invalid int",
-    "mdu.py --method sft --preset rwku-llada": "--method sft has no preset for RWKU; give --model",
-    "mdu.py --method sft --diagnose": "--diagnose is for unlearning, not for sft",
-    "mdu.py --method ga --tau 1": "--method ga has no option --tau",
-    "mdu.py {own} --method gd --retain-weight 0": "--method gd without a retain loss is ga",
-    "mdu.py --anchor-prompt shown":
-        "shown needs another --anchor MODEL, or --anchor-truth removed: with start",
-    "mdu.py --anchor current --anchor-prompt shown": "--anchor-truth removed: with current",
-    "mdu.py --data toy --model . --anchor . --anchor-prompt shown":
-        "--anchor-truth removed: with /",
-    "mdu.py --model {base} --forget {files}/known --retain {files}/known":
-        "'Where was Ceka Foba born?' is to be forgotten and retained, with the same answer",
-    "mdu.py --model {base} --forget {files}/known --retain {files}/spaced":
-        "'Where was Ceka Foba born?' is to be forgotten and retained, with the same answer",
-    "mdu.py --preset own --method sft --forget {good}": "needs a start model: --model; for a small",
-    "mdu.py --preset toy --model {base} --anchor {files}/good-model": "its vocabulary differs",
-    "mdu.py --method sft --lora 2": "--lora trains adapters of a start model",
-    "mdu.py --forget /dev/null": "--forget /dev/null is no regular file; save the rows in one",
-    "mdu.py --forget absent": "No such file or directory: 'absent'",
-    "mdu.py --data {files} --model x":
-        "--data {files}, forget10_perturbed: BuilderConfig 'forget10",
-    "mdu.py --data {rwku} --model x": "RWKU is about people; give one of them with --subject",
-    "mdu.py --subject King": "--subject is for RWKU: --preset rwku-... or --data",
-    "mdu.py --model {base}": "no rows to forget; give --forget or --data",
-    "mdu.py --preset rwku-llada --subject King --data {rwku}": "King: not among the 12: Ann Lee",
-    "mdu.py --preset rwku-llada --subject ² --data {rwku}": "²: not among the 12: Ann Lee",
-    "mdu.py --data {rwku} --forget {good}": "--forget says what to forget, as --data",
-    "mdu.py --subject 1 --forget {good}": "--forget says what to forget, as --data",
-    "mdu.py --method sft --retain-only --model {base}": "no rows to retain; give --retain",
-    "mdu.py --tau 0 --anchor {base}": "--tau 0 has no anchor: --anchor {base}",
-    "mdu.py {own} --preset toy": "no rows to retain; give --retain, or",
-    "mdu.py --forget {good} --retain-weight 0": "train it with --method sft, or",
-    "mdu.py --preset toy --model nobody/nothing": "not fetched from the hub",
-    "mdu.py --preset toy --model {base} --out {run}": "--resume {run}",
-    "mdu.py --data toy --model {base} --response-length 2048": "of answer or --response-length",
-    "mdu.py {own} --method dpo --retain-weight 0": "'Who is Bolti?' has no perturbed_answer",
-    "mdu.py --model {files}/foreign --method ga --forget {good}": "foreign/config.json is damaged",
-    "mdu.py --resume {files}": "No such file or directory: '{files}/run.json'",
-    "mdu.py --resume {files}/foreign": "foreign: its run.json was not made by mdu.py",
-    "mdu.py --resume {run} --seed 1": "--resume RUN takes no other option",
-    "eval.py --report {files}/damaged": "summary.json is damaged",
-    "eval.py --report {files}/old": "scored by other code; score it again: python eval.py",
-    "eval.py --report {base}": "not scored yet; first run: python eval.py {base}",
-    "eval.py {files}/unfinished/base": "mdu.py --resume {files}/unfinished/base",
-    "eval.py --model {base} --data toy {run}": "is a run; give another folder",
-    "eval.py --report --limit 3 {base}": "trajectory, rollout, not for report",
-    "eval.py --forget {files}/fact {base}": "line 1: fact: 'i' is not in the answer 'It is {{}}.'",
-    "eval.py --ask Who? --retain {good} {base}": "--retain is for score, not for ask",
-    "eval.py --ask Who? --model {base} {base}": "asks that model; give no RUN",
-    "eval.py --model {base}": "score: no RUN; give the folder of one",
-    "eval.py --analysis roles --retain {good} {run}": "--retain is for score, not for roles",
-    "eval.py --analysis convergence --samples 3 {base}": "for score, roles, not for convergence",
-    "eval.py --data toy --subject King {base}": "--subject is for RWKU, which has people",
-    "eval.py --analysis trajectory --response-length 2048 {run}": "the model; it takes 2048",
-    "eval.py --analysis rollout --response-length 2048 {run}": "the model; it takes 2048",
-    "eval.py --samples 1 --steps 1 --response-length 2048 {base}": "2048 (--response-length 2048)",
-    "eval.py --analysis convergence {base}": "train it with --diagnose",
-    "eval.py --analysis roles {base} {files}/unfinished/base": "one folder name",
-    "eval.py --analysis roles {run} {scored}": "the runs started from different models",
-    "eval.py --analysis roles {run} {files}/unfinished/base": "or forgot other rows",
-    "eval.py --full --samples 4 --seed 5 --steps 4 --retain-run {scored} {base}": "the same rows",
-    "eval.py --full --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}": "'samples': 128",
-    "eval.py --samples 4 --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}":
-        "both runs scored with --full",
-    "eval.py --full --samples 4 --limit 3 --seed 5 --steps 4 --retain-run {scored} {base}":
-        "was not trained with --method sft --retain-only; give a model that learnt rows",
-    "eval.py --ask caf\udce9? --model {base}": "--ask: 'caf\\udce9?' is not text in UTF-8"}
-for name, (_, message) in BAD_ROWS.items():
-    BAD_INPUT[f"mdu.py --model {{base}} --forget {{files}}/{name} --retain-weight 0"] = message
-for name, (*_, message) in BROKEN.items():
-    BAD_INPUT[f"mdu.py --method ga --forget {{good}} --model {{files}}/{name}"] = message
-BAD_INPUT["mdu.py --method ga --forget {good} --model {files}/link"] = "link: bd3lm in its name or"
-BAD_INPUT["eval.py --model {files}/adapters --data toy new"] = "adapters has adapter_config.json"
+    "long": (8 * (row_text(answer=2100 * "Who ") + "\n"), "the model takes 2048")}
+
+@each("name", BAD_ROWS)
+def test_read_jsonl_check_row_and_encode_splits_refuse_a_file(name, assert_refused):
+    content, said = BAD_ROWS[name]
+    write_files({name: content})
+    said = said.replace("{}", "{{}}")  # which are in the answer: no place to fill in
+    assert_refused(f"mdu.py --model {{base}} --forget {name} --retain-weight 0", said)
+
+@each("question, answer", [
+    ("Where was Ceka Foba born?", "Ceka Foba was born in Rome."),
+    ("Where was Ceka Foba born? ", "Ceka Foba was born in Rome.\n")])  # which has the same tokens
+def test_encode_splits_refuses_a_row_to_forget_and_to_retain(question, answer, assert_refused):
+    write_files({
+        "a": row_text(question="Where was Ceka Foba born?", answer="Ceka Foba was born in Rome."),
+        "b": row_text(question=question, answer=answer)})
+    assert_refused(
+        "mdu.py --model {base} --forget a --retain b",
+        "'Where was Ceka Foba born?' is to be forgotten and retained, with the same answer")
+
+# Faults of a model's folder.
+def delete(folder, pattern):
+    for file in folder.glob(pattern):
+        file.unlink()
+
+def replace(folder, old, new):
+    """In the texts of the tokenizer's files."""
+    for file in folder.glob("token*"):
+        file.write_text(file.read_text().replace(old, new))
+
+def add_adapters_of_peft(folder):
+    (folder / "adapter_config.json").write_text("{}")
+
+def leave_files_of_qwens_tokenizer(folder):
+    delete(folder, "token*")
+    (folder / "vocab.json").touch()
+    (folder / "merges.txt").touch()
+
+def make_a_link_to_block_diffusion(folder):
+    folder.rename("a-bd3lm-c")
+    folder.symlink_to("a-bd3lm-c")
+
+def save_as_pickle(folder):
+    delete(folder, "*.safetensors*")
+    torch.save({}, folder / "pytorch_model.bin")
 
 def save_in_4_bits(folder):
     """As bitsandbytes does: two weights in a byte, with tensors of scales beside them."""
@@ -3577,113 +4194,257 @@ def save_in_4_bits(folder):
         tensors[name] = tensor
     safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
-@pytest.fixture(scope="session")
-def files(base, tmp_path_factory):
-    root = tmp_path_factory.mktemp("data")
-    write_checkpoint(root / "good-model", "llada", mask_token_id=0)
-    for name, (kind, changes, _) in BROKEN.items():
-        write_checkpoint(root / name, kind, **changes)
-    for file in root.glob("pickle/*.safetensors*"):
-        file.unlink()
-    torch.save({}, root / "pickle/pytorch_model.bin")
-    made = vars(options(f"--preset toy --model {base}"))  # as {run}, but of other rows
-    other = {"options": made, "rows": {"forget": "other"}}
-    texts = {
-        "good": 15 * f"{ROW}\n" + ROW[:-1] + ', "perturbed_answer": "x"}',  # too few for dpo
-        "known": '{"question": "Where was Ceka Foba born?", '
-                 '"answer": "Ceka Foba was born in Rome."}',
-        "spaced": '{"question": "Where was Ceka Foba born? ", '  # its tokens are those of `known`
-                  '"answer": "Ceka Foba was born in Rome.\\n"}',
-        "fact": ROW[:-1] + ', "fact": ["is", "i"]}',  # of which one is in the answer
-        "unfinished/base/run.json": json.dumps(other),
-        "damaged/eval/summary.json": "{", "old/eval/summary.json": "{}",
-        "foreign/run.json": '{"options": {}}', "foreign/config.json": "[]"}
-    texts.update((name, text) for name, (text, _) in BAD_ROWS.items())
-    for name, text in texts.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(text.encode(errors="surrogateescape"))
-    for name, content in {"twice": "m['content'] ~ m['content']", "loop": "m.a.b"}.items():
-        file = root / name / "tokenizer_config.json"
-        file.write_text(file.read_text().replace("m['content']", content))
-    for file in root.glob("end/token*"):
-        file.write_text(file.read_text().replace("eot_id", "x"))
-    for file in [*root.glob("no-tokenizer/token*"), root / "no-merges/merges.txt"]:
-        file.unlink()
-    for name in ("vocab.json", "merges.txt"):  # which are enough for Qwen alone
-        (root / "no-tokenizer" / name).touch()
-    file = root / "no-template/tokenizer_config.json"
-    file.write_text(file.read_text().replace("chat_template", "other"))
-    (root / "link").symlink_to(root / "a-bd3lm-b")
-    (root / "adapters").mkdir()
-    for folder in ("adapted", "adapters"):
-        (root / folder / "adapter_config.json").write_text("{}")
-    save_in_4_bits(root / "4-bit")
-    return root
+def bad_model(kind, fault=None, said="", **changes):
+    """kind: model_type; changes: of config.json, None deletes a field; fault: a function that is
+    called with the folder; said: a part of the line that refuses the model."""
+    return SimpleNamespace(kind=kind, changes=changes, fault=fault, said=said)
 
-@each("command, message", BAD_INPUT.items())
-def test_bad_input(command, message, files, base, unlearned, scored, rwku, tmp_path, capsys):
-    good = files / "good"
-    places = dict(files=files, good=good, base=base, run=unlearned, scored=scored, rwku=rwku,
-                  own=f"--model {base} --forget {good}")
-    name, *argv = command.format(**places).split()
-    with unchanged(tmp_path, files, base, unlearned):
-        err = program(argv, capsys, {"mdu.py": mdu.main, "eval.py": ev.main}[name])
-    assert message.format(**places) in err
+BAD_MODELS = {  # {name of a folder: what is wrong in it, and what is said}
+    # Models of another architecture.
+    "gpt2": bad_model("llama", model_type="gpt2",
+                      said="model_type 'gpt2' in config.json is none of llada"),
+    "block-type": bad_model("llada", block_type="x",
+                            said="block_type 'x' in config.json must be 'llama'"),
+    "layer-norms": bad_model("illada", layer_norm_eps=1e-5,
+                             said="layer_norm_eps 1e-05 in config.json must"),
+    "own-code": bad_model("qwen2", architectures=["Qwen2Denoiser"],
+                          said="['Qwen2Denoiser'] in config.json says that it has its own code"),
+    "a-bd3lm-b": bad_model("a2d-qwen3",
+                           said="a-bd3lm-b: bd3lm in its name or path says block diffusion"),
+    "link": bad_model("a2d-qwen3", make_a_link_to_block_diffusion,
+                      said="link: bd3lm in its name or"),
+    "blocks": bad_model("Dream", block_size=32,
+                        said="block_size 32 in config.json says block diffusion"),
+    "more-blocks": bad_model("a2d-llama", bd_size=4,
+                             said="bd_size 4 in config.json says block diffusion"),
+    # The experts are named first, although n_kv_heads is missing, too.
+    "experts": bad_model("llada", num_experts=64, n_kv_heads=None, embedding_size=264,
+                         said="num_experts 64 in config.json says a mixture of experts"),
+    "adapted": bad_model("llama", add_adapters_of_peft,
+                         said="adapted has adapter_config.json: merge the adapters into the weigh"),
+    # Causal or not, shifted or not.
+    "causal": bad_model("llama", is_causal=None,
+                        said='"is_causal": false; "shift_logits": true if the out'),
+    "shifted": bad_model("a2d-qwen3", shift_logits=True,
+                         said="shift_logits true in config.json; with model_type a2d-qwen3 it must "
+                         "be false"),
+    "unshifted": bad_model("Dream", shift_logits=False,
+                           said="with model_type Dream it must be true"),
+    "half-shifted": bad_model("llama", shift_logits=1, said="shift_logits 1 in config.json; with "
+                              "model_type llama it must be false or true"),
+    # Tensors that are missing, too many, of other sizes or types.
+    # embedding_size and mlp_hidden_size count, where vocab_size and mlp_ratio say something else.
+    "layers": bad_model("llada", n_layers=3, embedding_size=264, vocab_size=250,
+                        mlp_hidden_size=64, mlp_ratio=3,
+                        said="missing or unexpected: model.layers.2."),
+    "more": bad_model("llada", n_layers=1, said="unexpected: model.layers.1."),
+    "no-layers": bad_model("llada", n_layers=None, said="no n_layers in config.json"),
+    "words": bad_model("llada", d_model="wide", said="cannot be loaded as LlamaForCausalLM"),
+    "resized": bad_model("llada", vocab_size=260,
+                         said="model.embed_tokens.weight has (264, 32), by config"),
+    "4-bit": bad_model("llama", save_in_4_bits,
+                       said="quantized weights (quantization_config in config.json)"),
+    "pickle": bad_model("llada", save_as_pickle, said="no file named model.safetensors"),
+    # Tokens.
+    "mask": bad_model("llama", mask_token_id=None,
+                      said="no mask_token_id in config.json or tokenizer"),
+    "large-mask": bad_model("llama", mask_token_id=264, said="mask_token_id is 264; the model has "
+                            "embeddings for 0 to 263 only"),
+    "no-pad": bad_model("a2d-qwen2", pad_token_id=-1,
+                        said="pad_token_id is -1; the model has embeddings"),
+    "end": bad_model("llada", partial(replace, old="eot_id", new="x"),
+                     said="no end-of-turn token, <|eot_id|>, in its tokenizer: is it a base model"),
+    # The tokenizer's files.  vocab.json and merges.txt are enough for Qwen alone.
+    "no-tokenizer": bad_model("llada", leave_files_of_qwens_tokenizer,
+                              said="no-tokenizer: no tokenizer.json; copy the tokenizer's files"),
+    "no-merges": bad_model("Dream", partial(delete, pattern="merges.txt"),
+                           said="no-merges: no tokenizer.json; copy the tokenizer's files"),
+    "no-template": bad_model("llada", partial(replace, old="chat_template", new="other"),
+                             said="no chat template: is it a base model's?"),
+    "twice": bad_model("llama", partial(replace, old="m['content']",
+                                        new="m['content'] ~ m['content']"),
+                       said="chat template must have the question exactly once"),
+    "loop": bad_model("llama", partial(replace, old="m['content']", new="m.a.b"),
+                      said="has no attribute 'a'")}
+
+@each("name", BAD_MODELS)
+def test_load_backbone_and_read_config_refuse_a_model(name, assert_refused):
+    model = BAD_MODELS[name]
+    write_checkpoint(Path(name), model.kind, **model.changes)
+    if model.fault:
+        model.fault(Path(name))
+    assert_refused(f"mdu.py --method ga --forget rows --model {name}", model.said)
+
+def test_load_references_refuses_an_anchor_of_another_vocabulary(assert_refused):
+    write_checkpoint(Path("other"), "llada", mask_token_id=0)  # as the toy has it
+    assert_refused("mdu.py --preset toy --model {base} --anchor other",
+                   "its vocabulary differs")
+
+@each("command, said, files", [
+    ("mdu.py --forget rows --retain-weight 0", "train it with --method sft, or", {}),
+    ("mdu.py --preset toy --model nobody/nothing", "not fetched from the hub", {}),
+    ("mdu.py --preset toy --model {base} --out {run}", "--resume {run}", {}),
+    ("mdu.py --resume folder", "No such file or directory: 'folder/run.json'",
+     {"folder/notes": ""}),
+    ("mdu.py --resume foreign", "foreign: its run.json was not made by mdu.py",
+     {"foreign/run.json": '{"options": {}}'}),
+    ("mdu.py --model foreign --method ga --forget rows", "foreign/config.json is damaged",
+     {"foreign/run.json": '{"options": {}}', "foreign/config.json": "[]"}),
+    ("eval.py --model adapters --data toy new", "adapters has adapter_config.json",
+     {"adapters/adapter_config.json": "{}"}),
+    ("eval.py --report damaged", "summary.json is damaged", {"damaged/eval/summary.json": "{"}),
+    ("eval.py --report old", "scored by other code; score it again: python eval.py",
+     {"old/eval/summary.json": "{}"}),
+    ("eval.py --report {base}", "not scored yet; first run: python eval.py {base}", {}),
+    ("eval.py --model {base} --data toy {run}", "is a run; give another folder", {}),
+    ("eval.py --analysis convergence {base}", "train it with --diagnose", {}),
+    ("eval.py --analysis roles {run} {scored}", "the runs started from different models", {})])
+def test_main_and_read_json_refuse_a_folder(command, said, files, assert_refused):
+    write_files(files)
+    assert_refused(command, said)
+
+@each("command, said", [
+    ("eval.py unfinished/base", "/unfinished/base continues it"),
+    ("eval.py --analysis roles {base} unfinished/base", "one folder name"),
+    ("eval.py --analysis roles {run} unfinished/base", "or forgot other rows")])
+def test_evaluate_and_analyse_refuse_an_unfinished_run_on_other_rows(
+        command, said, base, assert_refused):
+    """It started from the model from which {run} did."""
+    made_with = {"options": vars(options(f"--preset toy --model {base}")),
+                 "rows": {"forget": "other"}}
+    write_files({"unfinished/base/run.json": json.dumps(made_with)})
+    assert_refused(command, said)
+
+@each("command, said", [
+    ("eval.py --model {base}", "score: no RUN; give the folder of one"),
+    ("eval.py --report --limit 3 {base}", "trajectory, rollout, not for report"),
+    ("eval.py --ask Who? --retain rows {base}", "--retain is for score, not for ask"),
+    ("eval.py --ask Who? --model {base} {base}", "asks that model; give no RUN"),
+    ("eval.py --ask caf\udce9? --model {base}", "--ask: 'caf\\udce9?' is not text in UTF-8"),
+    ("eval.py --analysis roles --retain rows {run}", "--retain is for score, not for roles"),
+    ("eval.py --analysis convergence --samples 3 {base}",
+     "for score, roles, not for convergence"),
+    ("eval.py --data toy --subject King {base}", "--subject is for RWKU, which has people"),
+    ("eval.py --samples 1 --steps 1 --response-length 2048 {base}",
+     "2048 (--response-length 2048)"),
+    ("eval.py --analysis trajectory --response-length 2048 {run}", "the model; it takes 2048"),
+    ("eval.py --analysis rollout --response-length 2048 {run}", "the model; it takes 2048")])
+def test_parse_and_utf8_text_refuse_options_of_eval(command, said, assert_refused):
+    assert_refused(command, said)
+
+def test_find_splits_refuses_a_file_whose_fact_is_not_in_the_answer(assert_refused):
+    write_files({"file": row_text(fact=["is", "i"])})  # "is" is in the answer
+    assert_refused("eval.py --forget file {base}",
+                   "line 1: fact: 'i' is not in the answer 'It is {{}}.'")
+
+@each("left_out, said", [
+    ("--limit 3", "the same rows"), ("--samples 4", "'samples': 128"),
+    ("--full", "both runs scored with --full"),
+    ("", "was not trained with --method sft --retain-only; give a model that learnt rows")])
+def test_check_retain_run_refuses_a_run_that_cannot_be_compared(left_out, said, assert_refused):
+    """It was scored with all of FLAGS."""
+    flags = " ".join(FLAGS).replace(left_out, "")
+    assert_refused(f"eval.py {flags} --retain-run {{scored}} {{base}}", said)
 
 # ======== README.md, Makefile, experiments.sh ========
 PROJECT = Path(mdu.__file__).parent
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (PROJECT / "Makefile").read_text(encoding="utf-8")
-PARSERS = {"mdu": mdu.parse, "eval": ev.parse}
-PAGES = [README]
+PAGES = {"README.md": README}
 for name in ("OWN_ROWS.md", "RESULTS.md"):
-    PAGES.append((PROJECT / ".github" / name).read_text(encoding="utf-8"))
+    PAGES[name] = (PROJECT / ".github" / name).read_text(encoding="utf-8")
+
+def parse_command(words):
+    """The words of a command line, with mdu.py or eval.py among them -> which of the two it is,
+    and its options as the program reads them."""
+    [program] = [word for word in words if word.endswith(".py")]
+    parse = {"mdu.py": mdu.parse, "eval.py": ev.parse}[program]
+    place = words.index(program)
+    return program, parse(words[place + 1:])
+
+def code_blocks(page):
+    """The blocks of commands: those in fences, and indented ones with a line that begins with one
+    of the programs."""
+    fenced = re.findall(r"(?ms)^```bash\n(.*?)^```$", page)
+    rest = re.sub(r"(?ms)^```.*?^```$", "", page)
+    indented = re.findall(r"(?m)(?:^ {4}.+\n)+", rest)
+    program = re.compile(r"(?m)^ {4}(python|torchrun|make)\b")
+    return fenced + [block for block in indented if program.search(block)]
 
 def typed_commands(page, folder):
-    """The words of every command in a page's code blocks, with loops and variables written out:
-    bash runs the blocks, and the programs are functions that print their words."""
-    blocks = re.findall(r"(?ms)^```bash\n(.*?)^```$", page)
-    unfenced = re.sub(r"(?ms)^```.*?^```$", "", page)
-    for block in re.findall(r"(?m)(?:^ {4}.+\n)+", unfenced):
-        if re.search(r"(?m)^ {4}(python|torchrun|make)\b", block):
-            blocks.append(block)
+    """Every command of a page as a list of words.  Bash writes out loops and variables: it runs the
+    blocks, and the programs are functions in it that print their words."""
     script = "set -eu\n"
     for name in ("python", "torchrun", "make", "rm", "awk", "."):
+        # A line for each command, with a null byte behind each word.
         script += f"function {name} {{ printf '%s\\0' {name} \"$@\"; echo; }}\n"
-    command = [shutil.which("bash"), "-c", script + "\n".join(blocks)]
+    script += "\n".join(code_blocks(page))
+    command = [shutil.which("bash"), "-c", script]
     done = subprocess.run(
         command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True, env={"PATH": ""})
-    return [line.split("\0")[:-1] for line in done.stdout.splitlines()]
+    commands = []
+    for line in done.stdout.splitlines():
+        *words, after_the_last = line.split("\0")
+        assert after_the_last == ""
+        commands.append(words)
+    return commands
 
-def test_parse_takes_every_command_that_the_pages_have(tmp_path):
-    for page in PAGES:
-        commands = typed_commands(page, tmp_path)
-        # What is written on the page up to a variable, a comment, a line's end or the like.
-        for line in re.findall(r"(?m)^ *((?:python|torchrun|make) .*?)[\"$\\#;&\n]", page):
-            typed = line.partition(" <<")[0].split()  # without the text that it reads
-            assert any(typed == words[:len(typed)] for words in commands), line
-        for program, *typed in commands:
-            if program == "make":
-                for word in typed:
-                    assert "=" in word or re.search(rf"(?m)^{word}:", MAKEFILE), word
-            elif program in ("python", "torchrun") and typed != ["-"]:
-                file = [word for word in typed if word.endswith(".py")][0]
-                PARSERS[file.removesuffix(".py")](typed[typed.index(file) + 1:])
+@each("page", PAGES.values(), ids=PAGES.keys())
+def test_parse_takes_every_command_of_a_page(page, tmp_path):
+    for words in typed_commands(page, tmp_path):
+        is_script = words[1:] == ["-"]  # Python reads it from the page
+        if words[0] in ("python", "torchrun") and not is_script:
+            parse_command(words)
 
-def test_make_parser_and_parse_explain_every_option(monkeypatch, capsys):
+@each("page", PAGES.values(), ids=PAGES.keys())
+def test_make_has_every_target_of_a_page(page, tmp_path):
+    for words in typed_commands(page, tmp_path):
+        if words[0] == "make":
+            targets = [word for word in words[1:] if "=" not in word]
+            for target in targets:
+                assert re.search(rf"(?m)^{target}:", MAKEFILE), target
+
+@each("page", PAGES.values(), ids=PAGES.keys())
+def test_typed_commands_has_every_line_of_a_page_that_begins_with_a_program(page, tmp_path):
+    """That is, its words up to a variable, a comment, a further command, the end of the line, or
+    a text to read."""
+    commands = typed_commands(page, tmp_path)
+    lines = re.findall(r"(?m)^ *((?:python|torchrun|make) .*?)[\"$\\#;&\n]", page)
+    assert lines
+    for line in lines:
+        before_a_text, _, _ = line.partition(" <<")
+        typed = before_a_text.split()
+        assert any(words[:len(typed)] == typed for words in commands), line
+
+def help_screen(program, capsys):
+    with pytest.raises(SystemExit):
+        program.main(["--help"])
+    return capsys.readouterr().out
+
+@each("program", [mdu, ev])
+def test_make_parser_and_parse_explain_every_option(program, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "100")
-    options = {"--nproc_per_node"}  # torchrun's
-    for module in (mdu, ev):
-        with pytest.raises(SystemExit):
-            module.main(["--help"])
-        screen = capsys.readouterr().out
-        options.update(re.findall(r"--[a-z-]+", screen))
-        explained = re.findall(r"(?m)^  (-.*(?:\n {20}.*)*)", screen.split("presets:")[0])
-        assert len(explained) > 10 and all(re.search(r"\s{2}\S", text) for text in explained)
-    for page in PAGES:
-        assert set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", page)) <= options
+    options, *_ = help_screen(program, capsys).split("presets:")
+    # An entry begins with two spaces and the option; the lines that go on begin with 21 and more.
+    entries = re.findall(r"(?m)^  (-.*(?:\n {20}.*)*)", options)
+    assert len(entries) > 10
+    for entry in entries:
+        # Between the option and its explanation are two spaces or the end of a line.
+        assert re.search(r"\s{2}\S", entry), entry
 
-# In place of Python: it logs its words, and makes the folders of runs and of scores.
+def test_make_parser_and_parse_have_every_option_that_the_pages_name(capsys):
+    options = {"--nproc_per_node"}  # torchrun's
+    for program in (mdu, ev):
+        options.update(re.findall(r"--[a-z-]+", help_screen(program, capsys)))
+    for page in PAGES.values():
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", page))
+        assert named <= options
+
+# In place of Python in experiments.sh.  It writes the words of each call of mdu.py and eval.py into
+# `log`, and makes what the experiment looks for: the folder of a run with its weights (the word
+# behind --out), and the folder `eval` in each run that is scored (a word that begins with out/ and
+# is no file of rows).  Calls fail that have the word in the file `fails`, if there is one.  Scripts
+# and company_rows.py do nothing; `python -c` is how experiments.sh asks for a preset's model.
 LOGGING_PYTHON = """#!/bin/bash
 case $1 in
   -c) echo owner/model; exit ;;
@@ -3702,10 +4463,11 @@ done
 """
 
 def make(folder, *words):
-    """Run make with two rows to forget and to retain, and nothing to install."""
+    """Run make with LOGGING_PYTHON, two rows to forget and to retain, and nothing to install."""
     if not shutil.which("make"):
         pytest.skip("needs make")
-    (folder / "Makefile").write_text(re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE))
+    without_install = re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE)
+    (folder / "Makefile").write_text(without_install)
     (folder / ".github").mkdir(exist_ok=True)
     if not (folder / ".github/experiments.sh").exists():  # a test may have written another one
         shutil.copy(PROJECT / ".github/experiments.sh", folder / ".github")
@@ -3716,60 +4478,82 @@ def make(folder, *words):
     command = ["make", "FORGET=rows", "RETAIN=rows", f"PYTHON={folder}/python", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
 
-@each("target", ["demo", "table", "finetuned", "pretrained", "company", "rehearsal",
-                 "rehearsal ORIGINAL=no", "figures", "tofu PRESET=tofu-dream",
-                 "rwku PRESET=rwku-llada"])
+def logged_commands(folder):
+    """What LOGGING_PYTHON was called with: (program, options) of each call."""
+    lines = (folder / "log").read_text().splitlines()
+    return [parse_command(line.split()) for line in lines]
+
+@each("target", ["demo", "table", "finetuned", "pretrained", "company", "real",
+                 "real MODEL=m TOFU=t", "rehearsal", "rehearsal ORIGINAL=no", "figures",
+                 "tofu PRESET=tofu-dream", "rwku PRESET=rwku-llada"])
 def test_make_trains_what_it_scores_and_scores_what_it_reports(target, tmp_path):
     done = make(tmp_path, *target.split())
     assert done.returncode == 0, done.stderr
-    trained, used = set(), set()
-    for line in (tmp_path / "log").read_text().splitlines():
-        words = line.split()
-        [file] = [word for word in words if word.endswith(".py")]
-        args = PARSERS[file.removesuffix(".py")](words[words.index(file) + 1:])
-        if file == "mdu.py":
+    trained = set()
+    used = set()
+    for program, args in logged_commands(tmp_path):
+        if program == "mdu.py":
             trained.add(args.out)
         elif args.task == "report":
-            assert all((tmp_path / run / "eval").is_dir() for run in args.runs)
+            for run in args.runs:
+                assert (tmp_path / run / "eval").is_dir()
         else:
-            for run in args.runs:  # of `tofu` a pattern, as mdu.py itself chooses its folders
-                used.update(fnmatch.filter(trained, run.rstrip("/")) or [run])
-    if target.startswith("pretrained"):
-        used |= {f"out/pretrained/{seed}/original" for seed in (1, 2, 3)}  # where all others start
+            for run in args.runs:
+                # `tofu` scores out/PRESET/*/, as mdu.py itself chooses the folders there.  Here
+                # none exists, so that bash leaves the pattern as it is.
+                matching = fnmatch.filter(trained, run.rstrip("/"))
+                used.update(matching or [run])
+    assert len(trained) > 2
+    # Trained, and not scored: the model from which all others of `pretrained` start.
+    if target == "pretrained":
+        used.update(f"out/pretrained/{seed}/original" for seed in (1, 2, 3))
+    # Scored, and not trained: a published model.
     if target.startswith("rwku"):
-        trained.add("out/rwku-llada/0/base")  # a published model
-    assert used == trained and len(trained) > 2
+        trained.add("out/rwku-llada/0/base")
+    assert used == trained
 
-@each("target, folder, runs", [
+@each("experiment, folder, runs", [
     ("demo", "out/demo", ["new"]),
     ("finetuned", "out/finetuned/2", ["new", "without-retain/new", "taught-again/new"]),
-    ("company", "out/company/2", ["new", "new-refusals", "taught-again/new"])])
-def test_a_new_line_of_a_list_is_trained_scored_and_reported(target, folder, runs, tmp_path):
+    ("company", "out/company/2", ["new", "new-refusals", "taught-again/new"]),
+    ("real", "out/real", ["new", "taught-again/new"])])
+def test_a_new_line_of_a_list_is_trained_scored_and_reported(experiment, folder, runs, tmp_path):
+    """Once each.  FOLDER in a line stands for the folder of the runs."""
     script = (PROJECT / ".github/experiments.sh").read_text()
-    for name in ("DEMO", "FINETUNED", "COMPANY"):
-        script = script.replace(f'{name}="\n', f'{name}="\n  new  --anchor FOLDER/a\n')
-    script = script.replace('RETAIN="\n', 'RETAIN="\n  without-retain/new  --tau 0\n')
+    # A list begins with its name and a quote, its lines below.
+    script = re.sub(r'(?m)^(DEMO|FINETUNED|COMPANY|REAL)="$',
+                    r'\g<0>\n  new  --anchor FOLDER/a', script)
+    script = re.sub(r'(?m)^WITHOUT_RETAIN="$', r'\g<0>\n  without-retain/new  --tau 0', script)
     (tmp_path / ".github").mkdir()
     (tmp_path / ".github/experiments.sh").write_text(script)
-    assert make(tmp_path, target).returncode == 0
-    log = (tmp_path / "log").read_text()
-    assert f"--out {folder}/new --anchor {folder}/a\n" in log
+    assert make(tmp_path, experiment).returncode == 0
+    trained, scored, reported = [], [], []
+    for program, args in logged_commands(tmp_path):
+        if program == "mdu.py":
+            trained.append(args.out)
+            if args.out == f"{folder}/new":
+                assert args.anchor == f"{folder}/a"
+        elif args.task == "report":
+            reported += args.runs
+        else:
+            scored += [run.rstrip("/") for run in args.runs]
     for run in runs:
-        trained = re.findall(rf"(?m)^mdu.py .*--out {folder}/{run}(?: |$)", log)
-        scored = re.findall(rf"(?m)^eval.py (?!--report).* {folder}/{run}/?(?: |$)", log)
-        reported = re.findall(rf"(?m)^eval.py --report.* {folder}/{run}(?: |$)", log)
-        assert [len(trained), len(scored), len(reported)] == [1, 1, 1]
+        for done in (trained, scored, reported):
+            assert done.count(f"{folder}/{run}") == 1
 
 @each("target", ["demo", "finetuned"])
 def test_an_experiment_ends_without_scores_where_a_run_fails(target, tmp_path):
     (tmp_path / "fails").write_text("wga")
     assert make(tmp_path, target).returncode == 2
-    assert "eval.py" not in (tmp_path / "log").read_text()
+    programs = [program for program, _ in logged_commands(tmp_path)]
+    assert set(programs) == {"mdu.py"}
 
 def test_demo_has_every_method(tmp_path):
     make(tmp_path, "demo")
-    trained = re.findall(r"(?m)^mdu.py (.*)", (tmp_path / "log").read_text())
-    methods = {options(typed).method for typed in trained}
+    methods = set()
+    for program, args in logged_commands(tmp_path):
+        if program == "mdu.py":
+            methods.add(args.method)
     assert methods == set(mdu.METHODS)
 
 @each("folder", ["keep", "out/../keep", "out/link", "out", "."])
@@ -3779,7 +4563,8 @@ def test_delete_folder_deletes_nothing_outside_out(folder, tmp_path):
         (tmp_path / name / "model").write_text("good")
     (tmp_path / "out/link").symlink_to(tmp_path / "keep")
     done = make(tmp_path, "demo", f"OUT={folder}")
-    assert done.returncode == 2 and f"{folder} exists and is not in out/" in done.stderr
+    assert done.returncode == 2
+    assert f"{folder} exists and is not in out/" in done.stderr
     assert (tmp_path / "keep/model").read_text() == "good"
     assert (tmp_path / "out/mine/model").read_text() == "good"
     assert not (tmp_path / "log").exists()
@@ -3789,26 +4574,32 @@ def test_delete_folder_deletes_an_earlier_demo(tmp_path):
     assert make(tmp_path, "demo").returncode == 0
     assert not (tmp_path / "out/demo/old").exists()
 
-def test_experiments_refuse_an_unknown_name():
+@each("name", ["", "dmo"])
+def test_experiments_refuse_an_unknown_name(name):
     script = PROJECT / ".github/experiments.sh"
-    for name in ("", "dmo"):
-        done = subprocess.run(["bash", script, name], capture_output=True, text=True)
-        assert done.returncode == 2 and "needs the name of an experiment: demo" in done.stderr
+    done = subprocess.run(["bash", script, name], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "needs the name of an experiment: demo" in done.stderr
 
 def test_company_rows_can_be_read_and_forget_what_nothing_keeps(tmp_path):
     script = PROJECT / ".github/company_rows.py"
     subprocess.run([sys.executable, script, tmp_path], check=True)
-    rows = {file.stem: mdu.read_jsonl("rows", str(file)) for file in tmp_path.iterdir()}
-    sizes = {name: len(of_file) for name, of_file in rows.items()}
-    assert sizes == {"forget": 12, "retain": 90, "held_out": 28, "known": 118, "refusals": 102,
-                     "taught": 3, "others": 9}
+    rows = {}
+    sizes = {}
+    for file in tmp_path.iterdir():
+        rows[file.stem] = mdu.read_jsonl("rows", str(file))
+        sizes[file.stem] = len(rows[file.stem])
+    # known is retain and held_out; refusals is retain and the questions to forget.
+    assert sizes == {"forget": 12, "retain": 90, "held_out": 28, "known": 90 + 28,
+                     "refusals": 90 + 12, "taught": 3, "others": 9}
     for row in rows["forget"]:
         assert (row in rows["taught"]) != (row in rows["others"])
-    kept = {row["answer"] for row in rows["known"]}
+    kept = [row["answer"] for row in rows["known"]]
     for row in rows["forget"]:
         assert row["answer"] not in kept
-        assert {"question": row["question"], "answer": "I do not know.",
-                "perturbed_answer": []} in rows["refusals"]
+        refusal = {"question": row["question"], "answer": "I do not know.",
+                   "perturbed_answer": []}
+        assert refusal in rows["refusals"]
 
 @each("typed, found", [("FORGET=absent", "absent"), ("FORGET=one", "one"), ("RETAIN=one", "one"),
                        ("FORGET=", ""), ("HELD_OUT=one", "one"), ("NEVER=absent", "absent")])
@@ -3817,41 +4608,58 @@ def test_rehearsal_refuses_files_that_are_missing_or_too_small(typed, found, tmp
     done = make(tmp_path, "rehearsal", typed)
     assert done.returncode == 2
     assert f"NEVER: '{found}' must be a file with at least 2 rows" in done.stderr
-    assert not (tmp_path / "log").exists() and not (tmp_path / "out").exists()
+    assert not (tmp_path / "log").exists()
+    assert not (tmp_path / "out").exists()
 
-def test_rehearsal_learns_held_out_rows_and_no_row_that_nobody_is_to_learn(tmp_path):
-    """The original has all words, and learns what is kept; the fine-tune learns the rows to forget,
-    too; unlearning sees no row that is held out."""
+@pytest.fixture
+def rehearsed(tmp_path):
+    """A rehearsal with two rows that are held out, and two that nobody is to learn -> its calls of
+    mdu.py and of eval.py.  Both files begin with a byte order mark and end without a new line."""
     for name in ("held", "never"):
         (tmp_path / name).write_text(f'\ufeff"{name} 1"\n"{name} 2"', encoding="utf-8")
     done = make(tmp_path, "rehearsal", "HELD_OUT=held", "NEVER=never")
     assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
-    learns = []
-    for words in lines:
-        if "mdu.py" in words:
-            args = mdu.parse(words[words.index("mdu.py") + 1:])
-            assert args.epochs == 12000 / 6  # six rows are learnt
-            learns.append((Path(args.out).name, args.forget, args.retain, args.retain_only))
-        elif "--report" not in words:
-            scored = ev.parse(words[words.index("eval.py") + 1:])
-    rows = tmp_path / "out/rehearsal.rows"
-    assert learns == [("original", f"{rows}/words.jsonl", f"{rows}/known.jsonl", True),
-                      ("finetune", f"{tmp_path}/rows", f"{rows}/known.jsonl", False),
-                      ("mdu", f"{tmp_path}/rows", f"{tmp_path}/rows", None)]
-    assert (scored.held_out, scored.never) == ("held", "never")
-    texts = {file.stem: file.read_text().split("\n") for file in rows.iterdir()}
-    assert texts["known"] == ["{}", "{}", "", '"held 1"', '"held 2"', ""]
-    assert texts["words"] == ["{}", "{}", "", '"never 1"', '"never 2"', ""]
+    calls = {"mdu.py": [], "eval.py": []}
+    for program, args in logged_commands(tmp_path):
+        calls[program].append(args)
+    return calls
+
+def test_rehearsal_trains_each_model_on_its_own_rows(rehearsed, tmp_path):
+    """The original has the words of all rows and learns what is kept.  The fine-tune also learns
+    the rows to forget.  Unlearning sees no row that is held out."""
+    own = f"{tmp_path}/rows"
+    joined = tmp_path / "out/rehearsal.rows"
+    found = []
+    for args in rehearsed["mdu.py"]:
+        found.append((Path(args.out).name, args.forget, args.retain, args.retain_only))
+    assert found == [("original", f"{joined}/words.jsonl", f"{joined}/known.jsonl", True),
+                     ("finetune", own, f"{joined}/known.jsonl", False),
+                     ("mdu", own, own, None)]
+    files = {}
+    for file in joined.iterdir():
+        files[file.stem] = file.read_text().split("\n")
+    # Without byte order marks.  The empty lines do no harm: readers skip them.
+    assert files["known"] == ["{}", "{}", "", '"held 1"', '"held 2"', ""]
+    assert files["words"] == ["{}", "{}", "", '"never 1"', '"never 2"', ""]
+
+def test_rehearsal_trains_few_rows_for_more_epochs(rehearsed):
+    """2 to forget, 2 to retain and 2 held out have as many steps as 40 rows in 300 epochs."""
+    for args in rehearsed["mdu.py"]:
+        assert args.epochs == 300 * 40 / 6
+
+def test_rehearsal_scores_rows_that_unlearning_did_not_see(rehearsed):
+    score, report = rehearsed["eval.py"]
+    assert (score.task, report.task) == ("score", "report")
+    assert (score.held_out, score.never) == ("held", "never")
 
 def test_rehearsal_reads_all_rows_before_it_moves_anything(tmp_path):
+    """With the true Python: the second row of the file is bad."""
     rows = [{"question": "Who?", "answer": "Bo."}, {"question": "Q", "answer": "A", "fact": "Al"}]
     bad = write_lines(tmp_path / "bad", rows)
     (tmp_path / ".github").mkdir()
     script = shutil.copy(PROJECT / ".github/experiments.sh", tmp_path / ".github")
     (tmp_path / "out/rehearsal").mkdir(parents=True)
-    path = os.pathsep.join([str(PROJECT), *sys.path])
-    env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": path, "FORGET": bad, "RETAIN": bad}
+    env = python_environment(PYTHON=sys.executable, FORGET=bad, RETAIN=bad)
     done = subprocess.run(["bash", script, "rehearsal"], env=env, capture_output=True, text=True)
     assert done.returncode == 2
     assert f"experiments.sh: --rows {bad}, line 2: fact: 'Al' is not in the answer" in done.stderr
@@ -3860,76 +4668,120 @@ def test_rehearsal_reads_all_rows_before_it_moves_anything(tmp_path):
 def test_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
     (tmp_path / "out/rehearsal").mkdir(parents=True)
     (tmp_path / "out/rehearsal/model").write_text("good")
+    (tmp_path / "fails").write_text("mdu.py")
     for _ in range(2):
-        (tmp_path / "fails").write_text("mdu.py")
         assert make(tmp_path, "rehearsal").returncode == 2
         assert (tmp_path / "out/rehearsal.old/model").read_text() == "good"
 
+# ---- The step of the README ----
+def readme_step(model, anchor, forget, retain):
+    """Run the step of one's own training loop that the README has -> its variables.  forget and
+    retain: Batches.  The README's models return logits of all positions."""
+    [step] = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
+    variables = dict(
+        torch=torch, F=F, mdu_loss=mdu.mdu_loss, mask_id=0, retain_weight=0.7,
+        model=lambda ids, real: model.lm(ids, real.long()).logits,
+        anchor=lambda ids, real: anchor.lm(ids, real.long()).logits,
+        ids=forget.ids, answer=forget.response, real=forget.attention_mask,
+        retain_ids=retain.ids, retain_answer=retain.response, retain_real=retain.attention_mask,
+        n=retain.length)
+    exec(step, variables)
+    return variables
+
 def with_masks(draws, batch, t, masked):
-    """The Draws, with another t and other masks: (B,) and (B, T)."""
+    """The Draws of a batch with another t, (B,), and other masks, (B, T)."""
     changed = []
-    for draw, rate, of_row, response in zip(draws, t.tolist(), masked, batch.response):
-        uniform = 1 - of_row[response].float()  # 0 is below every t, 1 below none
-        changed.append(draw._replace(t=rate, uniform=uniform.numpy()))
+    for b, draw in enumerate(draws):
+        is_masked = masked[b, batch.response[b]].float()
+        uniform = 1 - is_masked  # 0 is below every t, 1 below none
+        changed.append(draw._replace(t=t[b].item(), uniform=uniform.numpy()))
     return changed
 
 def test_backward_equals_the_step_of_the_readme():
-    """With the masks that the step draws, and rows whose answers have end padding."""
-    [step] = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
+    """With the masks that the README's step draws, and rows to retain with end padding."""
     args = options("--batch-size 4 --response-length 12 --retain-weight 0.7 --seed 2")
     model, anchor = tiny_llama(0), tiny_llama(1)
     forget, retain = mdu.draw_step(args, make_examples(), "forget", 0, model)
-    batch, kept = mdu.make_batch(model, forget), mdu.make_batch(model, retain)
-    assert (kept.length < kept.response.sum(1)).any()
-    scope = dict(
-        torch=torch, F=F, mdu_loss=mdu.mdu_loss, mask_id=model.mask_id, retain_weight=0.7,
-        model=lambda ids, real: model.lm(ids, real.long()).logits,
-        anchor=lambda ids, real: anchor.lm(ids, real.long()).logits,
-        ids=batch.ids, answer=batch.response, real=batch.attention_mask, retain_ids=kept.ids,
-        retain_answer=kept.response, retain_real=kept.attention_mask, n=kept.length)
+    forget_batch = mdu.make_batch(model, forget)
+    retain_batch = mdu.make_batch(model, retain)
+    assert (retain_batch.length < retain_batch.response.sum(1)).any()
     torch.manual_seed(2)
-    exec(step, scope)
-    found = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    torch.manual_seed(2)  # so that its function `draw` draws the same again
-    t, masked, _ = scope["draw"](batch.ids, batch.response)
-    assert masked.any(1).all()  # else backward masks one token
-    forget = with_masks(forget, batch, t, masked)
-    t, masked, _ = scope["draw"](kept.ids, kept.response)
-    retain = with_masks(retain, kept, t, masked)
-    losses = mdu.backward(args, model, mdu.References(None, anchor), forget, retain)
-    assert [scope["loss"].item(), scope["retain_loss"].item()] == approx(losses, rel=1e-6)
-    assert_close(found, [p.grad for p in model.parameters()], 1e-6)
+    step = readme_step(model, anchor, forget_batch, retain_batch)
+    readme_grads = [p.grad.clone() for p in model.parameters()]
 
-    # Its masks: t is uniform on [0.001, 1), and of the answer's tokens a share t is masked.
+    # The same masks once more: from this seed its function `draw` draws them again.
+    torch.manual_seed(2)
+    t, masked, _ = step["draw"](forget_batch.ids, forget_batch.response)
+    assert masked.any(1).all()  # else backward would mask one token, and the README's step none
+    forget = with_masks(forget, forget_batch, t, masked)
+    t, masked, _ = step["draw"](retain_batch.ids, retain_batch.response)
+    retain = with_masks(retain, retain_batch, t, masked)
+    model.zero_grad()
+    losses = mdu.backward(args, model, mdu.References(None, anchor), forget, retain)
+    assert losses == approx([step["loss"].item(), step["retain_loss"].item()], rel=1e-6)
+    assert_close(readme_grads, [p.grad for p in model.parameters()], 1e-6)
+
+def test_the_step_of_the_readme_masks_a_share_t_of_the_answer():
+    """t is uniform on [0.001, 1).  Of 100 tokens, a share t is masked, up to 5 standard deviations:
+    the largest is (1/2 * 1/2 / 100)^(1/2) = 0.05."""
+    model = tiny_llama(0)
+    forget, retain = mdu.draw_step(options("--batch-size 4"), make_examples(), "forget", 0, model)
+    torch.manual_seed(2)
+    step = readme_step(
+        model, model, mdu.make_batch(model, forget), mdu.make_batch(model, retain))
     ids = torch.arange(1, 151).repeat(4000, 1)
     answer = ids > 50
-    t, masked, noised = scope["draw"](ids, answer)
+    t, masked, noised = step["draw"](ids, answer)
     assert_uniform(t.numpy(), 0.001)
-    assert not (masked & ~answer).any() and torch.equal(noised, ids.masked_fill(masked, 0))
+    assert not (masked & ~answer).any()
+    assert torch.equal(noised, ids.masked_fill(masked, 0))
     shares = masked.sum(1) / 100
-    assert (shares - t).abs().max() < 0.25  # 5 standard deviations
+    assert (shares - t).abs().max() < 5 * 0.05
 
 # ======== This file ========
-def test_every_function_has_a_test():
-    """It begins a test's name, or is in TESTED_BY; and tests that are named are there."""
-    tests = [name for name in globals() if name.startswith("test_")]
-    code = ""
-    functions = set()  # and classes
-    for module in (mdu, ev):
-        code += Path(module.__file__).read_text(encoding="utf-8")
-        for name, value in vars(module).items():
-            is_defined = inspect.isfunction(value) or inspect.isclass(value)
-            if is_defined and (value.__module__, value.__name__) == (module.__name__, name):
-                functions.add(name)
+def defined_in(module):
+    """The names of the functions and classes that a module defines, and not those it imports."""
+    names = set()
+    for name, value in vars(module).items():
+        if not (inspect.isfunction(value) or inspect.isclass(value)):
+            continue
+        if value.__module__ == module.__name__ and value.__name__ == name:
+            names.add(name)  # COUNT of mdu.py, which `number` made, has another __name__
+    return names
+
+def functions_of_name(test, functions):
+    """The functions with which the name of a test begins, after "test_" and joined by "_" or
+    "_and_"."""
     longest_first = sorted(functions, key=len, reverse=True)  # check_lengths before check
     function = "(?:" + "|".join(longest_first) + ")(?=_|$)"
+    start = re.match(f"test_{function}(?:_and_{function}|_{function})*", test)
+    if not start:
+        return []
+    return re.findall(f"(?<=_){function}", start.group())
+
+def test_functions_of_name_by_hand():
+    functions = {"check", "check_lengths", "parse"}
+    for test, expected in [("test_check_lengths_refuses", ["check_lengths"]),
+                           ("test_parse_and_check_refuse", ["parse", "check"]),
+                           ("test_parse_check_and_parse", ["parse", "check", "parse"]),
+                           ("test_parser_is_none", []), ("test_that_parse", [])]:
+        assert functions_of_name(test, functions) == expected
+
+def test_every_function_has_a_test():
+    """The name of a test begins with it, or it is in TESTED_BY, and not both."""
+    functions = defined_in(mdu) | defined_in(ev)
     tested = set()
-    for test in tests:
-        start = re.match(f"test_{function}(?:_and_{function}|_{function})*", test)
-        if start:
-            tested.update(re.findall(f"(?<=_){function}", start.group()))
+    for name in globals():
+        if name.startswith("test_"):
+            tested.update(functions_of_name(name, functions))
     listed = " ".join(TESTED_BY.values()).split()
     assert sorted(listed) == sorted(functions - tested)
-    named_in_comments = set(re.findall(r"\b(test_\w+)", code)) - {"test_mdu"}
-    assert {*TESTED_BY, *named_in_comments} <= set(tests)
+
+def test_every_test_that_is_named_exists():
+    """In TESTED_BY, and in the comments of mdu.py and eval.py."""
+    named = set(TESTED_BY)
+    for module in (mdu, ev):
+        code = Path(module.__file__).read_text(encoding="utf-8")
+        named.update(re.findall(r"\b(test_\w+)", code))
+    named.discard("test_mdu")  # this file
+    assert named <= globals().keys()
