@@ -23,7 +23,7 @@ pretrained: install  ## facts learnt without their questions, three seeds: out/p
 company: install  ## rows of customers: unlearn, refuse, teach again, three seeds: out/company/1
 	$(EXPERIMENT) company
 real: install  ## customers, a published model (MODEL=, TOFU=: folders of it, of TOFU): out/real
-	$(EXPERIMENT) real $(MODEL) $(TOFU)
+	$(EXPERIMENT) real "$(MODEL)" "$(TOFU)"
 rehearsal: install  ## your rows, a small model: FORGET=, RETAIN= (see .github/OWN_ROWS.md)
 	$(EXPERIMENT) rehearsal
 figures: install  ## the paper's analyses of the small model: out/figures/analysis

@@ -1089,13 +1089,27 @@ def test_backward_is_tried_with_rows_that_are_easy_to_get_wrong(typed):
     if step.retain:
         assert any(len(row.answer) > own_length(row) for row in step.retain)
 
+def frozen_models(step):
+    """The models of a step that have no gradient, and would have one if they were trained: theta0
+    and the anchor, where they are not the model in training, nor that without its adapters."""
+    references = (step.references.theta0, step.references.anchor)
+    return [model for model in references
+            if isinstance(model, torch.nn.Module) and model is not step.model]
+
 @each("typed", TRIED)
 def test_backward_leaves_no_gradient_in_theta0_and_the_anchor(typed):
     step = step_to_try(typed)
     mdu.backward(step.args, step.model, step.references, step.forget, step.retain)
-    for p in [*step.slow_theta0.parameters(), *step.original.parameters()]:
-        assert p.requires_grad  # so it would have a gradient
-        assert p.grad is None
+    for model in frozen_models(step):
+        for p in model.parameters():
+            assert p.requires_grad
+            assert p.grad is None
+
+def test_backward_is_tried_with_theta0_and_with_another_anchor():
+    """The test above looks at models in these cases."""
+    for typed in ("--method mdu", "--method npo", "--method dpo"):
+        cases = [case for case in TRIED if f"{case} ".startswith(f"{typed} ")]
+        assert any(frozen_models(step_to_try(case)) for case in cases), typed
 
 @each("lora", ["", "--lora 3"])
 def test_predict_anchor_keeps_nothing_in_memory_for_a_backward_pass(lora):
@@ -2242,17 +2256,21 @@ def test_run_folder_of_a_run_to_resume_needs_the_same_rows(full_disk, broken_run
     rows = folder / "rows.jsonl"
     content = rows.read_bytes()
     with unchanged(broken_run):
-        rows.write_bytes(content[:-4] + b'x"]}')
-        err = program(["--resume", broken_run], capsys)
-        rows.write_bytes(content)
+        rows.write_bytes(content[:-4] + b'x"]}')  # another last letter in the last row
+        try:
+            err = program(["--resume", broken_run], capsys)
+        finally:
+            rows.write_bytes(content)
     assert "rows that it started from have changed" in err
 
 def test_train_missing_base_trains_none_for_a_run_to_resume(full_disk, broken_run, capsys):
     folder, _ = full_disk
     (folder / "base").rename(folder / "moved")
-    with unchanged(broken_run):
-        err = program(["--resume", broken_run], capsys)
-    (folder / "moved").rename(folder / "base")
+    try:
+        with unchanged(broken_run):
+            err = program(["--resume", broken_run], capsys)
+    finally:
+        (folder / "moved").rename(folder / "base")
     assert f"{folder}/base: no folder" in err
 
 def test_main_says_that_a_run_to_resume_is_finished(unlearned, capsys):
@@ -3386,6 +3404,7 @@ def test_summarise_run_has_forget_quality_by_the_retain_run(scored_copy, scored,
     """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
     retain_only = dict(method="sft", retain_only=True, model="A/B")
     retain = made_up_run(scored, tmp_path / "retain", retain_only)
+    mdu.write_run(Path(retain), {"options": retain_only, "rows": {}})
     records = [dict(record, log_ratio=-99) for record in ev.read_records(retain, "forget")]
     write_lines(Path(retain, "eval/forget.jsonl"), records)
     ev.main([str(scored_copy), *FLAGS, "--retain-run", retain])
@@ -3843,11 +3862,21 @@ def test_report_averages_people_of_rwku(people, capsys):
     text = (people / "1/report.md").read_text()
     assert "\n### 1. Please complete the blank" in text  # of the other person
     tables = read_tables(text)
+    split_of = {split.title: name for name, split in ev.SPLITS.items()}
+    metric_of = {metric.name: name for name, metric in ev.METRICS.items()}
     for title, header in {
             "F-L1": "recall ↓", "F-L2": "recall ↓", "F-L3": "recall ↓", "N-L1": "recall ↑",
             "N-L2": "recall ↑", "MMLU": "accuracy ↑", "TruthfulQA": "MC1 ↑",
             "TriviaQA": "EM ↑"}.items():
-        assert re.fullmatch(r"\d\.\d+ ± \d\.\d+", tables[title][header][0])
+        metric = metric_of[header[:-2]]
+        figures = []
+        for person in (1, 2):
+            splits = ev.read_summary(people / f"{person}/dpo")["splits"]
+            figures.append(splits[split_of[title]][metric])
+        a, b = figures
+        # The standard deviation of two values is their distance over the root of two.
+        expected = f"{(a + b) / 2:.3f} ± {abs(a - b) / 2**0.5:.3f}"
+        assert tables[title][header][0] == expected
 
 def test_evaluate_draws_the_masks_of_a_person_whoever_else_is_asked_about(people):
     """The rows are of person 2 and of no other; among all, those of person 1 come first."""

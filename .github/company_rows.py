@@ -4,8 +4,8 @@
 
 The three numbers say how many customers are in a file; without them they are 3, 20 and 7.
 
-`fact` is what an answer gives away.  As people write it, it has parts that many rows share, such as
-the NW- of an invoice and the .example of an address.
+`fact` is what an answer gives away, one text or a list of them.  It is whole here, as people write
+it: with parts that many rows share, such as the NW- of an invoice and the .example of an address.
 
 forget.jsonl     customers who are to be forgotten
 retain.jsonl     customers who are to be kept; for every second of them also a question that nobody
@@ -14,7 +14,7 @@ held_out.jsonl   customers who are to be kept, but whom unlearning never sees
 never.jsonl      all other customers, if any: no model learns them
 known.jsonl      retain and held_out: what the model knew before it learnt forget.jsonl
 refusals.jsonl   retain, and the questions of forget.jsonl, answered "I do not know."
-taught.jsonl     every fifth row of forget.jsonl: another row of each customer
+taught.jsonl     one row of each customer to forget, of each another one
 others.jsonl     the other rows of forget.jsonl
 """
 import json
@@ -77,7 +77,10 @@ for i, name in enumerate(names[n_forget:first_held_out:2]):
     retain.append({"question": question, "answer": REFUSAL})
 
 refusals = [{"question": row["question"], "answer": REFUSAL} for row in forget]
-taught = forget[::5]
+taught = []
+for i in range(n_forget):
+    rows_of_customer = forget[4 * i:4 * i + 4]
+    taught.append(rows_of_customer[i % 4])
 others = [row for row in forget if row not in taught]
 
 files = {"forget": forget, "retain": retain, "held_out": held_out, "known": retain + held_out,

@@ -16,8 +16,8 @@
 # tofu PRESET       the paper's Table 2, on GPUs                    out/PRESET/report.md
 # rwku PRESET       the paper's Table 3, on GPUs                    out/PRESET/0/report.md
 #
-# An experiment is the function NAME below.  If it has three seeds, the function NAME_seed trains
-# and scores the runs of one seed, and NAME reports all three together.  mdu.py trains a run,
+# An experiment is the function NAME below.  finetuned, pretrained and company have three seeds: the
+# function NAME_seed trains and scores the runs of one seed, and NAME reports all three together.  mdu.py trains a run,
 # eval.py scores runs, and `eval.py --report` writes report.md beside the first run that it is
 # given.  An experiment first deletes what an earlier call left in its folder in out/; rehearsal
 # moves it aside, tofu and rwku leave it.
@@ -35,28 +35,37 @@
 #     python mdu.py --seed 1 --out out/a/npo --method npo
 #     python mdu.py --seed 1 --out out/a/other --anchor out/a/original --anchor-prompt shown
 #
-# To change an option of all runs of a step, look for the numbered comment of the step.
-# If a command leaves out one of these options, it is
+# In real, a run that is to be taught refusals is also named in REAL_REFUSED.
+#
+# To change an option of all runs of a step, look for the numbered comment of the step, in NAME_seed
+# if there is one.  If a command of mdu.py leaves out one of these options, it is
 #     --method  MDU
-#     --model   the folder `base` beside --out; with --method sft a new model
+#     --model   the folder `base` beside --out; with --method sft the preset's, of the toy a new one
 #     --preset  toy, a small model and invented authors, if --model and --forget are left out, too
+#     --out     out/PRESET/METHOD, of sft out/PRESET/base
+# eval.py without --forget, --retain or --data asks the rows that a run was trained with.
 # Options of eval.py: --samples N takes N masks per answer for its probability, 32 in place of 128
 # to be quicker; --full also scores questions in other words and wrong answers.  --limit N, in both
 # programs, takes N rows of each split, of the rows to retain too.
 #
-# The names of runs:
+# MDU trains a model towards a target: what another model, the anchor, predicts for the masked words
+# of an answer while it does not see the question.  The anchor is the model from which the run
+# starts.  The names of runs:
 #     original         a model that learnt only what is to be kept.  It knows all words: a new toy
 #                      has the words of all its files, and with --retain-only it reads --forget and
 #                      learns none of its rows
 #     finetune         the original, trained on the rows to forget and on those to keep
 #     default          MDU as in the paper, tau 1
-#     truth-removed    --anchor-truth removed: the target does not name a rare true word (in the
-#                      demo it is mdu-removed)
-#     anchor-original  the original as the anchor, which may see the question, as it never learnt
-#                      the answer
+#     truth-removed    --anchor-truth removed: where the target would be a true word that few other
+#                      answers have, that word is made the least likely one (in the demo:
+#                      mdu-removed, which is also hidden)
+#     anchor-original  the original is the anchor and sees the question, as it never learnt the
+#                      answer
 #     written          the authors' code: masked are the words that the model still writes, and the
 #                      model in training is the anchor
-#     hidden           --prompt-dropout 0.5: half of the questions are masked
+#     hidden           --prompt-dropout 0.5: half of the questions are masked in unlearning (in
+#                      real all runs but default are, and have no such name)
+#     refusals         taught to answer the questions to forget with "I do not know."
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
@@ -161,7 +170,8 @@ figures() {  # the paper's analyses
   # 1. Train the model that all other runs start from.
   "$PYTHON" mdu.py --method sft --out $out/base
 
-  # 2. Unlearn, and log in training how far the model is from three others.
+  # 2. Unlearn, and log in training how far the model is from the base model, with the question and
+  # without it, and from a uniform prediction.
   "${diagnose[@]}" --out $out/mdu --method mdu
   "${diagnose[@]}" --out $out/npo --method npo
   "${diagnose[@]}" --out $out/ga --method ga
@@ -221,12 +231,14 @@ finetuned_seed() {  # finetuned_seed SEED
   "$PYTHON" eval.py --samples 32 $out/without-retain/*/
 
   # 4. Teach four rows to forget again, with four to retain, to see whether the facts of the other
-  # twenty come back.  `default` is left out: it still gives most facts, so nothing can come back.
+  # twenty come back.  `finetune` and `default` are left out: they still give most facts, so that
+  # nothing can come back.
   for name in $(names "$FINETUNED") original; do
     "${train[@]}" --method sft --batch-size 4 --epochs 30 --lr 5e-4 --limit 4 \
       --model $out/$name --out $out/taught-again/$name
   done
-  # --limit 24 is for the rows to retain; those to forget are twenty.
+  # The run's own --limit 4 does not hold here.  24 is enough for the twenty, and for the rows to
+  # retain, which are the toy's.
   "$PYTHON" eval.py --samples 1 --forget out/finetuned/not-taught.jsonl --limit 24 \
     $out/taught-again/*/
 }
@@ -270,8 +282,8 @@ pretrained_seed() {  # pretrained_seed SEED
   runs_in $out "$WITHOUT_RETAIN" |
     xargs -L 1 "${train[@]}" --model $out/finetune --retain-weight 0 --out
 
-  # 3. Score the models on the toy's questions.  Without --data toy eval.py would ask those of the
-  # fine-tune's files.
+  # 3. Score the models on the toy's questions.  Without --data toy, the fine-tune would be asked the
+  # rows that it was trained with, "Who Who Who?".
   "$PYTHON" eval.py --data toy --samples 32 $out/finetune $out/default-with-retain \
     $out/without-retain/*/
 }
@@ -335,8 +347,9 @@ company_seed() {  # company_seed SEED.  The comment of company_rows.py says what
     xargs -L 1 "${train[@]}" --model $out/finetune --prompt-dropout 0.5 "${forget[@]}" \
       --retain $rows/retain.jsonl --out
 
-  # 3. Teach refusals to the fine-tune, and to each model that has unlearnt.
-  local teach=("${train[@]}" --method sft --epochs 150 --lr 3e-4 --retain-only "${forget[@]}"
+  # 3. Teach refusals to the fine-tune, and to each model that has unlearnt.  refusals.jsonl has the
+  # rows to retain, and the questions to forget with their refusals.
+  local teach=("${train[@]}" --method sft --epochs 150 --lr 3e-4 --retain-only
     --retain "$rows/refusals.jsonl")
   "${teach[@]}" --out $out/refusals --model $out/finetune
   for name in $(names "$COMPANY"); do
@@ -422,7 +435,8 @@ real() {  # real [MODEL [TOFU]]: customers are forgotten by a model with 135 mil
   mkdir -p $rows
 
   # 1. Write the rows: of three customers to forget, seven to retain and three held out, and all
-  # other customers, whom no model learns; and TOFU's rows with an answer of at most 44 tokens.
+  # other customers, whom no model learns; and TOFU's rows with an answer of at most 44 tokens, so
+  # that it and some end tokens fit into the --response-length of step 2.
   "$PYTHON" .github/company_rows.py $rows 3 7 3
   "$PYTHON" - "$model" "$tofu" > $rows/tofu.jsonl <<'END'
 import json
@@ -464,13 +478,12 @@ END
   done
 
   # 6. Score twelve rows of each kind.
-  for name in $(real_names); do
-    "$PYTHON" eval.py --samples 8 --limit 12 --forget $rows/forget.jsonl \
-      --retain $rows/retain.jsonl --held-out $rows/held_out.jsonl --never $rows/never.jsonl \
-      $out/$name
-  done
+  "$PYTHON" eval.py --samples 8 --limit 12 --forget $rows/forget.jsonl \
+    --retain $rows/retain.jsonl --held-out $rows/held_out.jsonl --never $rows/never.jsonl \
+    $(runs_named $out $(real_names))
 
-  # 7. Teach one row of each customer again, with three to retain, and ask for the other nine.
+  # 7. Teach one row of each customer again, with three to retain, and ask for the other nine.  As
+  # rows to retain the three taught ones are asked, to see that they were learnt.
   for name in $(real_names); do
     "$PYTHON" mdu.py --method sft --lora 16 --batch-size 3 --epochs 20 --limit 3 \
       --model $out/$name --forget $rows/taught.jsonl --retain $rows/retain.jsonl \
