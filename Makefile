@@ -34,8 +34,8 @@ rwku: install  ## the paper's Table 3, GPUs: PRESET=rwku-llada or rwku-dream
 	$(EXPERIMENT) rwku "$(PRESET)"
 lint: install  ## ruff's checks (.ruff.toml)
 	$(PYTHON) -m ruff check
-test: install  ## the tests, offline: about three minutes on two cores
-	@echo "The tests take about three minutes on two cores."
+test: install  ## the tests, offline: about four minutes on two cores
+	@echo "The tests take about four minutes on two cores."
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q test_mdu.py
 clean:  ## remove out, with every model in it
 	rm -rf out

@@ -3418,7 +3418,7 @@ def test_check_retain_run_refuses_one_that_was_scored_without_full(
     assert "both runs" in program([scored_copy, *FLAGS, "--retain-run", plain], capsys, ev.main)
 
 def test_publish_and_read_summary_have_null_for_nan(scored_copy):
-    """In strict JSON, which has no nan.  In tables nan is "-", and what a run lacks is empty."""
+    """In strict JSON, which has no nan.  In tables nan is "-", and what a run lacks is no text."""
     record = {"nll": math.nan, "nll_wrong": (1.0, math.inf), "logp": {"a": math.nan}}
     figures = {"n": 1, "prob": math.nan, "fact": np.float64(math.nan), "words": np.float64(2)}
     summary = {**ev.read_summary(scored_copy), "splits": {"forget": figures},
@@ -3430,7 +3430,7 @@ def test_publish_and_read_summary_have_null_for_nan(scored_copy):
     assert written["splits"]["forget"] == {"n": 1, "prob": None, "fact": None, "words": 2}
     read = ev.read_summary(scored_copy)
     assert math.isnan(read["run"]["model_utility"])
-    for metric, text in dict(prob="-", fact="-", words="2.0", infill="").items():
+    for metric, text in dict(prob="-", fact="-", words="2.0", infill=None).items():
         assert ev.cell([read], "forget", metric) == text
 
 def keys_of(value):
