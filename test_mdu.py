@@ -4445,6 +4445,7 @@ def test_typed_commands_has_every_line_of_a_page_that_begins_with_a_program(page
         typed = before_a_text.split()
         assert any(words[:len(typed)] == typed for words in commands), line
 
+# ---- Pages: each option on them, and each in --help ----
 def help_screen(program, capsys):
     with pytest.raises(SystemExit):
         program.main(["--help"])
@@ -4469,6 +4470,7 @@ def test_make_parser_and_parse_have_every_option_that_the_pages_name(capsys):
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", page))
         assert named <= options
 
+# ---- experiments.sh and make ----
 # In place of Python in experiments.sh.  It writes the words of each call of mdu.py and eval.py into
 # `log`, and makes what the experiment looks for: the folder of a run with its weights (the word
 # behind --out), and the folder `eval` in each run that is scored (a word that begins with out/ and
@@ -4630,6 +4632,7 @@ def test_company_rows_can_be_read_and_forget_what_nothing_keeps(tmp_path):
                    "perturbed_answer": []}
         assert refusal in rows["refusals"]
 
+# ---- make rehearsal ----
 @each("typed, found", [("FORGET=absent", "absent"), ("FORGET=one", "one"), ("RETAIN=one", "one"),
                        ("FORGET=", ""), ("HELD_OUT=one", "one"), ("NEVER=absent", "absent")])
 def test_rehearsal_refuses_files_that_are_missing_or_too_small(typed, found, tmp_path):

@@ -213,7 +213,7 @@ WITHOUT_RETAIN="
 "
 
 finetuned_seed() {  # finetuned_seed SEED
-  local seed=$1 out=out/finetuned/$1 name
+  local seed=$1 out=out/finetuned/$1 rows=out/finetuned name
   local train=("$PYTHON" mdu.py --preset toy --seed "$seed")
 
   # 1. Train the original on the rows to retain, and from it the fine-tune on all rows.
@@ -230,30 +230,36 @@ finetuned_seed() {  # finetuned_seed SEED
     xargs -L 1 "${train[@]}" --model $out/finetune --retain-weight 0 --out
   "$PYTHON" eval.py --samples 32 $out/without-retain/*/
 
-  # 4. Teach four rows to forget again, with four to retain, to see whether the facts of the other
-  # twenty come back.  `finetune` and `default` are left out: they still give most facts, so that
-  # nothing can come back.
+  # 4. Teach one row of each author again, with four rows to retain, to see whether the facts of the
+  # other 21 rows come back.  `finetune` and `default` are left out: they still give most facts, so
+  # that nothing can come back.
   for name in $(names "$FINETUNED") original; do
     "${train[@]}" --method sft --batch-size 4 --epochs 30 --lr 5e-4 --limit 4 \
-      --model $out/$name --out $out/taught-again/$name
+      --model $out/$name --forget $rows/taught.jsonl --retain $rows/retain.jsonl \
+      --out $out/taught-again/$name
   done
-  # The run's own --limit 4 does not hold here.  24 is enough for the twenty, and for the rows to
-  # retain, which are the toy's.
-  "$PYTHON" eval.py --samples 1 --forget out/finetuned/not-taught.jsonl --limit 24 \
-    $out/taught-again/*/
+  "$PYTHON" eval.py --samples 1 --forget $rows/others.jsonl --retain $rows/retain.jsonl \
+    --limit 21 $out/taught-again/*/
 }
 
 finetuned() {  # unlearn a fine-tune, also without rows to retain, and teach it again
   delete_folder out/finetuned
   mkdir -p out/finetuned
 
-  # 1. Write the rows to forget that step 4 of a seed does not teach: all but the first four.
-  "$PYTHON" - > out/finetuned/not-taught.jsonl <<'END'
+  # 1. Write the rows of step 4 of a seed: of each author to forget the fourth of eight rows, which
+  # says nothing that is asked for in another one; the others; and the rows to retain.
+  "$PYTHON" - out/finetuned <<'END'
 import json
+import sys
 import mdu
 
-for row in mdu.toy_world()["forget"][4:]:
-    print(json.dumps(row))
+splits = mdu.toy_world()
+taught = splits["forget"][3::8]
+others = [row for row in splits["forget"] if row not in taught]
+for name, rows in (("taught", taught), ("others", others), ("retain", splits["retain"])):
+    with open(f"{sys.argv[1]}/{name}.jsonl", "w") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
 END
 
   # 2. Train and score the runs of each seed.
