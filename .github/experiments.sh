@@ -16,11 +16,14 @@
 # tofu PRESET       the paper's Table 2, on GPUs                    out/PRESET/report.md
 # rwku PRESET       the paper's Table 3, on GPUs                    out/PRESET/0/report.md
 #
-# An experiment is the function NAME below.  finetuned, pretrained and company have three seeds: the
-# function NAME_seed trains and scores the runs of one seed, and NAME reports all three together.  mdu.py trains a run,
-# eval.py scores runs, and `eval.py --report` writes report.md beside the first run that it is
-# given.  An experiment first deletes what an earlier call left in its folder in out/; rehearsal
-# moves it aside, tofu and rwku leave it.
+# An experiment is the function NAME below.  mdu.py trains a run, and eval.py scores runs.
+# `eval.py --report` writes report.md beside the first run that it is given.
+#
+# table, finetuned, pretrained and company have three seeds.  The last three of them have a function
+# NAME_seed, which trains and scores the runs of one seed; the function NAME then reports all three.
+#
+# An experiment first deletes what an earlier call left in its folder in out/.  rehearsal moves it
+# aside; tofu and rwku leave it.
 #
 # To add a run, add a line to the list of the experiment, which is above its function: DEMO,
 # FINETUNED, WITHOUT_RETAIN, COMPANY or REAL.  A line has a name and the options of this run alone,
@@ -37,39 +40,52 @@
 #
 # In real, a run that is to be taught refusals is also named in REAL_REFUSED.
 #
-# To change an option of all runs of a step, look for the numbered comment of the step, in NAME_seed
-# if there is one.  If a command of mdu.py leaves out one of these options, it is
-#     --method  MDU
-#     --model   the folder `base` beside --out; with --method sft the preset's, of the toy a new one
-#     --preset  toy, a small model and invented authors, if --model and --forget are left out, too
-#     --out     out/PRESET/METHOD, of sft out/PRESET/base
+# To change an option of all runs of a step, look for the step in NAME_seed or, if there is none, in
+# NAME: its steps are numbered.  What a list says of a run comes after that, and counts.
+#
+# Where a command of mdu.py leaves out one of these options, it is
+#     --method  mdu
+#     --preset  own with --model, --forget or another --data than the toy; otherwise toy, which is a
+#               small model and its invented authors.  own has defaults for rows of one's own (in
+#               mdu.py: OWN_...): 250 steps at least, with --lora the lr 1e-3, with MDU
+#               --retain-weight 5
+#     --model   the run named `base` in the folder of --out.  With --method sft: the model of the
+#               preset; toy has none and makes a new one
+#     --out     out/PRESET/METHOD, in which METHOD says also tau and other variants of MDU, such as
+#               out/toy/mdu-tau0.5; with --method sft out/PRESET/base
 # eval.py without --forget, --retain or --data asks the rows that a run was trained with.
-# Options of eval.py: --samples N takes N masks per answer for its probability, 32 in place of 128
-# to be quicker; --full also scores questions in other words and wrong answers.  --limit N, in both
-# programs, takes N rows of each split, of the rows to retain too.
+#
+# Options of eval.py: --samples N takes N masks per answer for its probability, where the default is
+# 128; fewer are quicker.  --full also scores questions in other words and wrong answers.
+# --limit N, in both programs, takes the first N rows of each split, of the rows to retain, too.
 #
 # MDU trains a model towards a target: what another model, the anchor, predicts for the masked words
 # of an answer while it does not see the question.  The anchor is the model from which the run
-# starts.  The names of runs:
-#     original         a model that learnt only what is to be kept.  It knows all words: a new toy
-#                      has the words of all its files, and with --retain-only it reads --forget and
-#                      learns none of its rows
+# starts.  With --tau below 1 the target is flatter than that, and with 0 it is uniform: every word
+# as likely as any other.
+#
+# The names of runs:
+#     original         a model that never learnt the rows to forget.  It was trained on the rows to
+#                      keep, in real on TOFU.  (A new toy model knows the words of its rows only.
+#                      So the original is told --forget, for its words; with --retain-only it does
+#                      not learn these rows.)
 #     finetune         the original, trained on the rows to forget and on those to keep
 #     default          MDU as in the paper, tau 1
-#     truth-removed    --anchor-truth removed: where the target would be a true word that few other
-#                      answers have, that word is made the least likely one (in the demo:
-#                      mdu-removed, which is also hidden)
+#     truth-removed    --anchor-truth removed: as default, but a word of the true answer that at
+#                      most one in fifty of the answers to retain have becomes the least likely one
+#                      (in the demo: mdu-removed, which is also hidden)
 #     anchor-original  the original is the anchor and sees the question, as it never learnt the
 #                      answer
-#     written          the authors' code: masked are the words that the model still writes, and the
-#                      model in training is the anchor
-#     hidden           --prompt-dropout 0.5: half of the questions are masked in unlearning (in
-#                      real all runs but default are, and have no such name)
+#     written          the authors' code: tau 0.5, masked are the words that the model still writes,
+#                      and the anchor is the model in training
+#     hidden           --prompt-dropout 0.5: half of the questions are masked in unlearning.  In
+#                      real no name says so: all of its runs are hidden but default
 #     refusals         taught to answer the questions to forget with "I do not know."
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
 SCRIPT=.github/experiments.sh
+SEEDS="1 2 3"
 
 # ---- Shared ----
 refuse() {  # refuse MESSAGE
@@ -89,33 +105,38 @@ delete_folder() {  # delete_folder FOLDER: if it exists.  Nothing outside out/ i
   rm -rf "$path"
 }
 
-three_seeds() {  # three_seeds FUNCTION: call it with 1, 2 and 3, all three at once
-  printf '%s\n' 1 2 3 | xargs -n 1 -P 3 bash $SCRIPT "$1"
+all_seeds() {  # all_seeds NAME_seed: this script calls itself with each of SEEDS, all at once
+  printf '%s\n' $SEEDS | xargs -n 1 -P 3 bash $SCRIPT "$1"
 }
 
 names() {  # names RUNS: the names in a list of runs, which are the first words of its lines
   awk '{ print $1 }' <<< "$1"
 }
 
-runs_in() {  # runs_in FOLDER RUNS: the lines of a list with FOLDER put in, as xargs reads them
+runs_in() {  # runs_in FOLDER RUNS: the lines of a list with FOLDER put in, as xargs -L 1 reads them
   local folder=$1 name options
   while read -r name options; do
-    if [ -n "$name" ]; then
-      # Without quotes around the options: a line without any must not end in a blank, because
-      # xargs joins such a line with the next one.
-      echo "\"$folder/$name\"" ${options//FOLDER/$folder}
+    if [ -z "$name" ]; then continue; fi
+    options=${options//FOLDER/$folder}
+    if [ -n "$options" ]; then
+      echo "\"$folder/$name\" $options"
+    else
+      echo "\"$folder/$name\""  # no blank at the end: xargs would join this line and the next one
     fi
   done <<< "$2"
 }
 
-runs_named() {  # runs_named FOLDER NAME...: the folders of the runs
-  printf "$1/%s\n" "${@:2}"
+runs_named() {  # runs_named FOLDER NAME...: the folders of the runs, one a line
+  local name
+  for name in "${@:2}"; do
+    echo "$1/$name"
+  done
 }
 
-report() {  # report FOLDER NAME...: the runs FOLDER/NAME; in FOLDER, SEED stands for 1, 2 and 3
+report() {  # report FOLDER NAME...: the runs FOLDER/NAME of all seeds, by the word SEED in FOLDER
   local runs=() name seed
   for name in "${@:2}"; do
-    for seed in 1 2 3; do
+    for seed in $SEEDS; do
       runs+=("${1/SEED/$seed}/$name")
     done
   done
@@ -146,7 +167,7 @@ demo() {  # demo SEED FOLDER: every method
   # 2. Unlearn as DEMO says, two runs at a time.
   runs_in "$out" "$DEMO" | xargs -L 1 -P 2 "$PYTHON" mdu.py --seed "$seed" --out
 
-  # 3. Score all models and report them.
+  # 3. Score all models and report them.  OUT may have blanks in it, so the runs are an array.
   for name in base $(names "$DEMO"); do
     runs+=("$out/$name")
   done
@@ -156,7 +177,7 @@ demo() {  # demo SEED FOLDER: every method
 
 table() {  # the demo with three seeds
   local seed
-  for seed in 1 2 3; do
+  for seed in $SEEDS; do
     demo $seed out/table/$seed
   done
   report out/table/SEED base $(names "$DEMO")
@@ -223,7 +244,7 @@ finetuned_seed() {  # finetuned_seed SEED
   # 2. Unlearn the rows to forget: with MDU as in the paper, and as FINETUNED says.
   "${train[@]}" --model $out/finetune --out $out/default
   runs_in $out "$FINETUNED" | xargs -L 1 "${train[@]}" --model $out/finetune --out
-  "$PYTHON" eval.py --full --samples 32 $out/*/  # all runs so far
+  "$PYTHON" eval.py --full --samples 32 $out/*/  # all runs so far: those of step 3 come later
 
   # 3. Unlearn them without rows to retain, as in the paper's Table 3 and as WITHOUT_RETAIN says.
   runs_in $out "$WITHOUT_RETAIN" |
@@ -232,7 +253,7 @@ finetuned_seed() {  # finetuned_seed SEED
 
   # 4. Teach one row of each author again, with four rows to retain, to see whether the facts of the
   # other 21 rows come back.  `finetune` and `default` are left out: they still give most facts, so
-  # that nothing can come back.
+  # that nothing can come back.  --limit 4 is for the rows to retain: only three are taught.
   for name in $(names "$FINETUNED") original; do
     "${train[@]}" --method sft --batch-size 4 --epochs 30 --lr 5e-4 --limit 4 \
       --model $out/$name --forget $rows/taught.jsonl --retain $rows/retain.jsonl \
@@ -263,7 +284,7 @@ for name, rows in (("taught", taught), ("others", others), ("retain", splits["re
 END
 
   # 2. Train and score the runs of each seed.
-  three_seeds finetuned_seed
+  all_seeds finetuned_seed
 
   # 3. Report the runs without rows to retain, those that were taught again, and all others.
   report out/finetuned/SEED $(names "$WITHOUT_RETAIN")
@@ -276,20 +297,19 @@ pretrained_seed() {  # pretrained_seed SEED
   local train=("$PYTHON" mdu.py --preset toy --seed "$seed")
 
   # 1. Train the original on the rows to retain, and from it the fine-tune on all rows, where
-  # nothing is asked about those to forget.  170 epochs were chosen, as all such numbers, on the
-  # seeds that are reported.
+  # nothing is asked about those to forget.
   "${train[@]}" --method sft --prompt-dropout 0.5 --retain-only --out $out/original
   "${train[@]}" --method sft --prompt-dropout 0.5 --model $out/original --epochs 170 \
     --forget $rows/forget.jsonl --retain $rows/retain.jsonl --out $out/finetune
 
-  # 2. Unlearn the toy's rows, which have their questions: with rows to retain, and without them as
-  # WITHOUT_RETAIN says.
+  # 2. Unlearn the toy's own rows, which have their questions (no --forget is given): with rows to
+  # retain, and without them as WITHOUT_RETAIN says.
   "${train[@]}" --model $out/finetune --out $out/default-with-retain
   runs_in $out "$WITHOUT_RETAIN" |
     xargs -L 1 "${train[@]}" --model $out/finetune --retain-weight 0 --out
 
-  # 3. Score the models on the toy's questions.  Without --data toy, the fine-tune would be asked the
-  # rows that it was trained with, "Who Who Who?".
+  # 3. Score the models on the toy's questions.  Without --data toy, the fine-tune would be asked
+  # the rows that it was trained with, "Who Who Who?".
   "$PYTHON" eval.py --data toy --samples 32 $out/finetune $out/default-with-retain \
     $out/without-retain/*/
 }
@@ -315,7 +335,7 @@ for name in ("forget", "retain"):
 END
 
   # 2. Train and score the runs of each seed, and report them.
-  three_seeds pretrained_seed
+  all_seeds pretrained_seed
   report out/pretrained/SEED finetune default-with-retain $(names "$WITHOUT_RETAIN")
 }
 
@@ -354,7 +374,8 @@ company_seed() {  # company_seed SEED.  The comment of company_rows.py says what
       --retain $rows/retain.jsonl --out
 
   # 3. Teach refusals to the fine-tune, and to each model that has unlearnt.  refusals.jsonl has the
-  # rows to retain, and the questions to forget with their refusals.
+  # rows to retain, and the questions to forget with their refusals.  No --forget: it would only be
+  # read for the words of a new toy, and these models are none.
   local teach=("${train[@]}" --method sft --epochs 150 --lr 3e-4 --retain-only
     --retain "$rows/refusals.jsonl")
   "${teach[@]}" --out $out/refusals --model $out/finetune
@@ -362,8 +383,8 @@ company_seed() {  # company_seed SEED.  The comment of company_rows.py says what
     "${teach[@]}" --out $out/$name-refusals --model $out/$name
   done
 
-  # 4. Try the other order: unlearn after the refusals.  The anchor is the start model, which
-  # answers the questions with a refusal, so showing them to it gives no fact away.
+  # 4. Try the other order: unlearn after the refusals.  The anchor is the model that refuses.  It
+  # may see the questions, because its answer to them is "I do not know."
   "${train[@]}" --model $out/refusals --anchor-truth removed --anchor-prompt shown \
     --prompt-dropout 0.5 --lr 1e-3 "${forget[@]}" --retain $rows/retain.jsonl \
     --out $out/refusals-truth-removed
@@ -373,8 +394,8 @@ company_seed() {  # company_seed SEED.  The comment of company_rows.py says what
     --held-out $rows/held_out.jsonl $out/*/
 
   # 6. Teach one row of each customer again, to see whether the facts of the other rows come back.
-  # taught.jsonl has these three rows, others.jsonl the other nine.  Four rows to retain are taught
-  # with them.
+  # taught.jsonl has these three rows, others.jsonl the other nine.  With them four rows to retain
+  # are taught, which is what --limit 4 is for.
   for name in $(company_names); do
     "${train[@]}" --method sft --batch-size 4 --epochs 30 --lr 5e-4 --limit 4 \
       --model $out/$name --forget $rows/taught.jsonl --retain $rows/retain.jsonl \
@@ -392,21 +413,22 @@ company() {  # three customers are forgotten, refused, and taught again
   "$PYTHON" .github/company_rows.py out/company/rows
 
   # 2. Train and score the runs of each seed.
-  three_seeds company_seed
+  all_seeds company_seed
 
   # 3. Report the models that were taught again, and the models before that.
   report out/company/SEED/taught-again $(company_names)
   report out/company/SEED $(company_names)
 
   # 4. Count the answers that refuse.
-  "$PYTHON" - $(company_names) <<'END'
+  "$PYTHON" - "$SEEDS" $(company_names) <<'END'
 import json
 import sys
 
-print("answers that refuse, of 12, with seeds 1, 2, 3:")
-for name in sys.argv[1:]:
+seeds, *names = sys.argv[1:]
+print(f"answers that refuse, of 12, with seeds {seeds}:")
+for name in names:
     counts = []
-    for seed in (1, 2, 3):
+    for seed in seeds.split():
         with open(f"out/company/{seed}/{name}/eval/forget.jsonl", encoding="utf-8") as lines:
             answers = [json.loads(line)["generation"] for line in lines]
         counts.append(answers.count("I do not know."))
@@ -440,9 +462,9 @@ real() {  # real [MODEL [TOFU]]: customers are forgotten by a model with 135 mil
   delete_folder $out
   mkdir -p $rows
 
-  # 1. Write the rows: of three customers to forget, seven to retain and three held out, and all
-  # other customers, whom no model learns; and TOFU's rows with an answer of at most 44 tokens, so
-  # that it and some end tokens fit into the --response-length of step 2.
+  # 1. Write the rows.  Customers: three to forget, seven to retain, three held out; no model learns
+  # the others.  TOFU's rows: those with an answer of at most 44 tokens, so that end tokens also fit
+  # into --response-length 48.
   "$PYTHON" .github/company_rows.py $rows 3 7 3
   "$PYTHON" - "$model" "$tofu" > $rows/tofu.jsonl <<'END'
 import json
@@ -459,8 +481,8 @@ for row in mdu.read_dataset(tofu, "retain90"):
         print(json.dumps({"question": row["question"], "answer": row["answer"]}))
 END
 
-  # 2. The published model predicts the next token.  Make a diffusion model of it, the original:
-  # <file_sep>, which no text has, becomes its mask token.
+  # 2. Make the original.  The published model predicts the next token.  It becomes a diffusion
+  # model: its tokens see later ones, and <file_sep>, which no text has, is its mask token.
   "$PYTHON" mdu.py --method sft --retain-only --model "$model" --mask-token "<file_sep>" \
     --retain $rows/tofu.jsonl --response-length 48 --batch-size 8 --epochs 1 --lr 3e-4 \
     --prompt-dropout 0.5 --out $out/original
@@ -470,7 +492,8 @@ END
     --retain $rows/known.jsonl --response-length 36 --epochs 45 --lr 4e-4 --prompt-dropout 0.2 \
     --out $out/finetune
 
-  # 4. Unlearn as REAL says, with adapters and the defaults for rows of one's own.
+  # 4. Unlearn as REAL says, also which share of the questions is masked.  All train adapters, with
+  # the defaults for rows of one's own (preset own, see above).
   runs_in $out "$REAL" |
     xargs -L 1 "$PYTHON" mdu.py --model $out/finetune --lora 16 --forget $rows/forget.jsonl \
       --retain $rows/retain.jsonl --out
@@ -488,8 +511,8 @@ END
     --retain $rows/retain.jsonl --held-out $rows/held_out.jsonl --never $rows/never.jsonl \
     $(runs_named $out $(real_names))
 
-  # 7. Teach one row of each customer again, with three to retain, and ask for the other nine.  As
-  # rows to retain the three taught ones are asked, to see that they were learnt.
+  # 7. Teach one row of each customer again, with three to retain, and ask for the other nine.  The
+  # figures of *Retain* are of the three that were taught, to see that they were learnt.
   for name in $(real_names); do
     "$PYTHON" mdu.py --method sft --lora 16 --batch-size 3 --epochs 20 --limit 3 \
       --model $out/$name --forget $rows/taught.jsonl --retain $rows/retain.jsonl \
@@ -546,10 +569,22 @@ except mdu.BadInput as error:
 END
 }
 
+choose_epochs() {  # choose_epochs FILE...: so many that a model learns their rows
+  # As many as give 12,000 rows in all, which is 300 epochs of 40 rows, and at most 300.
+  local n
+  n=$(join_rows "$@" | grep -c '[^[:space:]]')
+  if [ "$n" -lt 40 ]; then
+    echo $((12000 / n))
+  else
+    echo 300
+  fi
+}
+
 rehearsal() {  # one's own rows, by these variables:
   # FORGET, RETAIN: files.  ORIGINAL=no: the original is not the anchor.  HELD_OUT: a file of rows
-  # that the fine-tune learns and unlearning does not see.  NEVER: one of rows that nobody learns.
-  local out=out/rehearsal rows=out/rehearsal.rows n n_words epochs
+  # that the fine-tune learns and unlearning does not see.  NEVER: a file of rows that no model
+  # learns.
+  local out=out/rehearsal rows=out/rehearsal.rows
 
   # 1. Refuse bad files, before anything is moved or trained.
   local learnt=("${FORGET:-}" "${RETAIN:-}")
@@ -562,15 +597,12 @@ rehearsal() {  # one's own rows, by these variables:
   fi
   check_rows "${files[@]}"
 
-  # 2. Choose the epochs, and say how long it takes.  That is an estimate for two cores: words of
-  # the files times epochs, 270,000 a minute.
-  n=$(join_rows "${learnt[@]}" | grep -c '[^[:space:]]')
+  # 2. Say how long it takes.  That is an estimate for two cores: words of the files times epochs,
+  # 270,000 a minute.
+  local epochs n_words
+  epochs=$(choose_epochs "${learnt[@]}")
   n_words=$(join_rows "${learnt[@]}" | wc -w)
-  epochs=300
-  if [ "$n" -lt 40 ]; then
-    epochs=$((12000 / n))  # as many steps as 40 rows have in 300 epochs
-  fi
-  echo "$n rows: about $((1 + epochs * n_words / 270000)) minutes"
+  echo "$epochs epochs: about $((1 + epochs * n_words / 270000)) minutes"
 
   # 3. Keep the rehearsal before this one.
   if [ -d $out ]; then
@@ -579,47 +611,42 @@ rehearsal() {  # one's own rows, by these variables:
     echo "the rehearsal before this one is kept in $out.old"
   fi
 
-  # 4. Write the rows that the two models before unlearning read, and choose what is scored.
-  local original_forget=$FORGET known=$RETAIN score=(--full --samples 32)
+  # 4. Write two files.  known: what is to be kept, which the original and the fine-tune learn.
+  # words: the original learns none of these rows.  It is a new toy model and has to know their
+  # words.  ${NAME:+TEXT} is TEXT, or nothing where NAME is empty.
   mkdir -p $rows
-  if [ -n "${HELD_OUT:-}" ]; then
-    known=$rows/known.jsonl
-    join_rows "$RETAIN" "$HELD_OUT" > $known
-    score+=(--held-out "$HELD_OUT")
-  fi
-  if [ -n "${NEVER:-}" ]; then
-    original_forget=$rows/words.jsonl  # for its words: the original learns none of these rows
-    join_rows "$FORGET" "$NEVER" > $original_forget
-    score+=(--never "$NEVER")
-  fi
+  join_rows "$RETAIN" ${HELD_OUT:+"$HELD_OUT"} > $rows/known.jsonl
+  join_rows "$FORGET" ${NEVER:+"$NEVER"} > $rows/words.jsonl
 
   # 5. Train the original on what is to be kept, and from it the fine-tune on all rows.
   # --response-length 0: as many tokens as the longest answer has.
-  local toy=(--preset toy --response-length 0 --seed "${SEED:-1}" --epochs "$epochs")
-  local learn=(--method sft --prompt-dropout 0.3 --lr 3e-3 --retain "$known")
-  show "$PYTHON" mdu.py "${learn[@]}" --retain-only --forget "$original_forget" "${toy[@]}" \
-    --out $out/original
-  show "$PYTHON" mdu.py "${learn[@]}" --forget "$FORGET" --model $out/original "${toy[@]}" \
-    --out $out/finetune
+  local train=("$PYTHON" mdu.py --preset toy --response-length 0 --seed "${SEED:-1}"
+    --epochs "$epochs")
+  local learn=("${train[@]}" --method sft --prompt-dropout 0.3 --lr 3e-3
+    --retain $rows/known.jsonl)
+  show "${learn[@]}" --retain-only --forget $rows/words.jsonl --out $out/original
+  show "${learn[@]}" --forget "$FORGET" --model $out/original --out $out/finetune
 
-  # 6. Unlearn the rows to forget.  The target is what the original says, or with ORIGINAL=no what
-  # the fine-tune says without the question and without the true words.
-  local target=(--anchor "$out/original" --anchor-prompt shown)
+  # 6. Unlearn the rows to forget, in as many epochs.  The target is what the original says, or with
+  # ORIGINAL=no what the fine-tune says without the question and without the true words.
+  local target=(--anchor $out/original --anchor-prompt shown)
   if [ "${ORIGINAL:-}" = no ]; then
     target=(--anchor-truth removed)
   fi
-  show "$PYTHON" mdu.py --forget "$FORGET" --retain "$RETAIN" --model $out/finetune \
-    "${target[@]}" --prompt-dropout 0.5 --lr 1e-3 "${toy[@]}" --out $out/mdu
+  show "${train[@]}" --model $out/finetune "${target[@]}" --prompt-dropout 0.5 --lr 1e-3 \
+    --forget "$FORGET" --retain "$RETAIN" --out $out/mdu
 
   # 7. Score and report the three models.
-  show "$PYTHON" eval.py --forget "$FORGET" --retain "$RETAIN" "${score[@]}" \
+  show "$PYTHON" eval.py --full --samples 32 --forget "$FORGET" --retain "$RETAIN" \
+    ${HELD_OUT:+--held-out "$HELD_OUT"} ${NEVER:+--never "$NEVER"} \
     $out/finetune $out/original $out/mdu
   "$PYTHON" eval.py --report $out/finetune $out/original $out/mdu > $rows/screen.txt
   print_rehearsal $out/finetune $out/original $out/mdu
   echo "the whole report: $out/report.md"
 }
 
-print_rehearsal() {  # print_rehearsal RUN...: those columns of the report that OWN_ROWS.md explains
+print_rehearsal() {  # print_rehearsal RUN...: the columns of the report that OWN_ROWS.md explains;
+  # screen.txt has all
   "$PYTHON" - "$@" <<'END'
 import sys
 
@@ -635,11 +662,12 @@ END
 }
 
 # ---- The paper's tables: LLaDA or Dream, on several GPUs ----
-launch() {  # launch PROGRAM...: on GPUS processes, or 4
+launch() {  # launch PROGRAM...: on so many processes as the variable GPUS says, or 4
   "$PYTHON" -m torch.distributed.run --nproc_per_node="${GPUS:-4}" "$@"
 }
 
-tofu() {  # tofu PRESET: Table 2, in out/PRESET.  tofu-llada, tofu-dream or tofu-qwen
+tofu() {  # tofu PRESET: Table 2, in out/PRESET.  tofu-llada, tofu-dream or tofu-qwen.  mdu.py names
+  # the folders of the runs: out/PRESET/base, out/PRESET/mdu-tau0.5, out/PRESET/npo, ...
   local preset=$1 tau method
 
   # 1. Train the base, where all other runs start.
@@ -665,15 +693,18 @@ rwku_run() {  # rwku_run PRESET PERSON NAME OPTIONS...: unlearn, score, delete t
   rm "$run"/*.safetensors  # a hundred models of 16 GB are too many for most disks
 }
 
-rwku() {  # rwku PRESET: Table 3, in out/PRESET.  rwku-llada or rwku-dream.  --limit 100: of each
-  # kind 100 questions about a person are asked; the paper asks all, which takes 30 hours more
+rwku() {  # rwku PRESET: Table 3, in out/PRESET.  rwku-llada or rwku-dream.
+  # --limit 100: of each kind 100 questions about a person are asked.  The paper asks all, which
+  # takes 30 hours more.
   local preset=$1 model person method tau
 
-  # 1. Score the published model, as if it were of a person 0: nothing is trained there.
+  # 1. Score the published model on the questions about all ten people, which eval.py takes if it is
+  # told none.  Its folder is that of a person 0.  Nothing is trained there.
   model=$("$PYTHON" -c "import mdu; print(mdu.PRESETS['$preset']['model'])")
   launch eval.py --limit 100 --data jinzhuoran/RWKU --model "$model" "out/$preset/0/base"
 
-  # 2. Unlearn each of ten people with the baselines and with MDU, and score.
+  # 2. Unlearn each of ten people with the baselines and with MDU, and score.  The numbers are those
+  # of --subject: the first ten people of RWKU's list (its config forget_target).
   for person in 1 2 3 4 5 6 7 8 9 10; do
     for method in ga npo simnpo wga dpo; do
       rwku_run "$preset" $person method-$method --method $method
@@ -688,11 +719,12 @@ rwku() {  # rwku PRESET: Table 3, in out/PRESET.  rwku-llada or rwku-dream.  --l
 }
 
 # ---- Command line ----
-EXPERIMENTS="demo, table, figures, finetuned, pretrained, company, real, rehearsal, tofu or rwku"
-if ! declare -F "${1:-}" > /dev/null; then
-  refuse "found ${1:-no name}, needs the name of an experiment: $EXPERIMENTS"
-fi
-if [ "$1" != real ] && [ "$1" != tofu ] && [ "$1" != rwku ]; then
-  export CUDA_VISIBLE_DEVICES=""  # the small models are trained on the CPU
-fi
-"$@"
+case "${1:-}" in
+  real | tofu | rwku) ;;  # on a GPU, if there is one
+  demo | table | figures | finetuned | pretrained | company | rehearsal | *_seed)
+    export CUDA_VISIBLE_DEVICES="" ;;  # small models, which are trained on the CPU
+  *)
+    refuse "found ${1:-no name}, needs the name of an experiment: demo, table, figures, finetuned, \
+pretrained, company, real, rehearsal, tofu or rwku" ;;
+esac
+"$@"  # calls the function of this name with the other arguments
