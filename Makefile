@@ -1,8 +1,8 @@
 .PHONY: help install demo table finetuned pretrained company real rehearsal figures tofu rwku
 .PHONY: lint test clean
 export PYTHON := .venv/bin/python
-SEED := 1
-OUT := out/demo
+SEED ?= 1
+OUT ?= out/demo
 export FORGET RETAIN HELD_OUT NEVER ORIGINAL SEED
 EXPERIMENT := @bash .github/experiments.sh
 help:  ## this list
@@ -13,7 +13,7 @@ install: .venv/installed  ## a virtual environment with the pinned packages
 	.venv/bin/pip install --quiet --disable-pip-version-check -r .requirements-dev.txt
 	touch $@
 demo: install  ## every method on a small model: table, picture in out/demo (SEED=2: other seed)
-	$(EXPERIMENT) demo $(SEED) "$(OUT)"
+	$(EXPERIMENT) demo "$(SEED)" "$(OUT)"
 table: install  ## the demo with three seeds, means: out/table/1/report.md
 	$(EXPERIMENT) table
 finetuned: install  ## unlearn a fine-tune, teach it again, three seeds: out/finetuned/1
@@ -22,7 +22,7 @@ pretrained: install  ## facts learnt without their questions, three seeds: out/p
 	$(EXPERIMENT) pretrained
 company: install  ## rows of customers: unlearn, refuse, teach again, three seeds: out/company/1
 	$(EXPERIMENT) company
-real: install  ## customers, a published model (MODEL=, TOFU=: folders of it, of TOFU): out/real
+real: install  ## customers, a published model (MODEL=, TOFU=: use these folders): out/real
 	$(EXPERIMENT) real "$(MODEL)" "$(TOFU)"
 rehearsal: install  ## your rows, a small model: FORGET=, RETAIN= (see .github/OWN_ROWS.md)
 	$(EXPERIMENT) rehearsal

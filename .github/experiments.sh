@@ -27,8 +27,9 @@
 #
 # To add a run, add a line to the list of the experiment, which is above its function: DEMO,
 # FINETUNED, WITHOUT_RETAIN, COMPANY or REAL.  A line has a name and the options of this run alone,
-# and FOLDER in the options stands for the folder of all the runs.  Nothing else has to be changed:
-# all runs of a list are trained, scored and reported.  This is how a list is used:
+# and FOLDER in the options stands for the folder of all the runs.  A line can not be commented out.
+# Nothing else has to be changed: all runs of a list are trained, scored and reported.  This is how
+# a list is used:
 #     RUNS="
 #       npo    --method npo
 #       other  --anchor FOLDER/original --anchor-prompt shown
@@ -40,15 +41,14 @@
 #
 # In real, a run that is to be taught refusals is also named in REAL_REFUSED.
 #
-# To change an option of all runs of a step, look for the step in NAME_seed or, if there is none, in
-# NAME: its steps are numbered.  What a list says of a run comes after that, and counts.
+# To change an option of all runs of a step, change the step in NAME_seed or, if there is none, in
+# NAME; steps are numbered.  If a list has the same option for a run, the list's counts.
 #
 # Where a command of mdu.py leaves out one of these options, it is
 #     --method  mdu
-#     --preset  own with --model, --forget or another --data than the toy; otherwise toy, which is a
-#               small model and its invented authors.  own has defaults for rows of one's own (in
-#               mdu.py: OWN_...): 250 steps at least, with --lora the lr 1e-3, with MDU
-#               --retain-weight 5
+#     --preset  toy, a small model and its invented authors; but own if --model, --forget or another
+#               --data than the toy is given.  own has the defaults for rows of one's own (OWN_...
+#               in mdu.py): at least 250 steps, with --lora the lr 1e-3, with MDU --retain-weight 5
 #     --model   the run named `base` in the folder of --out.  With --method sft: the model of the
 #               preset; toy has none and makes a new one
 #     --out     out/PRESET/METHOD, in which METHOD says also tau and other variants of MDU, such as
@@ -78,14 +78,15 @@
 #                      answer
 #     written          the authors' code: tau 0.5, masked are the words that the model still writes,
 #                      and the anchor is the model in training
-#     hidden           --prompt-dropout 0.5: half of the questions are masked in unlearning.  In
-#                      real no name says so: all of its runs are hidden but default
+#     hidden           --prompt-dropout 0.5: half of the questions are masked in unlearning.  So
+#                      they are in some runs whose names do not say so: mdu-removed of demo,
+#                      refusals-truth-removed of company, all of real but default
 #     refusals         taught to answer the questions to forget with "I do not know."
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python}
 SCRIPT=.github/experiments.sh
-SEEDS="1 2 3"
+SEEDS="1 2 3"  # of table, finetuned, pretrained and company
 
 # ---- Shared ----
 refuse() {  # refuse MESSAGE
@@ -105,8 +106,8 @@ delete_folder() {  # delete_folder FOLDER: if it exists.  Nothing outside out/ i
   rm -rf "$path"
 }
 
-all_seeds() {  # all_seeds NAME_seed: this script calls itself with each of SEEDS, all at once
-  printf '%s\n' $SEEDS | xargs -n 1 -P 3 bash $SCRIPT "$1"
+all_seeds() {  # all_seeds NAME_seed: this script calls itself, with each of SEEDS, all at once
+  printf '%s\n' $SEEDS | xargs -n 1 -P 0 bash $SCRIPT "$1"
 }
 
 names() {  # names RUNS: the names in a list of runs, which are the first words of its lines
@@ -158,7 +159,7 @@ DEMO="
 "
 
 demo() {  # demo SEED FOLDER: every method
-  local seed=$1 out=$2 runs=() name
+  local seed=$1 out=${2:-out/demo} runs=() name
   delete_folder "$out"
 
   # 1. Train the model that all other runs start from.
@@ -340,6 +341,7 @@ END
 }
 
 # ---- Rows as a company has them ----
+# Step 2 of company_seed masks half of the questions in all of these.
 COMPANY="
   truth-removed-hidden       --anchor-truth removed --lr 1e-3
   truth-removed-hidden-slow  --anchor-truth removed --lr 3e-4
@@ -570,7 +572,7 @@ END
 }
 
 choose_epochs() {  # choose_epochs FILE...: so many that a model learns their rows
-  # As many as give 12,000 rows in all, which is 300 epochs of 40 rows, and at most 300.
+  # 300.  Of fewer than 40 rows more, so that the model still sees 12,000 rows in all.
   local n
   n=$(join_rows "$@" | grep -c '[^[:space:]]')
   if [ "$n" -lt 40 ]; then
@@ -586,7 +588,12 @@ rehearsal() {  # one's own rows, by these variables:
   # learns.
   local out=out/rehearsal rows=out/rehearsal.rows
 
-  # 1. Refuse bad files, before anything is moved or trained.
+  # 1. Refuse bad files, and a word for ORIGINAL that says something else than no, before anything
+  # is moved or trained.
+  case "${ORIGINAL:-no}" in
+    no) ;;
+    *) refuse "ORIGINAL: found '$ORIGINAL'; give ORIGINAL=no, or leave it out" ;;
+  esac
   local learnt=("${FORGET:-}" "${RETAIN:-}")
   if [ -n "${HELD_OUT:-}" ]; then
     learnt+=("$HELD_OUT")
@@ -630,7 +637,7 @@ rehearsal() {  # one's own rows, by these variables:
   # 6. Unlearn the rows to forget, in as many epochs.  The target is what the original says, or with
   # ORIGINAL=no what the fine-tune says without the question and without the true words.
   local target=(--anchor $out/original --anchor-prompt shown)
-  if [ "${ORIGINAL:-}" = no ]; then
+  if [ -n "${ORIGINAL:-}" ]; then
     target=(--anchor-truth removed)
   fi
   show "${train[@]}" --model $out/finetune "${target[@]}" --prompt-dropout 0.5 --lr 1e-3 \
@@ -669,6 +676,10 @@ launch() {  # launch PROGRAM...: on so many processes as the variable GPUS says,
 tofu() {  # tofu PRESET: Table 2, in out/PRESET.  tofu-llada, tofu-dream or tofu-qwen.  mdu.py names
   # the folders of the runs: out/PRESET/base, out/PRESET/mdu-tau0.5, out/PRESET/npo, ...
   local preset=$1 tau method
+  case "$preset" in
+    tofu-*) ;;
+    *) refuse "found PRESET='$preset'; give PRESET=tofu-llada, tofu-dream or tofu-qwen" ;;
+  esac
 
   # 1. Train the base, where all other runs start.
   launch mdu.py --preset "$preset" --method sft
@@ -690,13 +701,17 @@ rwku_run() {  # rwku_run PRESET PERSON NAME OPTIONS...: unlearn, score, delete t
   local run=out/$1/$2/$3
   launch mdu.py --preset "$1" --subject "$2" "${@:4}" --out "$run"
   launch eval.py --limit 100 "$run"
-  rm "$run"/*.safetensors  # a hundred models of 16 GB are too many for most disks
+  rm -f "$run"/*.safetensors  # a hundred models of 16 GB are too many for most disks
 }
 
 rwku() {  # rwku PRESET: Table 3, in out/PRESET.  rwku-llada or rwku-dream.
-  # --limit 100: of each kind 100 questions about a person are asked.  The paper asks all, which
-  # takes 30 hours more.
+  # --limit 100: of each kind 100 questions about a person are asked.  The paper asks all, for which
+  # TruthfulQA alone takes 27 hours more.
   local preset=$1 model person method tau
+  case "$preset" in
+    rwku-*) ;;
+    *) refuse "found PRESET='$preset'; give PRESET=rwku-llada or rwku-dream" ;;
+  esac
 
   # 1. Score the published model on the questions about all ten people, which eval.py takes if it is
   # told none.  Its folder is that of a person 0.  Nothing is trained there.
