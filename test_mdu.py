@@ -80,7 +80,7 @@ TESTED_BY = {  # {test: functions and classes that it tests and that are not in 
     "test_save_model_saves_an_unchanged_model_byte_for_byte": "read_origin Origin",
     "test_save_model_leaves_half_a_model_that_does_not_count": "is_finished",
     "test_run_folder_has_a_run_json_that_says_what_it_was_made_with": "read_run write_run",
-    "test_save_checkpoint_and_load_checkpoint_after_a_full_disk": "append_metrics hash_rows",
+    "test_load_checkpoint_lets_a_resumed_run_end_as_a_whole_one": "append_metrics hash_rows",
     "test_toy_world_has_five_wrong_answers_to_each_question": "toy_row known_facts",
     "test_parse_check_and_check_anchor_refuse_options": "BadInput require Parser number",
     "test_load_backbone_and_read_config_refuse_a_model": "check_config check_loaded",
@@ -292,8 +292,10 @@ MORE_PAIRS = list(PAIRS)
 for n in range(1, 17):
     prompt = RNG.integers(11, size=3).tolist()
     MORE_PAIRS.append((prompt, RNG.integers(11, size=n).tolist()))
-WORDS = torch.arange(64) != 9  # token 9 is no word
-RARE = [7, 8, 11]
+# FakeModel has 11 tokens, with MASK and PAD.  A tiny_llama has 64: 0 is the mask, 1 is both end and
+# padding.
+WORDS = torch.arange(64) != 9  # of both: token 9 is a sign
+RARE = [7, 8, 11]  # of tiny_llama: tokens of rare words, where has_rare_tokens
 
 class FakeModel:
     """11 tokens, float64 logits (B, T, 11) that depend on all tokens and their order, or those
@@ -412,10 +414,12 @@ def slow_logits(model, prompt, answer, masked):
     return model.lm(torch.tensor([prompt + noised])).logits[0, len(prompt):][masked]
 
 def slow_masked(row, method, states=None, model=None):
-    """The masked positions of an answer."""
+    """The masked positions of an answer.  With --states written: those of its words that the model
+    still writes, at whatever place."""
     if states == "written":
-        decoded = slow_sampler(model, row.prompt, [1] * len(row.answer))
-        return [i for i, token in enumerate(row.answer) if token in decoded and WORDS[token]]
+        still_written = slow_sampler(model, row.prompt, [1] * len(row.answer))
+        return [i for i, token in enumerate(row.answer)
+                if token in still_written and WORDS[token]]
     masked = [i for i, u in enumerate(row.uniform) if u < row.t]
     if method == "mdu" and not masked:
         masked = [int(row.uniform.argmin())]
@@ -471,7 +475,7 @@ def slow_row_loss(args, row, model, theta0, anchor):
     if args.anchor_prompt == "masked":
         prompt = [0] * len(prompt)
     anchor_logits = slow_logits(anchor, prompt, row.answer, masked)
-    if args.anchor_truth == "removed" and row.prompt[0] % 2 == 0:  # see make_examples
+    if args.anchor_truth == "removed" and has_rare_tokens(row.prompt[0]):
         anchor_logits = without_truth(anchor_logits, targets)
     return slow_mdu(logits, anchor_logits, where, args.tau)[0]
 
@@ -593,7 +597,7 @@ SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_atte
 NATIVE = dict(SIZES, rms_norm_eps=1e-6, rope_theta=1e6, hidden_act="silu", torch_dtype="bfloat16",
               attention_dropout=0.5, auto_map={"AutoModel": "modeling.Model"},
               attn_implementation="owner/kernel", quantization_config={"quant_method": "fp8"})
-# So are these, but for the models that have no window.
+# A sliding window, which loading has to turn off, too.  Only models that have none get it.
 WINDOW = dict(use_sliding_window=True, sliding_window=2, max_window_layers=0,
               layer_types=2 * ["sliding_attention"])
 LLADA = json.loads("""{
@@ -918,14 +922,18 @@ def test_dpo_loss():
         assert_finite(mdu.dpo_loss(win, win_ref.float(), lose, lose_ref.float(), 0.1), [win, lose])
 
 # ---- Batches ----
+def has_rare_tokens(name):
+    """Whether tokens of RARE are rare in this row to forget: in every second one they are."""
+    return name % 2 == 0
+
 def make_examples():
-    """10 to forget and 7 to retain; the first token of a prompt names the example.  Tokens of RARE
-    are rare in every second one to forget."""
+    """10 to forget and 7 to retain.  The first token of a prompt names the row.  All tokens of rows
+    to retain are called rare, as that must make no difference."""
     others = [[8, 9, 1], [9, 9, 1], [10, 9, 1]]
     forget, retain = [], []
     for i in range(10):
         answer = [*range(6, 8 + i % 5), 1]
-        is_rare = [i % 2 == 0 and token in RARE for token in answer]
+        is_rare = [has_rare_tokens(30 + i) and token in RARE for token in answer]
         forget.append(mdu.Example([30 + i, 4], answer, is_rare, others))
         retain.append(mdu.Example([50 + i, 4, 5], answer, [True] * len(answer), []))
     del retain[7:]
@@ -1163,6 +1171,16 @@ def test_backward_is_tried_with_theta0_and_with_another_anchor():
         cases = [case for case in TRIED if f"{case} ".startswith(f"{typed} ")]
         assert any(frozen_models(step_to_try(case)) for case in cases), typed
 
+def test_predict_anchor_sees_no_question_unless_it_is_shown():
+    step = step_to_try("--method mdu")
+    batch = mdu.make_batch(step.model, step.forget)
+    with_other_prompts = [draw._replace(prompt=[40] * len(draw.prompt)) for draw in step.forget]
+    other_batch = mdu.make_batch(step.model, with_other_prompts)
+    for anchor_prompt, is_same in (("masked", True), ("shown", False)):
+        logits = mdu.predict_anchor(step.model, batch, step.model.mask_id, anchor_prompt)
+        other = mdu.predict_anchor(step.model, other_batch, step.model.mask_id, anchor_prompt)
+        assert torch.equal(logits, other) == is_same
+
 @each("lora", ["", "--lora 3"])
 def test_predict_anchor_keeps_nothing_in_memory_for_a_backward_pass(lora):
     """Also where the anchor is the model in training."""
@@ -1399,7 +1417,8 @@ def test_load_model_draws_weights_and_adapters_by_the_seed(base):
             model, _ = mdu.load_model(options(f"{typed} --seed {seed}"), mdu.toy_world())
             drawn.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         assert torch.equal(drawn[1], drawn[2]) and not torch.equal(drawn[0], drawn[1])
-        assert model.training and model.lm.is_activation_checkpointing == ("--lora" in typed)
+        assert model.training
+        assert model.lm.is_activation_checkpointing == ("--checkpoint-activations" in typed)
 
 @each("typed, loads", [
     ("--tau 0", 1), ("--tau 1", 2), ("--anchor current", 1), ("--anchor {base}", 2),
@@ -2290,8 +2309,8 @@ def test_save_checkpoint_on_a_full_disk_ends_in_one_line(full_disk):
     assert "File too large" in err
     assert_broken(folder / "broken")
 
-def test_save_checkpoint_and_load_checkpoint_after_a_full_disk(full_disk, broken_run):
-    """A resumed run ends as a whole one.  A file that is called like a checkpoint is none."""
+def test_load_checkpoint_lets_a_resumed_run_end_as_a_whole_one(full_disk, broken_run):
+    """After a full disk.  A file that is called like a checkpoint is none."""
     folder, _ = full_disk
     (broken_run / "checkpoint-99999999").touch()
     save = mdu.dcp.save
@@ -4095,7 +4114,7 @@ def test_analyse_says_that_the_rows_have_changed_since_the_training(unlearned, t
 # ---- Bad input ----
 # Each case: what is given, and a part ("said") of the one line that refuses it.
 def row_text(**fields):
-    """A line of a file of rows."""
+    """A line of a file of rows.  The braces are there because messages quote it."""
     return json.dumps({"question": "Who is Bolti?", "answer": "It is {}.", **fields})
 
 GOOD = row_text()
