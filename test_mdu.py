@@ -4453,7 +4453,7 @@ def typed_commands(page, folder):
     """Every command of a page as a list of words.  Bash writes out loops and variables: it runs the
     blocks, and the programs are functions in it that print their words."""
     script = "set -eu\n"
-    for name in ("python", "torchrun", "make", "rm", "awk", "grep", "."):
+    for name in ("python", "torchrun", "make", "rm", "awk", "grep", "head", "wc", "."):
         # A line for each command, with a null byte behind each word.
         script += f"function {name} {{ printf '%s\\0' {name} \"$@\"; echo; }}\n"
     script += "\n".join(code_blocks(page))

@@ -491,7 +491,7 @@ END
 
   # 3. Fine-tune the original on the customers.
   "$PYTHON" mdu.py --method sft --model $out/original --forget $rows/forget.jsonl \
-    --retain $rows/known.jsonl --response-length 36 --epochs 45 --lr 4e-4 --prompt-dropout 0.2 \
+    --retain $rows/known.jsonl --response-length 36 --epochs 105 --lr 4e-4 --prompt-dropout 0.2 \
     --out $out/finetune
 
   # 4. Unlearn as REAL says, also which share of the questions is masked.  All train adapters, with
@@ -516,7 +516,7 @@ END
   # 7. Teach one row of each customer again, with three to retain, and ask for the other nine.  The
   # figures of *Retain* are of the three that were taught, to see that they were learnt.
   for name in $(real_names); do
-    "$PYTHON" mdu.py --method sft --lora 16 --batch-size 3 --epochs 20 --limit 3 \
+    "$PYTHON" mdu.py --method sft --lora 16 --batch-size 3 --epochs 60 --limit 3 \
       --model $out/$name --forget $rows/taught.jsonl --retain $rows/retain.jsonl \
       --out $out/taught-again/$name
   done
