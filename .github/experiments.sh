@@ -70,6 +70,7 @@
 #                      So the original is told --forget, for its words; with --retain-only it does
 #                      not learn these rows.)
 #     finetune         the original, trained on the rows to forget and on those to keep
+#     retrained        the original, trained on those to keep alone
 #     default          MDU as in the paper, tau 1
 #     truth-removed    --anchor-truth removed: as default, but a word of the true answer that at
 #                      most one in fifty of the answers to retain have becomes the least likely one
@@ -450,7 +451,7 @@ REAL_REFUSED="truth-removed npo"
 
 real_names() {  # all runs, in the order of the report
   local name
-  echo finetune original $(names "$REAL") refusals
+  echo finetune original retrained $(names "$REAL") refusals
   for name in $REAL_REFUSED; do
     echo $name-refusals
   done
@@ -494,13 +495,19 @@ END
     --retain $rows/known.jsonl --response-length 36 --epochs 105 --lr 4e-4 --prompt-dropout 0.2 \
     --out $out/finetune
 
-  # 4. Unlearn as REAL says, also which share of the questions is masked.  All train adapters, with
+  # 4. Train again: the original learns what the fine-tune learnt but the rows to forget.  That is
+  # what unlearning is held against.
+  "$PYTHON" mdu.py --method sft --retain-only --lora 16 --model $out/original \
+    --retain $rows/known.jsonl --response-length 36 --epochs 60 --prompt-dropout 0.2 \
+    --out $out/retrained
+
+  # 5. Unlearn as REAL says, also which share of the questions is masked.  All train adapters, with
   # the defaults for rows of one's own (preset own, see above).
   runs_in $out "$REAL" |
     xargs -L 1 "$PYTHON" mdu.py --model $out/finetune --lora 16 --forget $rows/forget.jsonl \
       --retain $rows/retain.jsonl --out
 
-  # 5. Teach refusals, to the fine-tune and to those that REAL_REFUSED names.
+  # 6. Teach refusals, to the fine-tune and to those that REAL_REFUSED names.
   local teach=("$PYTHON" mdu.py --method sft --retain-only --lora 16
     --retain "$rows/refusals.jsonl")
   "${teach[@]}" --model $out/finetune --out $out/refusals
@@ -508,12 +515,12 @@ END
     "${teach[@]}" --model $out/$name --out $out/$name-refusals
   done
 
-  # 6. Score twelve rows of each kind.
+  # 7. Score twelve rows of each kind.
   "$PYTHON" eval.py --samples 8 --limit 12 --forget $rows/forget.jsonl \
     --retain $rows/retain.jsonl --held-out $rows/held_out.jsonl --never $rows/never.jsonl \
     $(runs_named $out $(real_names))
 
-  # 7. Teach one row of each customer again, with three to retain, and ask for the other nine.  The
+  # 8. Teach one row of each customer again, with three to retain, and ask for the other nine.  The
   # figures of *Retain* are of the three that were taught, to see that they were learnt.
   for name in $(real_names); do
     "$PYTHON" mdu.py --method sft --lora 16 --batch-size 3 --epochs 60 --limit 3 \
@@ -523,7 +530,7 @@ END
   "$PYTHON" eval.py --samples 1 --forget $rows/others.jsonl --retain $rows/taught.jsonl \
     $out/taught-again/*/
 
-  # 8. Report the models that were taught again, and the models before that.
+  # 9. Report the models that were taught again, and the models before that.
   "$PYTHON" eval.py --report $(runs_named $out/taught-again $(real_names))
   "$PYTHON" eval.py --report $(runs_named $out $(real_names))
 }
