@@ -495,10 +495,10 @@ END
     --retain $rows/known.jsonl --response-length 36 --epochs 105 --lr 4e-4 --prompt-dropout 0.2 \
     --out $out/finetune
 
-  # 4. Train again: the original learns what the fine-tune learnt but the rows to forget.  That is
-  # what unlearning is held against.
-  "$PYTHON" mdu.py --method sft --retain-only --lora 16 --model $out/original \
-    --retain $rows/known.jsonl --response-length 36 --epochs 60 --prompt-dropout 0.2 \
+  # 4. Train again: the original learns as the fine-tune did, but without the rows to forget.  That
+  # is what unlearning is held against.
+  "$PYTHON" mdu.py --method sft --retain-only --model $out/original \
+    --retain $rows/known.jsonl --response-length 36 --epochs 105 --lr 4e-4 --prompt-dropout 0.2 \
     --out $out/retrained
 
   # 5. Unlearn as REAL says, also which share of the questions is masked.  All train adapters, with
