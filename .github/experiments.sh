@@ -75,6 +75,8 @@
 #     truth-removed    --anchor-truth removed: as default, but a word of the true answer that at
 #                      most one in fifty of the answers to retain have becomes the least likely one
 #                      (in the demo: mdu-removed, which is also hidden)
+#     all-weights      as truth-removed, at three quarters of the fine-tune's learning rate.  (The
+#                      other runs of real train adapters.)
 #     anchor-original  the original is the anchor and sees the question, as it never learnt the
 #                      answer
 #     written          the authors' code: tau 0.5, masked are the words that the model still writes,
@@ -441,13 +443,14 @@ END
 
 # ---- A published model ----
 REAL="
-  truth-removed    --anchor-truth removed --prompt-dropout 0.5
-  anchor-original  --anchor FOLDER/original --anchor-prompt shown --prompt-dropout 0.5
-  default
-  npo              --method npo --prompt-dropout 0.5
+  truth-removed    --lora 16 --anchor-truth removed --prompt-dropout 0.5
+  all-weights      --lr 3e-4 --anchor-truth removed --prompt-dropout 0.5
+  anchor-original  --lora 16 --anchor FOLDER/original --anchor-prompt shown --prompt-dropout 0.5
+  default          --lora 16
+  npo              --lora 16 --method npo --prompt-dropout 0.5
 "
 # Those of REAL that are taught refusals.
-REAL_REFUSED="truth-removed npo"
+REAL_REFUSED="truth-removed all-weights npo"
 
 real_names() {  # all runs, in the order of the report
   local name
@@ -501,10 +504,10 @@ END
     --retain $rows/known.jsonl --response-length 36 --epochs 105 --lr 4e-4 --prompt-dropout 0.2 \
     --out $out/retrained
 
-  # 5. Unlearn as REAL says, also which share of the questions is masked.  All train adapters, with
-  # the defaults for rows of one's own (preset own, see above).
+  # 5. Unlearn as REAL says: also which share of the questions is masked, and whether adapters are
+  # trained (--lora).  The rest are the defaults for rows of one's own (preset own, see above).
   runs_in $out "$REAL" |
-    xargs -L 1 "$PYTHON" mdu.py --model $out/finetune --lora 16 --forget $rows/forget.jsonl \
+    xargs -L 1 "$PYTHON" mdu.py --model $out/finetune --forget $rows/forget.jsonl \
       --retain $rows/retain.jsonl --out
 
   # 6. Teach refusals, to the fine-tune and to those that REAL_REFUSED names.
