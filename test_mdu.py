@@ -4516,10 +4516,11 @@ def test_make_parser_and_parse_have_every_option_that_the_pages_name(capsys):
 
 # ---- experiments.sh and make ----
 # In place of Python in experiments.sh.  It writes the words of each call of mdu.py and eval.py into
-# `log`, and makes what the experiment looks for: the folder of a run with its weights (the word
-# behind --out), and the folder `eval` in each run that is scored (a word that begins with out/ and
-# is no file of rows).  Calls fail that have the word in the file `fails`, if there is one.  Scripts
-# and company_rows.py do nothing; `python -c` is how experiments.sh asks for a preset's model.
+# `log`, and makes what the experiment looks for: the folder of a run with its weights and
+# config.json (the word behind --out), and eval/summary.json in each run that is scored (a word that
+# begins with out/ and is no file of rows).  Calls fail that have the word in the file `fails`, if
+# there is one.  Scripts and company_rows.py do nothing; `python -c` is how experiments.sh asks for
+# a preset's model.
 LOGGING_PYTHON = """#!/bin/bash
 case $1 in
   -c) echo owner/model; exit ;;
@@ -4529,9 +4530,13 @@ echo "$@" >> log
 if [ -f fails ] && [[ " $* " == *" $(< fails) "* ]]; then exit 1; fi
 for word in "$@"; do
   case $last,$word in
-    --out,*) mkdir -p "$word"; touch "$word/model.safetensors" ;;
+    --out,*) mkdir -p "$word"; touch "$word/model.safetensors" "$word/config.json" ;;
     *.jsonl) ;;
-    *,out/*) if [[ $* == *eval.py* ]]; then mkdir -p "$word/eval"; fi ;;
+    *,out/*)
+      if [[ $* == *eval.py* ]]; then
+        mkdir -p "$word/eval"
+        touch "$word/eval/summary.json"
+      fi ;;
   esac
   last=$word
 done
@@ -4615,6 +4620,33 @@ def test_a_new_line_of_a_list_is_trained_scored_and_reported(experiment, folder,
     for run in runs:
         for done in (trained, scored, reported):
             assert done.count(f"{folder}/{run}") == 1
+
+def test_real_does_what_an_earlier_call_has_not_finished(tmp_path):
+    assert make(tmp_path, "real").returncode == 0
+    out = tmp_path / "out/real"
+    (out / "retrained/config.json").unlink()  # stopped before its first checkpoint
+    (out / "finetune/config.json").unlink()  # stopped after it
+    (out / "finetune/checkpoint-00000500").mkdir()
+    (out / "npo/config.json").unlink()  # a line of the list REAL
+    (out / "npo-refusals/eval/summary.json").unlink()
+    (tmp_path / "log").unlink()
+
+    assert make(tmp_path, "real").returncode == 0
+    first, *further = (tmp_path / "log").read_text().splitlines()
+    assert first == "mdu.py --resume out/real/finetune"
+    trained, scored = {}, []
+    for line in further:
+        program, args = parse_command(line.split())
+        if program == "mdu.py":
+            trained[args.out] = args
+        elif args.task != "report":
+            scored += args.runs
+    assert trained.keys() == {"out/real/retrained", "out/real/npo"}
+    assert trained["out/real/retrained"].retain_only
+    assert trained["out/real/npo"].method == "npo"
+    assert trained["out/real/npo"].lora == 16
+    # The scores of a run that was stopped are deleted with it.
+    assert scored == ["out/real/retrained", "out/real/npo", "out/real/npo-refusals"]
 
 @each("target", ["demo", "finetuned"])
 def test_an_experiment_ends_without_scores_where_a_run_fails(target, tmp_path):

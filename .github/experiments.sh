@@ -23,7 +23,8 @@
 # NAME_seed, which trains and scores the runs of one seed; the function NAME then reports all three.
 #
 # An experiment first deletes what an earlier call left in its folder in out/.  rehearsal moves it
-# aside; tofu and rwku leave it.
+# aside; tofu and rwku leave it.  real takes hours: it keeps what is finished and does the rest.  To
+# begin it anew, delete out/real.
 #
 # To add a run, add a line to the list of the experiment, which is above its function: DEMO,
 # FINETUNED, WITHOUT_RETAIN, COMPANY or REAL.  A line has a name and the options of this run alone,
@@ -460,12 +461,36 @@ real_names() {  # all runs, in the order of the report
   done
 }
 
+real_run() {  # real_run FOLDER OPTION...: train a run, if an earlier call has not finished it
+  if [ -e "$1/config.json" ]; then  # mdu.py writes it last
+    echo "$1 is finished"
+  elif compgen -G "$1/checkpoint-*" > /dev/null; then
+    "$PYTHON" mdu.py --resume "$1"
+  else
+    delete_folder "$1"  # of a run that was stopped before its first checkpoint
+    "$PYTHON" mdu.py "${@:2}" --out "$1"
+  fi
+}
+
+real_score() {  # real_score FOLDER OPTION...: score a run, if an earlier call has not done it
+  if [ -e "$1/eval/summary.json" ]; then  # eval.py writes it last
+    echo "$1 is scored"
+  else
+    "$PYTHON" eval.py "${@:2}" "$1"
+  fi
+}
+
+real_unlearn() {  # real_unlearn FOLDER OPTION...: a line of REAL
+  real_run "$1" --model out/real/finetune --forget out/real/rows/forget.jsonl \
+    --retain out/real/rows/retain.jsonl "${@:2}"
+}
+
 real() {  # real [MODEL [TOFU]]: customers are forgotten by a model with 135 million parameters.
-  # MODEL and TOFU are folders, or names on the hub, as they are by default.
+  # MODEL and TOFU are folders, or names on the hub, as they are by default.  A further call does
+  # what is not finished, so the first one may be stopped.
   local model=${1:-HuggingFaceTB/SmolLM2-135M-Instruct@12fd25f77366fa6b3b4b768ec3050bf629380bac}
   local tofu=${2:-locuslab/TOFU}
   local out=out/real rows=out/real/rows name
-  delete_folder $out
   mkdir -p $rows
 
   # 1. Write the rows.  Customers: three to forget, seven to retain, three held out; no model learns
@@ -489,49 +514,44 @@ END
 
   # 2. Make the original.  The published model predicts the next token.  It becomes a diffusion
   # model: its tokens see later ones, and <file_sep>, which no text has, is its mask token.
-  "$PYTHON" mdu.py --method sft --retain-only --model "$model" --mask-token "<file_sep>" \
+  real_run $out/original --method sft --retain-only --model "$model" --mask-token "<file_sep>" \
     --retain $rows/tofu.jsonl --response-length 48 --batch-size 8 --epochs 1 --lr 3e-4 \
-    --prompt-dropout 0.5 --out $out/original
+    --prompt-dropout 0.5
 
   # 3. Fine-tune the original on the customers.
-  "$PYTHON" mdu.py --method sft --model $out/original --forget $rows/forget.jsonl \
-    --retain $rows/known.jsonl --response-length 36 --epochs 105 --lr 4e-4 --prompt-dropout 0.2 \
-    --out $out/finetune
+  local learn=(--method sft --model $out/original --retain $rows/known.jsonl
+    --response-length 36 --epochs 105 --lr 4e-4 --prompt-dropout 0.2)
+  real_run $out/finetune "${learn[@]}" --forget $rows/forget.jsonl
 
   # 4. Train again: the original learns as the fine-tune did, but without the rows to forget.  That
   # is what unlearning is held against.
-  "$PYTHON" mdu.py --method sft --retain-only --model $out/original \
-    --retain $rows/known.jsonl --response-length 36 --epochs 105 --lr 4e-4 --prompt-dropout 0.2 \
-    --out $out/retrained
+  real_run $out/retrained "${learn[@]}" --retain-only
 
   # 5. Unlearn as REAL says: also which share of the questions is masked, and whether adapters are
   # trained (--lora).  The rest are the defaults for rows of one's own (preset own, see above).
-  runs_in $out "$REAL" |
-    xargs -L 1 "$PYTHON" mdu.py --model $out/finetune --forget $rows/forget.jsonl \
-      --retain $rows/retain.jsonl --out
+  runs_in $out "$REAL" | xargs -L 1 bash $SCRIPT real_unlearn
 
   # 6. Teach refusals, to the fine-tune and to those that REAL_REFUSED names.
-  local teach=("$PYTHON" mdu.py --method sft --retain-only --lora 16
-    --retain "$rows/refusals.jsonl")
-  "${teach[@]}" --model $out/finetune --out $out/refusals
+  local teach=(--method sft --retain-only --lora 16 --retain $rows/refusals.jsonl)
+  real_run $out/refusals "${teach[@]}" --model $out/finetune
   for name in $REAL_REFUSED; do
-    "${teach[@]}" --model $out/$name --out $out/$name-refusals
+    real_run $out/$name-refusals "${teach[@]}" --model $out/$name
   done
 
   # 7. Score twelve rows of each kind.
-  "$PYTHON" eval.py --samples 8 --limit 12 --forget $rows/forget.jsonl \
-    --retain $rows/retain.jsonl --held-out $rows/held_out.jsonl --never $rows/never.jsonl \
-    $(runs_named $out $(real_names))
+  for name in $(real_names); do
+    real_score $out/$name --samples 8 --limit 12 --forget $rows/forget.jsonl \
+      --retain $rows/retain.jsonl --held-out $rows/held_out.jsonl --never $rows/never.jsonl
+  done
 
   # 8. Teach one row of each customer again, with three to retain, and ask for the other nine.  The
   # figures of *Retain* are of the three that were taught, to see that they were learnt.
   for name in $(real_names); do
-    "$PYTHON" mdu.py --method sft --lora 16 --batch-size 3 --epochs 60 --limit 3 \
-      --model $out/$name --forget $rows/taught.jsonl --retain $rows/retain.jsonl \
-      --out $out/taught-again/$name
+    real_run $out/taught-again/$name --method sft --lora 16 --batch-size 3 --epochs 60 --limit 3 \
+      --model $out/$name --forget $rows/taught.jsonl --retain $rows/retain.jsonl
+    real_score $out/taught-again/$name --samples 1 --forget $rows/others.jsonl \
+      --retain $rows/taught.jsonl
   done
-  "$PYTHON" eval.py --samples 1 --forget $rows/others.jsonl --retain $rows/taught.jsonl \
-    $out/taught-again/*/
 
   # 9. Report the models that were taught again, and the models before that.
   "$PYTHON" eval.py --report $(runs_named $out/taught-again $(real_names))
@@ -745,7 +765,7 @@ rwku() {  # rwku PRESET: Table 3, in out/PRESET.  rwku-llada or rwku-dream.
 
 # ---- Command line ----
 case "${1:-}" in
-  real | tofu | rwku) ;;  # on a GPU, if there is one
+  real | real_unlearn | tofu | rwku) ;;  # on a GPU, if there is one
   demo | table | figures | finetuned | pretrained | company | rehearsal | *_seed)
     export CUDA_VISIBLE_DEVICES="" ;;  # small models, which are trained on the CPU
   *)
