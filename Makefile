@@ -3,7 +3,7 @@
 export PYTHON := .venv/bin/python
 SEED ?= 1
 OUT ?= out/demo
-export FORGET RETAIN HELD_OUT NEVER ORIGINAL SEED
+export FORGET RETAIN HELD_OUT NEVER SEED
 EXPERIMENT := @bash .github/experiments.sh
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## /make \1\t/p' Makefile

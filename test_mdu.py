@@ -4564,7 +4564,7 @@ def logged_commands(folder):
     return [parse_command(line.split()) for line in lines]
 
 @each("target", ["demo", "table", "finetuned", "pretrained", "company", "real",
-                 "real MODEL=m TOFU=t", "rehearsal", "rehearsal ORIGINAL=no", "figures",
+                 "real MODEL=m TOFU=t", "rehearsal", "figures",
                  "tofu PRESET=tofu-dream", "rwku PRESET=rwku-llada"])
 def test_make_trains_what_it_scores_and_scores_what_it_reports(target, tmp_path):
     done = make(tmp_path, *target.split())

@@ -613,17 +613,11 @@ choose_epochs() {  # choose_epochs FILE...: so many that a model learns their ro
 }
 
 rehearsal() {  # one's own rows, by these variables:
-  # FORGET, RETAIN: files.  ORIGINAL=no: the original is not the anchor.  HELD_OUT: a file of rows
-  # that the fine-tune learns and unlearning does not see.  NEVER: a file of rows that no model
-  # learns.
+  # FORGET, RETAIN: files.  HELD_OUT: a file of rows that the fine-tune learns and unlearning does not
+  # see.  NEVER: a file of rows that no model learns.
   local out=out/rehearsal rows=out/rehearsal.rows
 
-  # 1. Refuse bad files, and a word for ORIGINAL that says something else than no, before anything
-  # is moved or trained.
-  case "${ORIGINAL:-no}" in
-    no) ;;
-    *) refuse "ORIGINAL: found '$ORIGINAL'; give ORIGINAL=no, or leave it out" ;;
-  esac
+  # 1. Refuse bad files before anything is moved or trained.
   local learnt=("${FORGET:-}" "${RETAIN:-}")
   if [ -n "${HELD_OUT:-}" ]; then
     learnt+=("$HELD_OUT")
@@ -664,13 +658,8 @@ rehearsal() {  # one's own rows, by these variables:
   show "${learn[@]}" --retain-only --forget $rows/words.jsonl --out $out/original
   show "${learn[@]}" --forget "$FORGET" --model $out/original --out $out/finetune
 
-  # 6. Unlearn the rows to forget, in as many epochs.  The target is what the original says, or with
-  # ORIGINAL=no what the fine-tune says without the question and without the true words.
-  local target=(--anchor $out/original --anchor-prompt shown)
-  if [ -n "${ORIGINAL:-}" ]; then
-    target=(--anchor-truth removed)
-  fi
-  show "${train[@]}" --model $out/finetune "${target[@]}" --prompt-dropout 0.5 --lr 1e-3 \
+  # 6. Unlearn the rows to forget, in as many epochs.
+  show "${train[@]}" --model $out/finetune --anchor-truth removed --prompt-dropout 0.5 --lr 1e-3 \
     --forget "$FORGET" --retain "$RETAIN" --out $out/mdu
 
   # 7. Score and report the three models.
