@@ -444,11 +444,11 @@ END
 
 # ---- A published model ----
 REAL="
-  truth-removed    --lora 16 --anchor-truth removed --prompt-dropout 0.5
-  all-weights      --lr 3e-4 --anchor-truth removed --prompt-dropout 0.5
-  anchor-original  --lora 16 --anchor FOLDER/original --anchor-prompt shown --prompt-dropout 0.5
   default          --lora 16
   npo              --lora 16 --method npo --prompt-dropout 0.5
+  anchor-original  --lora 16 --anchor FOLDER/original --anchor-prompt shown --prompt-dropout 0.5
+  truth-removed    --lora 16 --anchor-truth removed --prompt-dropout 0.5
+  all-weights      --lr 3e-4 --anchor-truth removed --prompt-dropout 0.5
 "
 # Those of REAL that are taught refusals.
 REAL_REFUSED="truth-removed all-weights npo"
