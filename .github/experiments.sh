@@ -23,8 +23,8 @@
 # NAME_seed, which trains and scores the runs of one seed; the function NAME then reports all three.
 #
 # An experiment first deletes what an earlier call left in its folder in out/.  rehearsal moves it
-# aside; tofu and rwku leave it.  real takes hours: it keeps what is finished and does the rest.  To
-# begin it anew, delete out/real.
+# aside; tofu and rwku leave it.  real takes hours: it keeps what is finished and does the rest.  If
+# you change a run of it, delete the run's folder; to begin anew, delete out/real.
 #
 # To add a run, add a line to the list of the experiment, which is above its function: DEMO,
 # FINETUNED, WITHOUT_RETAIN, COMPANY or REAL.  A line has a name and the options of this run alone,
@@ -613,8 +613,8 @@ choose_epochs() {  # choose_epochs FILE...: so many that a model learns their ro
 }
 
 rehearsal() {  # one's own rows, by these variables:
-  # FORGET, RETAIN: files.  HELD_OUT: a file of rows that the fine-tune learns and unlearning does not
-  # see.  NEVER: a file of rows that no model learns.
+  # FORGET, RETAIN: files.  HELD_OUT: a file of rows that the fine-tune learns and unlearning does
+  # not see.  NEVER: a file of rows that no model learns.
   local out=out/rehearsal rows=out/rehearsal.rows
 
   # 1. Refuse bad files before anything is moved or trained.
