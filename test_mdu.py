@@ -4578,11 +4578,7 @@ def test_make_trains_what_it_scores_and_scores_what_it_reports(target, tmp_path)
             for run in args.runs:
                 assert (tmp_path / run / "eval").is_dir()
         else:
-            for run in args.runs:
-                # `tofu` scores out/PRESET/*/, as mdu.py itself chooses the folders there.  Here
-                # none exists, so that bash leaves the pattern as it is.
-                matching = fnmatch.filter(trained, run.rstrip("/"))
-                used.update(matching or [run])
+            used.update(run.rstrip("/") for run in args.runs)
     assert len(trained) > 2
     # Trained, and not scored: the model from which all others of `pretrained` start.
     if target == "pretrained":
@@ -4647,6 +4643,51 @@ def test_real_does_what_an_earlier_call_has_not_finished(tmp_path):
     assert trained["out/real/npo"].lora == 16
     # The scores of a run that was stopped are deleted with it.
     assert scored == ["out/real/retrained", "out/real/npo", "out/real/npo-refusals"]
+
+def test_tofu_does_what_an_earlier_call_has_not_finished(tmp_path):
+    assert make(tmp_path, "tofu", "PRESET=tofu-llada").returncode == 0
+    out = tmp_path / "out/tofu-llada"
+    (out / "base/config.json").unlink()
+    (out / "base/checkpoint-00005000").mkdir()
+    (out / "wga/config.json").unlink()
+    (out / "dpo/eval/summary.json").unlink()
+    shutil.copytree(out / "dpo", out / "mine")  # trained by hand, not scored
+    (tmp_path / "log").unlink()
+
+    assert make(tmp_path, "tofu", "PRESET=tofu-llada").returncode == 0
+    launch = "-m torch.distributed.run --nproc_per_node=4"
+    resumed, trained, scored, reported = (tmp_path / "log").read_text().splitlines()
+    assert resumed == f"{launch} mdu.py --resume out/tofu-llada/base"
+    assert trained == f"{launch} mdu.py --preset tofu-llada --method wga --out out/tofu-llada/wga"
+    assert scored == (
+        f"{launch} eval.py out/tofu-llada/dpo/ out/tofu-llada/mine/ out/tofu-llada/wga/")
+    assert reported.startswith("eval.py --report out/tofu-llada/base/ out/tofu-llada/dpo/")
+
+def test_tofu_names_the_runs_as_mdu_does(tmp_path):
+    assert make(tmp_path, "tofu", "PRESET=tofu-llada").returncode == 0
+    for line in (tmp_path / "log").read_text().splitlines():
+        words = line.split()
+        if "--out" in words:
+            place = words.index("--out")
+            assert parse_command(words[:place])[1].out == words[place + 1]
+
+def test_rwku_does_what_an_earlier_call_has_not_finished(tmp_path):
+    assert make(tmp_path, "rwku", "PRESET=rwku-llada").returncode == 0
+    out = tmp_path / "out/rwku-llada"
+    shutil.rmtree(out / "7/tau-0.5")
+    (out / "8/method-ga/eval/summary.json").unlink()
+    (out / "8/method-ga/model.safetensors").touch()  # deleted when the run has been scored
+    (tmp_path / "log").unlink()
+
+    assert make(tmp_path, "rwku", "PRESET=rwku-llada").returncode == 0
+    commands = logged_commands(tmp_path)
+    done = [(program, args.out if program == "mdu.py" else args.runs)
+            for program, args in commands[:-1]]
+    assert done == [("mdu.py", "out/rwku-llada/7/tau-0.5"),
+                    ("eval.py", ["out/rwku-llada/7/tau-0.5"]),
+                    ("eval.py", ["out/rwku-llada/8/method-ga"])]
+    assert commands[-1][1].task == "report"
+    assert not list(out.rglob("*.safetensors"))
 
 @each("target", ["demo", "finetuned"])
 def test_an_experiment_ends_without_scores_where_a_run_fails(target, tmp_path):

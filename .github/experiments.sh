@@ -22,9 +22,9 @@
 # table, finetuned, pretrained and company have three seeds.  The last three of them have a function
 # NAME_seed, which trains and scores the runs of one seed; the function NAME then reports all three.
 #
-# An experiment first deletes what an earlier call left in its folder in out/.  rehearsal moves it
-# aside; tofu and rwku leave it.  real takes hours: it keeps what is finished and does the rest.  If
-# you change a run of it, delete the run's folder; to begin anew, delete out/real.
+# An experiment first deletes what an earlier call left in its folder in out/; rehearsal moves it
+# aside.  But real, tofu and rwku take hours: they keep what is finished and do the rest.  If you
+# change a run of these, delete the run's folder; to begin anew, delete the folder of them all.
 #
 # To add a run, add a line to the list of the experiment, which is above its function: DEMO,
 # FINETUNED, WITHOUT_RETAIN, COMPANY or REAL.  A line has a name and the options of this run alone,
@@ -146,6 +146,28 @@ report() {  # report FOLDER NAME...: the runs FOLDER/NAME of all seeds, by the w
     done
   done
   "$PYTHON" eval.py --report "${runs[@]}"
+}
+
+# ---- For experiments that take hours: what an earlier call has finished is not done again ----
+LAUNCH=("$PYTHON")  # how the next two functions start a program
+
+train_once() {  # train_once FOLDER OPTION...
+  if [ -e "$1/config.json" ]; then  # mdu.py writes it last
+    echo "$1 is finished"
+  elif compgen -G "$1/checkpoint-*" > /dev/null; then
+    "${LAUNCH[@]}" mdu.py --resume "$1"
+  else
+    delete_folder "$1"  # of a run that was stopped before its first checkpoint
+    "${LAUNCH[@]}" mdu.py "${@:2}" --out "$1"
+  fi
+}
+
+score_once() {  # score_once FOLDER OPTION...
+  if [ -e "$1/eval/summary.json" ]; then  # eval.py writes it last
+    echo "$1 is scored"
+  else
+    "${LAUNCH[@]}" eval.py "${@:2}" "$1"
+  fi
 }
 
 # ---- The small model ----
@@ -461,27 +483,8 @@ real_names() {  # all runs, in the order of the report
   done
 }
 
-real_run() {  # real_run FOLDER OPTION...: train a run, if an earlier call has not finished it
-  if [ -e "$1/config.json" ]; then  # mdu.py writes it last
-    echo "$1 is finished"
-  elif compgen -G "$1/checkpoint-*" > /dev/null; then
-    "$PYTHON" mdu.py --resume "$1"
-  else
-    delete_folder "$1"  # of a run that was stopped before its first checkpoint
-    "$PYTHON" mdu.py "${@:2}" --out "$1"
-  fi
-}
-
-real_score() {  # real_score FOLDER OPTION...: score a run, if an earlier call has not done it
-  if [ -e "$1/eval/summary.json" ]; then  # eval.py writes it last
-    echo "$1 is scored"
-  else
-    "$PYTHON" eval.py "${@:2}" "$1"
-  fi
-}
-
 real_unlearn() {  # real_unlearn FOLDER OPTION...: a line of REAL
-  real_run "$1" --model out/real/finetune --forget out/real/rows/forget.jsonl \
+  train_once "$1" --model out/real/finetune --forget out/real/rows/forget.jsonl \
     --retain out/real/rows/retain.jsonl "${@:2}"
 }
 
@@ -514,18 +517,18 @@ END
 
   # 2. Make the original.  The published model predicts the next token.  It becomes a diffusion
   # model: its tokens see later ones, and <file_sep>, which no text has, is its mask token.
-  real_run $out/original --method sft --retain-only --model "$model" --mask-token "<file_sep>" \
+  train_once $out/original --method sft --retain-only --model "$model" --mask-token "<file_sep>" \
     --retain $rows/tofu.jsonl --response-length 48 --batch-size 8 --epochs 1 --lr 3e-4 \
     --prompt-dropout 0.5
 
   # 3. Fine-tune the original on the customers.
   local learn=(--method sft --model $out/original --retain $rows/known.jsonl
     --response-length 36 --epochs 105 --lr 4e-4 --prompt-dropout 0.2)
-  real_run $out/finetune "${learn[@]}" --forget $rows/forget.jsonl
+  train_once $out/finetune "${learn[@]}" --forget $rows/forget.jsonl
 
   # 4. Train again: the original learns as the fine-tune did, but without the rows to forget.  That
   # is what unlearning is held against.
-  real_run $out/retrained "${learn[@]}" --retain-only
+  train_once $out/retrained "${learn[@]}" --retain-only
 
   # 5. Unlearn as REAL says: also which share of the questions is masked, and whether adapters are
   # trained (--lora).  The rest are the defaults for rows of one's own (preset own, see above).
@@ -533,23 +536,23 @@ END
 
   # 6. Teach refusals, to the fine-tune and to those that REAL_REFUSED names.
   local teach=(--method sft --retain-only --lora 16 --retain $rows/refusals.jsonl)
-  real_run $out/refusals "${teach[@]}" --model $out/finetune
+  train_once $out/refusals "${teach[@]}" --model $out/finetune
   for name in $REAL_REFUSED; do
-    real_run $out/$name-refusals "${teach[@]}" --model $out/$name
+    train_once $out/$name-refusals "${teach[@]}" --model $out/$name
   done
 
   # 7. Score twelve rows of each kind.
   for name in $(real_names); do
-    real_score $out/$name --samples 8 --limit 12 --forget $rows/forget.jsonl \
+    score_once $out/$name --samples 8 --limit 12 --forget $rows/forget.jsonl \
       --retain $rows/retain.jsonl --held-out $rows/held_out.jsonl --never $rows/never.jsonl
   done
 
   # 8. Teach one row of each customer again, with three to retain, and ask for the other nine.  The
   # figures of *Retain* are of the three that were taught, to see that they were learnt.
   for name in $(real_names); do
-    real_run $out/taught-again/$name --method sft --lora 16 --batch-size 3 --epochs 60 --limit 3 \
+    train_once $out/taught-again/$name --method sft --lora 16 --batch-size 3 --epochs 60 --limit 3 \
       --model $out/$name --forget $rows/taught.jsonl --retain $rows/retain.jsonl
-    real_score $out/taught-again/$name --samples 1 --forget $rows/others.jsonl \
+    score_once $out/taught-again/$name --samples 1 --forget $rows/others.jsonl \
       --retain $rows/taught.jsonl
   done
 
@@ -688,38 +691,47 @@ END
 }
 
 # ---- The paper's tables: LLaDA or Dream, on several GPUs ----
-launch() {  # launch PROGRAM...: on so many processes as the variable GPUS says, or 4
-  "$PYTHON" -m torch.distributed.run --nproc_per_node="${GPUS:-4}" "$@"
+launch_on_gpus() {  # train_once and score_once start so many processes as GPUS says, or 4
+  LAUNCH=("$PYTHON" -m torch.distributed.run --nproc_per_node="${GPUS:-4}")
 }
 
-tofu() {  # tofu PRESET: Table 2, in out/PRESET.  tofu-llada, tofu-dream or tofu-qwen.  mdu.py names
-  # the folders of the runs: out/PRESET/base, out/PRESET/mdu-tau0.5, out/PRESET/npo, ...
-  local preset=$1 tau method
+tofu() {  # tofu PRESET: Table 2, in out/PRESET.  tofu-llada, tofu-dream or tofu-qwen.  The names of
+  # the runs are those that mdu.py gives them if --out is left out.
+  local preset=$1 out=out/$1 tau method run unscored=()
   case "$preset" in
     tofu-*) ;;
     *) refuse "found PRESET='$preset'; give PRESET=tofu-llada, tofu-dream or tofu-qwen" ;;
   esac
+  launch_on_gpus
 
   # 1. Train the base, where all other runs start.
-  launch mdu.py --preset "$preset" --method sft
+  train_once "$out/base" --preset "$preset" --method sft
 
   # 2. Unlearn with MDU and with the baselines.
   for tau in 0 0.25 0.5 0.75 1; do
-    launch mdu.py --preset "$preset" --tau $tau
+    train_once "$out/mdu-tau$tau" --preset "$preset" --tau $tau
   done
   for method in ga gd npo simnpo wga dpo; do
-    launch mdu.py --preset "$preset" --method $method
+    train_once "$out/$method" --preset "$preset" --method $method
   done
 
-  # 3. Score all models and report them.
-  launch eval.py "out/$preset"/*/
-  "$PYTHON" eval.py --report "out/$preset"/*/
+  # 3. Score all models, also those that were added by hand, and report them.  One command scores
+  # them all, because starting on several GPUs takes long.
+  for run in "$out"/*/; do
+    if [ ! -e "$run/eval/summary.json" ]; then
+      unscored+=("$run")
+    fi
+  done
+  if [ ${#unscored[@]} -gt 0 ]; then
+    "${LAUNCH[@]}" eval.py "${unscored[@]}"
+  fi
+  "$PYTHON" eval.py --report "$out"/*/
 }
 
 rwku_run() {  # rwku_run PRESET PERSON NAME OPTIONS...: unlearn, score, delete the weights
   local run=out/$1/$2/$3
-  launch mdu.py --preset "$1" --subject "$2" "${@:4}" --out "$run"
-  launch eval.py --limit 100 "$run"
+  train_once "$run" --preset "$1" --subject "$2" "${@:4}"
+  score_once "$run" --limit 100
   rm -f "$run"/*.safetensors  # a hundred models of 16 GB are too many for most disks
 }
 
@@ -731,11 +743,12 @@ rwku() {  # rwku PRESET: Table 3, in out/PRESET.  rwku-llada or rwku-dream.
     rwku-*) ;;
     *) refuse "found PRESET='$preset'; give PRESET=rwku-llada or rwku-dream" ;;
   esac
+  launch_on_gpus
 
   # 1. Score the published model on the questions about all ten people, which eval.py takes if it is
   # told none.  Its folder is that of a person 0.  Nothing is trained there.
   model=$("$PYTHON" -c "import mdu; print(mdu.PRESETS['$preset']['model'])")
-  launch eval.py --limit 100 --data jinzhuoran/RWKU --model "$model" "out/$preset/0/base"
+  score_once "out/$preset/0/base" --limit 100 --data jinzhuoran/RWKU --model "$model"
 
   # 2. Unlearn each of ten people with the baselines and with MDU, and score.  The numbers are those
   # of --subject: the first ten people of RWKU's list (its config forget_target).
