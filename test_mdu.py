@@ -4517,10 +4517,10 @@ def test_make_parser_and_parse_have_every_option_that_the_pages_name(capsys):
 # ---- experiments.sh and make ----
 # In place of Python in experiments.sh.  It writes the words of each call of mdu.py and eval.py into
 # `log`, and makes what the experiment looks for: the folder of a run with its weights and
-# config.json (the word behind --out), and eval/summary.json in each run that is scored (a word that
-# begins with out/ and is no file of rows).  Calls fail that have the word in the file `fails`, if
-# there is one.  Scripts and company_rows.py do nothing; `python -c` is how experiments.sh asks for
-# a preset's model.
+# config.json (the word behind --out or --resume), and eval/summary.json in each run that is scored
+# (a word that begins with out/ and is no file of rows).  Calls fail that have the word in the file
+# `fails`, if there is one.  Scripts and company_rows.py do nothing; `python -c` is how
+# experiments.sh asks for a preset's model.
 LOGGING_PYTHON = """#!/bin/bash
 case $1 in
   -c) echo owner/model; exit ;;
@@ -4530,7 +4530,7 @@ echo "$@" >> log
 if [ -f fails ] && [[ " $* " == *" $(< fails) "* ]]; then exit 1; fi
 for word in "$@"; do
   case $last,$word in
-    --out,*) mkdir -p "$word"; touch "$word/model.safetensors" "$word/config.json" ;;
+    --out,* | --resume,*) mkdir -p "$word"; touch "$word/model.safetensors" "$word/config.json" ;;
     *.jsonl) ;;
     *,out/*)
       if [[ $* == *eval.py* ]]; then
@@ -4652,6 +4652,7 @@ def test_tofu_does_what_an_earlier_call_has_not_finished(tmp_path):
     (out / "wga/config.json").unlink()
     (out / "dpo/eval/summary.json").unlink()
     shutil.copytree(out / "dpo", out / "mine")  # trained by hand, not scored
+    (out / "analysis").mkdir()  # of eval.py --analysis: no run
     (tmp_path / "log").unlink()
 
     assert make(tmp_path, "tofu", "PRESET=tofu-llada").returncode == 0
@@ -4662,6 +4663,7 @@ def test_tofu_does_what_an_earlier_call_has_not_finished(tmp_path):
     assert scored == (
         f"{launch} eval.py out/tofu-llada/dpo/ out/tofu-llada/mine/ out/tofu-llada/wga/")
     assert reported.startswith("eval.py --report out/tofu-llada/base/ out/tofu-llada/dpo/")
+    assert "analysis" not in reported
 
 def test_tofu_names_the_runs_as_mdu_does(tmp_path):
     assert make(tmp_path, "tofu", "PRESET=tofu-llada").returncode == 0

@@ -697,7 +697,7 @@ launch_on_gpus() {  # train_once and score_once start so many processes as GPUS 
 
 tofu() {  # tofu PRESET: Table 2, in out/PRESET.  tofu-llada, tofu-dream or tofu-qwen.  The names of
   # the runs are those that mdu.py gives them if --out is left out.
-  local preset=$1 out=out/$1 tau method run unscored=()
+  local preset=$1 out=out/$1 tau method run runs=() unscored=()
   case "$preset" in
     tofu-*) ;;
     *) refuse "found PRESET='$preset'; give PRESET=tofu-llada, tofu-dream or tofu-qwen" ;;
@@ -715,17 +715,20 @@ tofu() {  # tofu PRESET: Table 2, in out/PRESET.  tofu-llada, tofu-dream or tofu
     train_once "$out/$method" --preset "$preset" --method $method
   done
 
-  # 3. Score all models, also those that were added by hand, and report them.  One command scores
-  # them all, because starting on several GPUs takes long.
+  # 3. Score all finished runs, also those that were added by hand, and report them.  One command
+  # scores them all, because to start on several GPUs takes long.
   for run in "$out"/*/; do
-    if [ ! -e "$run/eval/summary.json" ]; then
-      unscored+=("$run")
+    if [ -e "$run/config.json" ]; then
+      runs+=("$run")
+      if [ ! -e "$run/eval/summary.json" ]; then
+        unscored+=("$run")
+      fi
     fi
   done
   if [ ${#unscored[@]} -gt 0 ]; then
     "${LAUNCH[@]}" eval.py "${unscored[@]}"
   fi
-  "$PYTHON" eval.py --report "$out"/*/
+  "$PYTHON" eval.py --report "${runs[@]}"
 }
 
 rwku_run() {  # rwku_run PRESET PERSON NAME OPTIONS...: unlearn, score, delete the weights
