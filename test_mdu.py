@@ -4828,7 +4828,7 @@ def test_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
 def readme_step(model, anchor, forget, retain):
     """Run the step of one's own training loop that the README has -> its variables.  forget and
     retain: Batches.  The README's models return logits of all positions."""
-    [step] = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
+    step, _ = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
     variables = dict(
         torch=torch, F=F, mdu_loss=mdu.mdu_loss, mask_id=0, retain_weight=0.7,
         model=lambda ids, real: model.lm(ids, real.long()).logits,
@@ -4888,6 +4888,22 @@ def test_the_step_of_the_readme_masks_a_share_t_of_the_answer():
     assert torch.equal(noised, ids.masked_fill(masked, 0))
     shares = masked.sum(1) / 100
     assert (shares - t).abs().max() < 5 * 0.05
+
+def test_the_readme_makes_a_model_of_dream(tmp_path, monkeypatch):
+    """It has the logits of all positions, MaskPredictor those of the masked ones."""
+    write_checkpoint(tmp_path, "Dream", tied=False, file_size="5GB")
+    loaded, tokenizer = mdu.load_backbone(str(tmp_path))
+    monkeypatch.setattr(mdu, "load_backbone", lambda name: (loaded, tokenizer))
+    _, code = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
+    variables = {"torch": torch}
+    exec(code, variables)
+    ids = torch.randint(0, 200, (2, 9))
+    ids[0, 6:] = loaded.pad_id
+    real = ids != loaded.pad_id
+    masked = real & (torch.rand(ids.shape) < 0.5)
+    with torch.no_grad():
+        assert_close(variables["model"](ids, real)[masked], loaded(ids, real, masked), 1e-5)
+    assert variables["mask_id"] == loaded.mask_id
 
 # ======== This file ========
 def defined_in(module):
