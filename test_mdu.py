@@ -4617,6 +4617,15 @@ def test_a_new_line_of_a_list_is_trained_scored_and_reported(experiment, folder,
         for done in (trained, scored, reported):
             assert done.count(f"{folder}/{run}") == 1
 
+def test_real_scores_all_models_with_one_length(tmp_path):
+    """Else eval.py refuses to report them together.  The original is trained with another one."""
+    assert make(tmp_path, "real").returncode == 0
+    lengths = set()
+    for program, args in logged_commands(tmp_path):
+        if program == "eval.py" and args.task != "report":
+            lengths.add(args.response_length)
+    assert lengths == {36}
+
 def test_real_does_what_an_earlier_call_has_not_finished(tmp_path):
     assert make(tmp_path, "real").returncode == 0
     out = tmp_path / "out/real"

@@ -541,9 +541,11 @@ END
     train_once $out/$name-refusals "${teach[@]}" --model $out/$name
   done
 
-  # 7. Score twelve rows of each kind.
+  # 7. Score twelve rows of each kind.  All models write answers of one length, or they could not be
+  # in one report.  The original was trained with another one.
+  local length=(--response-length 36)
   for name in $(real_names); do
-    score_once $out/$name --samples 8 --limit 12 --forget $rows/forget.jsonl \
+    score_once $out/$name "${length[@]}" --samples 8 --limit 12 --forget $rows/forget.jsonl \
       --retain $rows/retain.jsonl --held-out $rows/held_out.jsonl --never $rows/never.jsonl
   done
 
@@ -552,7 +554,7 @@ END
   for name in $(real_names); do
     train_once $out/taught-again/$name --method sft --lora 16 --batch-size 3 --epochs 60 --limit 3 \
       --model $out/$name --forget $rows/taught.jsonl --retain $rows/retain.jsonl
-    score_once $out/taught-again/$name --samples 1 --forget $rows/others.jsonl \
+    score_once $out/taught-again/$name "${length[@]}" --samples 1 --forget $rows/others.jsonl \
       --retain $rows/taught.jsonl
   done
 
