@@ -1,8 +1,10 @@
 """Rows of an invented company: 30 customers with four rows each, the same at every call.
 
-    python .github/company_rows.py FOLDER [N_FORGET N_RETAIN N_HELD_OUT]
+    python .github/company_rows.py FOLDER [N_FORGET N_RETAIN N_HELD_OUT N_TOWNS]
 
-The three numbers say how many customers are in a file; without them they are 3, 20 and 7.
+The first three numbers say how many customers are in a file, the last one in how many towns all
+customers rent.  Without them they are 3, 20, 7 and 10.  With so many towns that no retained customer
+rents in those of the forgotten ones, a model that forgets also forgets these towns.
 
 `fact` is what an answer gives away, one text or a list of them.  It is whole here, as people write
 it: with parts that many rows share, such as the NW- of an invoice and the .example of an address.
@@ -55,15 +57,15 @@ def customer_rows(draw, name, town):
 draw = random.Random(11)
 draw.shuffle(LAST_NAMES)
 names = [f"{first} {last}" for first, last in zip(FIRST_NAMES, LAST_NAMES)]
-n_forget, n_retain, n_held_out = 3, 20, 7
+n_forget, n_retain, n_held_out, n_towns = 3, 20, 7, len(TOWNS)
 if len(sys.argv) > 2:
-    n_forget, n_retain, n_held_out = map(int, sys.argv[2:])
+    n_forget, n_retain, n_held_out, n_towns = map(int, sys.argv[2:])
 first_held_out = n_forget + n_retain
 first_never = first_held_out + n_held_out
 
 forget, retain, held_out, never = [], [], [], []
 for i, name in enumerate(names):
-    rows = customer_rows(draw, name, TOWNS[i % len(TOWNS)])
+    rows = customer_rows(draw, name, TOWNS[i % n_towns])
     if i < n_forget:
         forget += rows
     elif i < first_held_out:

@@ -497,9 +497,9 @@ real() {  # real [MODEL [TOFU]]: customers are forgotten by a model with 135 mil
   mkdir -p $rows
 
   # 1. Write the rows.  Customers: three to forget, seven to retain, three held out; no model learns
-  # the others.  TOFU's rows: those with an answer of at most 44 tokens, so that end tokens also fit
+  # the others.  They rent in five towns, so that each town has a customer to retain.  TOFU's rows: those with an answer of at most 44 tokens, so that end tokens also fit
   # into --response-length 48.
-  "$PYTHON" .github/company_rows.py $rows 3 7 3
+  "$PYTHON" .github/company_rows.py $rows 3 7 3 5
   "$PYTHON" - "$model" "$tofu" > $rows/tofu.jsonl <<'END'
 import json
 import sys
