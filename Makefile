@@ -1,5 +1,5 @@
-.PHONY: help install demo table finetuned pretrained company real rehearsal figures tofu rwku
-.PHONY: lint test clean
+.PHONY: help install demo table finetuned pretrained company real sweep rehearsal figures
+.PHONY: tofu rwku lint test clean
 export PYTHON := .venv/bin/python
 SEED ?= 1
 OUT ?= out/demo
@@ -24,6 +24,8 @@ company: install  ## rows of customers: unlearn, refuse, teach again, three seed
 	$(EXPERIMENT) company
 real: install  ## customers, a published model (MODEL=, TOFU=: use these folders): out/real
 	$(EXPERIMENT) real "$(MODEL)" "$(TOFU)"
+sweep: install  ## real's customers with other settings, after make real: out/sweep
+	$(EXPERIMENT) sweep
 rehearsal: install  ## your rows, a small model: FORGET=, RETAIN= (see .github/OWN_ROWS.md)
 	$(EXPERIMENT) rehearsal
 figures: install  ## the paper's analyses of the small model: out/figures/analysis

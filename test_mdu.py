@@ -1880,13 +1880,14 @@ def test_encode_splits_flags_rare_tokens_to_forget(base):
     assert all(any(example.is_rare) for example in examples["forget"])
 
 @each("typed, n_rows, length, epochs", [
-    ("--model x --response-length 0", 10, 9, 100), ("--model x --batch-size 2", 10, 128, 50),
-    ("--model x --grad-accum 3", 10, 128, 300), ("--model x --method sft", 4, 128, 250),
-    ("--model x", 200, 128, 5), ("--model x", 201, 128, 5), ("--model x", 199, 128, 1000 / 199),
+    ("--model x --response-length 0", 10, 9, 200), ("--model x --batch-size 2", 10, 128, 100),
+    ("--model x --grad-accum 3", 10, 128, 600), ("--model x --method sft", 4, 128, 250),
+    ("--model x --method npo", 4, 128, 250), ("--model x --method npo", 201, 128, 5),
+    ("--model x", 400, 128, 5), ("--model x", 401, 128, 5), ("--model x", 399, 128, 2000 / 399),
     ("--model x --epochs 3 --response-length 7", 10, 7, 3), ("--preset toy", 10, 12, 200)])
 def test_fit_to_rows_by_hand(typed, n_rows, length, epochs):
-    """The longest answer, to forget or to retain, has 9 tokens.  One's own rows have 250 steps, of
-    4 rows by default, or 5 epochs.  sft counts its own rows."""
+    """The longest answer, to forget or to retain, has 9 tokens.  One's own rows have 250 steps (MDU
+    500) of 4 rows by default, or 5 epochs.  sft counts its own rows."""
     short, long = (mdu.Example([3], [5] * n, [], []) for n in (4, 9))
     for forget, retain in ((short, long), (long, short)):
         examples = {"forget": [forget], "retain": [retain]}
@@ -2370,9 +2371,13 @@ def test_train_on_two_processes_waits_for_a_missing_base(two_processes):
     assert mdu.is_finished(two_processes / "toy/base")
     assert mdu.is_finished(two_processes / "toy/mdu")
 
+# Two processes add gradients in another order than one.  How much that changes a weight in the four
+# steps depends on the processor: up to 1.3e-6 were seen.  A step of AdamW is about lr, 1e-4.
+OTHER_ORDER = 5e-6
+
 def test_train_on_two_processes_equals_one(base, two_processes, tmp_path):
     mdu.main(toy(base, tmp_path / "one", WRITTEN_STATES))
-    assert_equal_runs(two_processes / "two", tmp_path / "one", 1e-6)
+    assert_equal_runs(two_processes / "two", tmp_path / "one", OTHER_ORDER)
 
 def test_train_on_two_processes_killed_and_resumed(two_processes, tmp_path, on_two_processes):
     """On two processes bit by bit; what two have begun one can end."""
@@ -2380,7 +2385,7 @@ def test_train_on_two_processes_killed_and_resumed(two_processes, tmp_path, on_t
     for name in ("on-one", "on-two"):
         shutil.copytree(two_processes / "killed", tmp_path / name)
     mdu.main(["--resume", f"{tmp_path}/on-one"])
-    assert_equal_runs(two_processes / "two", tmp_path / "on-one", 1e-6)
+    assert_equal_runs(two_processes / "two", tmp_path / "on-one", OTHER_ORDER)
     codes = on_two_processes(mdu.__file__, "--resume", tmp_path / "on-two")
     assert codes == [0, 0]
     assert_equal_runs(two_processes / "two", tmp_path / "on-two")
@@ -4592,16 +4597,19 @@ def test_make_trains_what_it_scores_and_scores_what_it_reports(target, tmp_path)
     ("demo", "out/demo", ["new"]),
     ("finetuned", "out/finetuned/2", ["new", "without-retain/new", "taught-again/new"]),
     ("company", "out/company/2", ["new", "new-refusals", "taught-again/new"]),
-    ("real", "out/real", ["new", "taught-again/new"])])
+    ("real", "out/real", ["new", "taught-again/new"]),
+    ("sweep", "out/sweep", ["new", "taught-again/new"])])
 def test_a_new_line_of_a_list_is_trained_scored_and_reported(experiment, folder, runs, tmp_path):
     """Once each.  FOLDER in a line stands for the folder of the runs."""
     script = (PROJECT / ".github/experiments.sh").read_text()
     # A list begins with its name and a quote, its lines below.
-    script = re.sub(r'(?m)^(DEMO|FINETUNED|COMPANY|REAL)="$',
+    script = re.sub(r'(?m)^(DEMO|FINETUNED|COMPANY|REAL|SWEEP)="$',
                     r'\g<0>\n  new  --anchor FOLDER/a', script)
     script = re.sub(r'(?m)^WITHOUT_RETAIN="$', r'\g<0>\n  without-retain/new  --tau 0', script)
     (tmp_path / ".github").mkdir()
     (tmp_path / ".github/experiments.sh").write_text(script)
+    (tmp_path / "out/real/finetune").mkdir(parents=True)  # for sweep
+    (tmp_path / "out/real/finetune/config.json").touch()
     assert make(tmp_path, experiment).returncode == 0
     trained, scored, reported = [], [], []
     for program, args in logged_commands(tmp_path):
@@ -4625,6 +4633,32 @@ def test_real_scores_all_models_with_one_length(tmp_path):
         if program == "eval.py" and args.task != "report":
             lengths.add(args.response_length)
     assert lengths == {36}
+
+def test_sweep_goes_on_from_the_fine_tune_of_real(tmp_path):
+    done = make(tmp_path, "sweep")
+    assert done.returncode == 2
+    assert "out/real/finetune is missing: make real trains it" in done.stderr
+
+    (tmp_path / "out/real/finetune").mkdir(parents=True)
+    (tmp_path / "out/real/finetune/config.json").touch()
+    assert make(tmp_path, "sweep").returncode == 0
+    trained, scored, reported = {}, [], []
+    for program, args in logged_commands(tmp_path):
+        if program == "mdu.py":
+            trained[args.out] = args
+        elif args.task == "report":
+            reported += args.runs
+        else:
+            scored += args.runs
+    run = trained["out/sweep/lora-steps500"]
+    assert Path(run.model) == tmp_path / "out/real/finetune"
+    assert (run.lora, run.anchor_truth) == (16, "removed")
+    assert (run.prompt_dropout, run.epochs) == (0.5, 166.7)  # 83.3 in the other runs
+    assert trained["out/sweep/lora-rank64"].epochs == 83.3
+    attacked = trained["out/sweep/taught-again/lora-rank64"]
+    assert Path(attacked.model) == tmp_path / "out/sweep/lora-rank64"
+    assert attacked.method == "sft"
+    assert sorted(scored) == sorted(reported) == sorted(trained)
 
 def test_real_does_what_an_earlier_call_has_not_finished(tmp_path):
     assert make(tmp_path, "real").returncode == 0

@@ -2,9 +2,9 @@
 
     python .github/company_rows.py FOLDER [N_FORGET N_RETAIN N_HELD_OUT N_TOWNS]
 
-The first three numbers say how many customers are in a file, the last one in how many towns all
-customers rent.  Without them they are 3, 20, 7 and 10.  With so many towns that no retained customer
-rents in those of the forgotten ones, a model that forgets also forgets these towns.
+The first three numbers say how many customers are in a file, the last one in how many towns all of
+them rent.  Without them they are 3, 20, 7 and 10.  3 7 3 10 would have no retained customer in the
+towns of the forgotten ones, and held-out customers nowhere else.
 
 `fact` is what an answer gives away, one text or a list of them.  It is whole here, as people write
 it: with parts that many rows share, such as the NW- of an invoice and the .example of an address.

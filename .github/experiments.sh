@@ -12,6 +12,7 @@
 # pretrained        unlearn facts learnt without questions          out/pretrained/1/report.md
 # company           unlearn rows of customers, refuse, teach again  out/company/1/report.md
 # real              unlearn customers from a published model        out/real/report.md
+# sweep             the same with other settings, after real        out/sweep/report.md
 # rehearsal         the small model on your rows (OWN_ROWS.md)      out/rehearsal/report.md
 # tofu PRESET       the paper's Table 2, on GPUs                    out/PRESET/report.md
 # rwku PRESET       the paper's Table 3, on GPUs                    out/PRESET/0/report.md
@@ -23,14 +24,14 @@
 # NAME_seed, which trains and scores the runs of one seed; the function NAME then reports all three.
 #
 # An experiment first deletes what an earlier call left in its folder in out/; rehearsal moves it
-# aside.  But real, tofu and rwku take hours: they keep what is finished and do the rest.  If you
-# change a run of these, delete the run's folder; to begin anew, delete the folder of them all.
+# aside.  But real, sweep, tofu and rwku take hours: they keep what is finished and do the rest.  If
+# you change a run of these, delete the run's folder; to begin anew, delete the folder of them all.
 #
 # To add a run, add a line to the list of the experiment, which is above its function: DEMO,
-# FINETUNED, WITHOUT_RETAIN, COMPANY or REAL.  A line has a name and the options of this run alone,
-# and FOLDER in the options stands for the folder of all the runs.  A line can not be commented out.
-# Nothing else has to be changed: all runs of a list are trained, scored and reported.  This is how
-# a list is used:
+# FINETUNED, WITHOUT_RETAIN, COMPANY, REAL or SWEEP.  A line has a name and the options of this run
+# alone, and FOLDER in the options stands for the folder of all the runs.  A line can not be
+# commented out.  Nothing else has to be changed: all runs of a list are trained, scored and
+# reported.  This is how a list is used:
 #     RUNS="
 #       npo    --method npo
 #       other  --anchor FOLDER/original --anchor-prompt shown
@@ -49,7 +50,8 @@
 #     --method  mdu
 #     --preset  toy, a small model and its invented authors; but own if --model, --forget or another
 #               --data than the toy is given.  own has the defaults for rows of one's own (OWN_...
-#               in mdu.py): at least 250 steps, with --lora the lr 1e-3, with MDU --retain-weight 5
+#               in mdu.py): at least 250 steps, with MDU 500, with --lora the lr 1e-3, with MDU
+#               --retain-weight 5
 #     --model   the run named `base` in the folder of --out.  With --method sft: the model of the
 #               preset; toy has none and makes a new one
 #     --out     out/PRESET/METHOD, in which METHOD says also tau and other variants of MDU, such as
@@ -465,12 +467,14 @@ END
 }
 
 # ---- A published model ----
+# MDU has 500 steps by default, and with --epochs 83.3 as many as npo: 250.
 REAL="
-  default          --lora 16
+  default          --lora 16 --epochs 83.3
   npo              --lora 16 --method npo --prompt-dropout 0.5
-  anchor-original  --lora 16 --anchor FOLDER/original --anchor-prompt shown --prompt-dropout 0.5
-  truth-removed    --lora 16 --anchor-truth removed --prompt-dropout 0.5
-  all-weights      --lr 3e-4 --anchor-truth removed --prompt-dropout 0.5
+  anchor-original  --lora 16 --epochs 83.3 --anchor FOLDER/original --anchor-prompt shown \
+    --prompt-dropout 0.5
+  truth-removed    --lora 16 --epochs 83.3 --anchor-truth removed --prompt-dropout 0.5
+  all-weights      --lr 3e-4 --epochs 83.3 --anchor-truth removed --prompt-dropout 0.5
 "
 # Those of REAL that are taught refusals.
 REAL_REFUSED="truth-removed all-weights npo"
@@ -497,8 +501,9 @@ real() {  # real [MODEL [TOFU]]: customers are forgotten by a model with 135 mil
   mkdir -p $rows
 
   # 1. Write the rows.  Customers: three to forget, seven to retain, three held out; no model learns
-  # the others.  They rent in five towns, so that each town has a customer to retain.  TOFU's rows: those with an answer of at most 44 tokens, so that end tokens also fit
-  # into --response-length 48.
+  # the others.  They rent in five towns, so that each town has a customer to retain.  TOFU's rows:
+  # those with an answer of at most 44 tokens, so that end tokens also fit into
+  # --response-length 48.
   "$PYTHON" .github/company_rows.py $rows 3 7 3 5
   "$PYTHON" - "$model" "$tofu" > $rows/tofu.jsonl <<'END'
 import json
@@ -541,26 +546,70 @@ END
     train_once $out/$name-refusals "${teach[@]}" --model $out/$name
   done
 
-  # 7. Score twelve rows of each kind.  All models write answers of one length, or they could not be
+  # 7. Score all models, attack them, and report both.
+  real_check $out $(real_names)
+}
+
+real_check() {  # real_check FOLDER NAME...: score, attack and report the runs FOLDER/NAME
+  local out=$1 rows=out/real/rows name
+
+  # 1. Score twelve rows of each kind.  All models write answers of one length, or they could not be
   # in one report.  The original was trained with another one.
   local length=(--response-length 36)
-  for name in $(real_names); do
-    score_once $out/$name "${length[@]}" --samples 8 --limit 12 --forget $rows/forget.jsonl \
+  for name in "${@:2}"; do
+    score_once "$out/$name" "${length[@]}" --samples 8 --limit 12 --forget $rows/forget.jsonl \
       --retain $rows/retain.jsonl --held-out $rows/held_out.jsonl --never $rows/never.jsonl
   done
 
-  # 8. Teach one row of each customer again, with three to retain, and ask for the other nine.  The
+  # 2. Teach one row of each customer again, with three to retain, and ask for the other nine.  The
   # figures of *Retain* are of the three that were taught, to see that they were learnt.
-  for name in $(real_names); do
-    train_once $out/taught-again/$name --method sft --lora 16 --batch-size 3 --epochs 60 --limit 3 \
-      --model $out/$name --forget $rows/taught.jsonl --retain $rows/retain.jsonl
-    score_once $out/taught-again/$name "${length[@]}" --samples 1 --forget $rows/others.jsonl \
+  for name in "${@:2}"; do
+    train_once "$out/taught-again/$name" --method sft --lora 16 --batch-size 3 --epochs 60 \
+      --limit 3 --model "$out/$name" --forget $rows/taught.jsonl --retain $rows/retain.jsonl
+    score_once "$out/taught-again/$name" "${length[@]}" --samples 1 --forget $rows/others.jsonl \
       --retain $rows/taught.jsonl
   done
 
-  # 9. Report the models that were taught again, and the models before that.
-  "$PYTHON" eval.py --report $(runs_named $out/taught-again $(real_names))
-  "$PYTHON" eval.py --report $(runs_named $out $(real_names))
+  # 3. Report the models that were taught again, and the models before that.
+  "$PYTHON" eval.py --report $(runs_named "$out/taught-again" "${@:2}")
+  "$PYTHON" eval.py --report $(runs_named "$out" "${@:2}")
+}
+
+# Settings of MDU with the truth removed, then of two other runs of real.  sweep_unlearn has the
+# options of all of them.  --epochs 166.7 are 500 steps.
+SWEEP="
+  lora-steps500         --lora 16 --epochs 166.7 --anchor-truth removed
+  lora-lr5e-4           --lora 16 --lr 5e-4 --anchor-truth removed
+  lora-lr2e-3           --lora 16 --lr 2e-3 --anchor-truth removed
+  lora-retain1          --lora 16 --retain-weight 1 --anchor-truth removed
+  lora-retain20         --lora 16 --retain-weight 20 --anchor-truth removed
+  lora-lr2e-3-retain20  --lora 16 --lr 2e-3 --retain-weight 20 --anchor-truth removed
+  lora-rank64           --lora 64 --anchor-truth removed
+  lora-seed2            --lora 16 --seed 2 --anchor-truth removed
+  lora-seed3            --lora 16 --seed 3 --anchor-truth removed
+  all-lr1e-4            --lr 1e-4 --anchor-truth removed
+  all-lr1e-4-steps500   --lr 1e-4 --epochs 166.7 --anchor-truth removed
+  all-lr2e-4            --lr 2e-4 --anchor-truth removed
+  all-retain1           --lr 3e-4 --retain-weight 1 --anchor-truth removed
+  all-retain20          --lr 3e-4 --retain-weight 20 --anchor-truth removed
+  all-seed2             --lr 3e-4 --seed 2 --anchor-truth removed
+  all-seed3             --lr 3e-4 --seed 3 --anchor-truth removed
+  all-original          --lr 3e-4 --anchor out/real/original --anchor-prompt shown
+  all-npo               --lr 3e-4 --method npo
+  lora-original-seed2   --lora 16 --seed 2 --anchor out/real/original --anchor-prompt shown
+  lora-npo-seed2        --lora 16 --seed 2 --method npo
+"
+
+sweep_unlearn() {  # sweep_unlearn FOLDER OPTION...: a line of SWEEP
+  real_unlearn "$1" --epochs 83.3 --prompt-dropout 0.5 "${@:2}"
+}
+
+sweep() {  # other settings, for the fine-tune and the rows of real
+  if [ ! -e out/real/finetune/config.json ]; then
+    refuse "out/real/finetune is missing: make real trains it"
+  fi
+  runs_in out/sweep "$SWEEP" | xargs -L 1 bash $SCRIPT sweep_unlearn
+  real_check out/sweep $(names "$SWEEP")
 }
 
 # ---- One's own rows ----
@@ -772,11 +821,11 @@ rwku() {  # rwku PRESET: Table 3, in out/PRESET.  rwku-llada or rwku-dream.
 
 # ---- Command line ----
 case "${1:-}" in
-  real | real_unlearn | tofu | rwku) ;;  # on a GPU, if there is one
+  real | real_unlearn | sweep | sweep_unlearn | tofu | rwku) ;;  # on a GPU, if there is one
   demo | table | figures | finetuned | pretrained | company | rehearsal | *_seed)
     export CUDA_VISIBLE_DEVICES="" ;;  # small models, which are trained on the CPU
   *)
     refuse "found ${1:-no name}, needs the name of an experiment: demo, table, figures, finetuned, \
-pretrained, company, real, rehearsal, tofu or rwku" ;;
+pretrained, company, real, sweep, rehearsal, tofu or rwku" ;;
 esac
 "$@"  # calls the function of this name with the other arguments
