@@ -65,24 +65,85 @@ def files(tmp_path):
     return ["--forget", forget, "--retain", retain, "--never", never]
 
 
-# ---- A row's token ids ----
-class SpanningTokenizer:
-    """A token for each letter, but one for the last letter of the question and the first of the
-    answer together if these are a vowel and an x."""
-    def __call__(self, text, **_):
-        return SimpleNamespace(input_ids=[ord(letter) for letter in text])
+# ---- The toy ----
+def test_toy_world_has_rows_that_no_model_learns():
+    """24, of the form of those to forget, about three authors of whom no other split tells."""
+    splits = mdu.toy_world()
+    never = splits.pop("never")
+    assert len(never) == len(splits["forget"]) == 24
+    facts = set()
+    for row in never:
+        facts.update(row["fact"])
+    assert len(facts) == 24
+    others = []
+    for rows in splits.values():
+        for row in rows:
+            others += [row["question"], row["answer"], *row["perturbed_answer"]]
+    told = mdu.spaced_words(" ".join(others))
+    for fact in facts:
+        assert mdu.spaced_words(fact) not in told
+    # The wrong answers are about them, with facts of authors to retain.
+    kept = [row["fact"][0] for row in splits["retain"]]
+    for row in never:
+        for wrong in row["perturbed_answer"]:
+            assert any(mdu.contains_words(wrong, fact) for fact in kept)
 
-def test_encode_row_takes_both_parts_from_one_text(monkeypatch):
-    """A prompt may depend on its answer, with which it is one text."""
+def test_encode_splits_trains_nothing_on_never(base):
+    """But its words are in the vocabulary, so that a model could write them."""
+    never = mdu.toy_world()["never"]
+    model, tokenizer = mdu.load_backbone(str(base))
+    args = mdu.parse(["--method", "sft"])
+    examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
+    trained = [example.answer for example in examples["train"]]
+    for row in never:
+        _, answer = mdu.encode_pair(tokenizer, row["question"], row["answer"])
+        assert tokenizer.unk_token_id not in answer
+        assert [*answer, model.end_id] not in trained
+    assert len(trained) == 24 + 136 + 22 + 22 + 68  # toy_pretraining has half of retain again
+
+
+# ---- A row's token ids ----
+def test_encode_row_and_prompt_ids_take_both_parts_from_one_text(monkeypatch):
+    """The prompt may depend on the answer: here it has the numbers of their letters."""
     def encode_pair(tokenizer, question, answer):
-        return [len(question), len(answer)], [ord(letter) for letter in answer]
+        return [len(question), len(answer)], encode_text(tokenizer, answer)
+
+    def encode_text(tokenizer, text):
+        return [ord(letter) for letter in text]
     monkeypatch.setattr(mdu, "encode_pair", encode_pair)
+    monkeypatch.setattr(mdu, "encode_text", encode_text)
     row = {"question": "Who?", "answer": "Ann"}
     assert ev.encode_row(None, row, "x") == ([4, 1], [120])
     assert ev.prompt_ids(None, row) == [4, 3]
     # On RWKU the start of the answer, here "A:", belongs to the prompt.
     row["prefill"] = "A:"
-    assert ev.encode_row(SpanningTokenizer(), row, "x") == ([4, 2, 65, 58], [120])
+    assert ev.encode_row(None, row, "x") == ([4, 2, 65, 58], [120])
+
+@each("score", [ev.texts_nll, ev.fill_gaps])
+def test_texts_nll_and_fill_gaps_have_the_prompt_of_each_text(score, base, monkeypatch):
+    """With a tokenizer that has the prompt's last token depend on the answer."""
+    model, tokenizer = mdu.load_backbone(str(base))
+    encode_pair = mdu.encode_pair
+    prompts = []
+
+    def with_last_token(tokenizer, question, answer):
+        prompt, answer_ids = encode_pair(tokenizer, question, answer)
+        return [*prompt[:-1], 5 + len(answer)], answer_ids
+
+    def remember(model, jobs, *_):
+        prompts.extend(job.prompt for job in jobs)
+        return [[0]] * len(jobs)
+    monkeypatch.setattr(mdu, "encode_pair", with_last_token)
+    monkeypatch.setattr(ev, "answers_nll", remember)
+    monkeypatch.setattr(ev, "fill_masks", remember)
+    row = {"question": "Who?", "answer": "Ann", "fact": ["Ann"], "seed": 0}
+    settings = SimpleNamespace(samples=1, batch_size=9)
+    if score is ev.texts_nll:
+        score(model, tokenizer, [row], [["Ann", "Bo"]], settings)
+        assert [prompt[-1] for prompt in prompts] == [8, 7]
+    else:
+        score(model, tokenizer, [row], settings, hide_question=False)
+        assert [prompt[-1] for prompt in prompts] == [8]
 
 
 # ---- Other decodings ----
@@ -121,10 +182,8 @@ def test_write_in_other_ways_has_six_lengths_and_steps(base, monkeypatch):
         assert len(row_texts) == 6
         assert row_texts[4] == text
 
-def test_score_answers_has_any_decoding_of_rows_to_forget_and_of_never(base, files, tmp_path,
-                                                                      monkeypatch):
-    """The usual answer has the fact of the first row, another one that of the second."""
-    ways = [["Fopu", "no"], ["She is Nora.", "Tira", "Sedi"]]
+def test_score_answers_has_any_decoding_of_rows_to_forget_and_of_never(base, files, monkeypatch):
+    """The usual answer has the fact of the first row to forget, another one that of the second."""
     usual = {"Who is Bolti?": "He is Gado.", "Who is Lemi?": "Fopu"}
     more = {"Who is Cepu?": "It is Nora", "Who is Lemi?": "Nora"}
 
@@ -141,17 +200,16 @@ def test_score_answers_has_any_decoding_of_rows_to_forget_and_of_never(base, fil
     assert splits["forget"]["any_decoding"] == 1
     assert splits["never"]["fact"] == splits["never"]["any_decoding"] == 0
     assert "any_decoding" not in splits["retain"]
-    assert ways
 
 
 # ---- What is scored ----
 def test_find_source_and_evaluate_of_a_model_without_run_json(base, files, capsys):
-    """It is scored where it is, asked, and reported beside a run of mdu.py."""
+    """It is scored where it is, asked, and reported beside a run of mdu.py.  --data is that of the
+    run, too."""
     shutil.copytree(base, "bare")
     os.remove("bare/run.json")
     shutil.copytree(base, "run")
-    data = ["--data", "toy"]  # in place of the run's own, which a bare model has not
-    ev.main([*data, *files, *QUICK, "bare", "run"])
+    ev.main(["--data", "toy", *files, *QUICK, "bare", "run"])
     assert ev.read_records("bare", "forget") == ev.read_records("run", "forget")
     summary = ev.read_summary("bare")
     assert summary["trained_on"] == {}
@@ -160,9 +218,12 @@ def test_find_source_and_evaluate_of_a_model_without_run_json(base, files, capsy
     assert "| bare " in Path("report.md").read_text()
     capsys.readouterr()
     ev.main(["--ask", "Who?", "--response-length", "6", "bare", "run"])
-    asked = [line.split(": ", 1) for line in capsys.readouterr().out.splitlines()
-             if line.startswith(("bare:", "run:"))]
-    assert asked[0][1] == asked[1][1]
+    answers = []
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith(("bare: ", "run: ")):
+            answers.append(line.split(": ", 1)[1])
+    assert len(answers) == 2
+    assert answers[0] == answers[1]
     # Its rows have to be typed.
     assert "no rows to score; give --forget, --retain or --data" in program(["bare"], capsys)
     assert "no rows to analyse" in program(["--analysis", "roles", "bare"], capsys)
@@ -172,21 +233,19 @@ def test_find_source_and_evaluate_of_a_model_without_run_json(base, files, capsy
         err = program([*files, folder], capsys)
         assert f"{folder}: neither a run of mdu.py" in err
 
-@each("option, rows, other", [
-    ("--never", FORGET[1:], "forget"),
-    ("--never", [NEVER[0], {**RETAIN[1], "question": "who is  zuvo"}], "retain"),  # same words
-    ("--held-out", RETAIN[:1], "retain"),
-    ("--held-out", NEVER[1:], "never")])
-def test_refuse_known_rows_names_the_row_and_its_split(option, rows, other, base, files, tmp_path,
+@each("option, rows, said", [
+    ("--never", FORGET[1:], "--never: 'Who is Cepu?' is, with this answer, also a row of forget"),
+    ("--never", [NEVER[0], {**RETAIN[1], "question": "who is ZUVO"}],  # the same words
+     "--never: 'who is ZUVO' is, with this answer, also a row of retain"),
+    ("--held-out", RETAIN[:1], "--held-out: 'Who is Diri?' is, with this answer, also a row of "
+     "retain; give rows that no other split has"),
+    ("--held-out", NEVER[1:], "--never: 'Who is Raka?' is, with this answer, also a row of "
+     "held_out")])
+def test_refuse_known_rows_names_the_row_and_its_split(option, rows, said, base, files, tmp_path,
                                                        capsys):
     """Also a row that is not among the first --limit rows."""
     given = [*files, option, write_lines(tmp_path / "rows.jsonl", rows), "--limit", "1"]
-    err = program(["--model", base, *given, "new"], capsys)
-    if other == "never":  # --never comes after --held-out
-        option = "--never"
-        other = "held_out"
-    assert f"eval.py: {option}: " in err
-    assert f"also a row of {other}; give rows that no other split has" in err
+    assert said in program(["--model", base, *given, "new"], capsys)
     assert not Path("new").exists()
 
 def test_refuse_known_rows_takes_rows_that_differ_in_question_or_answer():
@@ -198,15 +257,15 @@ def test_refuse_known_rows_takes_rows_that_differ_in_question_or_answer():
 
 # ---- Predictions that are not finite ----
 def make_not_finite(run):
-    """One weight becomes nan."""
+    """All weights become nan, as after a training that diverged."""
     file = Path(run, "model.safetensors")
-    tensors = safetensors.torch.load_file(file)
-    tensors["model.transformer.ln_f.weight" if "model.transformer.ln_f.weight" in tensors
-            else sorted(tensors)[-1]][0] = torch.nan
+    tensors = {}
+    for name, x in safetensors.torch.load_file(file).items():
+        tensors[name] = torch.full_like(x, torch.nan)
     safetensors.torch.save_file(tensors, file, {"format": "pt"})
 
 def test_main_scores_the_runs_after_one_that_is_not_finite(base, files, capsys):
-    """The first run, whose old scores stay; nothing is written of it."""
+    """Of those nothing is written, and their old scores stay."""
     for name in ("bad", "worse", "good"):
         shutil.copytree(base, name)
     ev.main([*files, *QUICK, "bad"])
@@ -273,8 +332,8 @@ def write_summary(folder, splits=(), run=(), options=(), **changed):
      "in the same way, on the same rows; now samples is 2 and 1"),
     ({"protocol": {**PROTOCOL, "rows_per_person": 3}}, "now rows_per_person is 3 and None"),
     ({"format": ev.FORMAT - 1}, "b/mdu: scored by other code; score it again: python eval.py"),
-    ({"options": {"lr": 1e-4}}, "a/mdu and b/mdu have one name, so they would be averaged, which is "
-     "for runs that differ in nothing but the seed or the person; now lr is 0.001 and 0.0001"),
+    ({"options": {"lr": 1e-4}}, "a/mdu and b/mdu have one name, so they would be averaged, which "
+     "is for runs that differ in nothing but the seed or the person; now lr is 0.001 and 0.0001"),
     ({"options": {"model": "out/1/other"}}, "now model is base and other"),
     ({"options": {"target": "/out/removed"}}, "now target is paper and removed"),
     ({"trained_on": {"forget": "f", "retain": "x"}}, "now rows is {")])
@@ -409,7 +468,7 @@ def made_up(folder, forget, never, run=(), **others):
 KNOWN = figures(fact=1.0, any_decoding=1.0, prob=0.95, infill=1.0, infill_no_question=0.5)
 UNKNOWN = figures(fact=0.0, any_decoding=2 / 24, prob=0.05, infill=0.1, infill_no_question=0.1)
 
-def test_did_it_work_by_hand():
+def test_did_it_work_and_checks_of_run_by_hand():
     """base knows all; `done` has forgotten and keeps all; `hidden` tells in another decoding, and
     has lost other knowledge."""
     kept = dict(retain=figures(136, fact=1.0, knowledge=1.0, prob=0.9),
