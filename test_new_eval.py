@@ -387,14 +387,16 @@ def test_refuse_other_files_leaves_what_somebody_else_wrote(base, capsys):
     assert "roles.png was not written by eval.py" in program(["--analysis", "roles", "b/base"],
                                                              capsys)
 
-def test_title_with_n_by_hand():
-    figures = [{"n": 24, "fact": 0, "n_fact": 7}, {"n": 24, "fact": 0, "n_fact": 7,
-               "generative_perplexity": 3, "n_generative_perplexity": 20}, {"n": 24}]
-    runs = [{"splits": {"forget": of_run}} for of_run in figures]
-    methods = {"a": runs[:2], "b": [{"splits": {}}, runs[2]]}
-    assert ev.title_with_n(methods, "forget") == ("Forget: 24 rows, fact of at least 7, "
-                                                  "gen. ppl of at least 20")
-    assert ev.title_with_n({"b": runs[2:]}, "forget") == "Forget: 24 rows"
+def test_title_with_n_and_splits_of_by_hand():
+    """Of the first run that has the split."""
+    some = {"n": 24, "fact": 0.5, "n_fact": 7, "generative_perplexity": 3,
+            "n_generative_perplexity": 20}
+    runs = [{"splits": {"retain": {"n": 9}}}, {"splits": {"forget": some}},
+            {"splits": {"forget": {"n": 24}, "never": {"n": 3}}}]
+    splits = ev.splits_of({"a": runs[:1], "b": runs[1:]})
+    titles = [ev.title_with_n(split, figures) for split, figures in splits.items()]
+    assert titles == ["Retain: 9 rows", "Forget: 24 rows, fact of 7, gen. ppl of 20",
+                      "Never trained: 3 rows"]
 
 def test_main_figures_explains_the_metrics_that_it_shows_and_no_others():
     splits = {"forget": {"n": 12, "prob": 0.1, "generative_perplexity": 3.0},
