@@ -407,7 +407,7 @@ def test_main_figures_explains_the_metrics_that_it_shows_and_no_others():
                           "theta0": f"/out/{name}"})
     text = ev.main_figures({"mdu": summaries})
     assert "p: probability" in text
-    assert "gen. ppl is by base, other." in text
+    assert "- gen. ppl is by base, other." in text
     for metric in ("fact", "gap filled", "model utility", "loss left", "accuracy"):
         assert f"{metric}: " not in text
     summaries[0]["run"] = summaries[1]["run"] = {"model_utility": 0.4}
@@ -500,7 +500,7 @@ def test_did_it_work_and_checks_of_run_by_hand():
 def test_did_it_work_says_that_few_rows_prove_little():
     base = made_up("base", {**KNOWN, "n": 9}, {**UNKNOWN, "n": 10}, held_out=figures(3, fact=1.0))
     _, legend, _ = ev.did_it_work({"base": [base]})
-    assert legend.endswith("So few rows prove little: Forget (9), Held out (3).")
+    assert legend.endswith("- So few rows prove little: Forget (9), Held out (3).")
 
 def test_did_it_work_compares_each_run_with_its_own_never():
     base = made_up("base", KNOWN, UNKNOWN)
