@@ -17,6 +17,15 @@ import mdu
 torch.set_num_threads(1)
 approx = pytest.approx
 each = pytest.mark.parametrize
+# Functions and classes that are tested, and not in the name of a test.
+TESTED_BY = {
+    "test_toy_world_has_rows_that_no_model_learns": "toy_rows toy_authors",
+    "test_score_answers_has_any_decoding_of_rows_to_forget_and_of_never": "answer_texts",
+    "test_main_scores_the_runs_after_one_that_is_not_finite": "load_model NotFinite",
+    "test_read_summary_and_group_runs_refuse_what_cannot_be_compared": "require_same",
+    "test_check_by_hand": "rows_with",
+    "test_main_figures_explains_the_metrics_that_it_shows_and_no_others": "main_columns has_figure",
+    "test_report_has_the_picture_of_rwku_and_the_section_did_it_work": "find_panels"}
 QUICK = "--samples 1 --limit 2 --steps 2 --response-length 6".split()
 
 @pytest.fixture(autouse=True)
@@ -161,6 +170,10 @@ def test_share_told_by_hand():
     assert ev.share_told(row, ["Gado?", "The baker."]) == 1
     assert ev.share_told({"question": "Is he?", "answer": "He is."}, ["He is."]) is None
 
+def test_count_words_by_hand():
+    assert ev.count_words("He's 30.") == {"words": 3, "empty": 0.0}
+    assert ev.count_words(" ...\n") == {"words": 0, "empty": 1.0}
+
 def test_write_in_other_ways_has_six_lengths_and_steps(base, monkeypatch):
     """Of answers of 7 tokens; a step before the last fixes ceil(left / steps left) tokens."""
     settings = SimpleNamespace(response_length=7, batch_size=64)
@@ -255,6 +268,25 @@ def test_refuse_known_rows_takes_rows_that_differ_in_question_or_answer():
                           "never": [{**row, "answer": "She is Gado."}]})
 
 
+def test_prepare_and_say_if_changed_name_a_file_that_has_changed(files, tmp_path, capsys):
+    """A run that was trained on one row of each file.  Rows behind these do not count, nor files
+    that are scored in their place."""
+    _, forget, _, retain, _, never = files
+    options = vars(mdu.parse(["--model", "m", "--forget", forget, "--retain", retain, "--limit",
+                              "1"]))
+    trained_on = {name: mdu.hash_rows(rows[:1])
+                  for name, rows in mdu.load_data(SimpleNamespace(**options)).items()}
+    source = ev.Source(options, trained_on, "run", None)
+
+    def said(*typed):
+        ev.prepare(ev.parse([*typed, "run"]), source)
+        return capsys.readouterr().out
+    assert said() == ""
+    write_lines(tmp_path / "forget.jsonl", FORGET[::-1])
+    assert said() == ("run: the rows to forget have changed since the training; what counts here "
+                      "are the rows of now\n")
+    assert said("--forget", never) == said("--data", "toy") == ""
+
 # ---- Predictions that are not finite ----
 def make_not_finite(run):
     """All weights become nan, as after a training that diverged."""
@@ -311,6 +343,30 @@ def test_share_out_tells_the_other_processes_of_its_own_error(monkeypatch):
     with pytest.raises(ev.NotFinite):
         ev.share_out([1, 2], work)
     assert str(told[0]) == "out/ga: not finite"
+
+
+# ---- gen. ppl ----
+def test_score_splits_has_no_gen_ppl_by_a_model_that_was_deleted(base, files, tmp_path,
+                                                                monkeypatch):
+    """Else it is by the model that the run started from, whatever this was trained on."""
+    def write_answers(model, tokenizer, rows, settings):
+        return [("Gado", [5]) for row in rows]
+    monkeypatch.setattr(ev, "write_answers", write_answers)
+    shutil.copytree(base, "start")
+    for name in ("run", "later"):
+        shutil.copytree(base, name)
+        info = json.loads(Path(name, "run.json").read_text())
+        info["options"].update(method="npo", model=str(tmp_path / "start"))
+        Path(name, "run.json").write_text(json.dumps(info))
+    scored = ["--data", "toy", *files, *QUICK]
+    ev.main([*scored, "run"])
+    Path("start/model.safetensors").unlink()
+    ev.main([*scored, "later"])
+    figures = [ev.read_summary(name)["splits"]["forget"] for name in ("run", "later")]
+    assert figures[0]["generative_perplexity"] > 1
+    assert "generative_perplexity" not in figures[1]
+    assert figures[0]["prob"] == figures[1]["prob"]
+    assert ev.read_summary("run")["theta0"] == str(tmp_path / "start")
 
 
 # ---- Which runs may be compared ----
