@@ -479,6 +479,7 @@ def test_main_figures_explains_the_metrics_that_it_shows_and_no_others():
     (8, 0.5, 0.25, 1, "0.500 (0.250)"),  # two rows
     (24, 2 / 24, 1 / 24, 1, "ok 0.083 (0.042)"),  # one row
     (24, 0.09, 0.04, 1, "ok 0.090 (0.040)"),  # more than a row (.042), and .05
+    (24, 0.095, 0.04, 1, "0.095 (0.040)"),  # more than both
     (24, 3 / 24, 1 / 24, 1, "0.125 (0.042)"),  # two rows
     # Less is worse.
     (8, 1.0, 1.0, -1, "ok"),
