@@ -225,7 +225,7 @@ def test_attack_equals_a_slow_loop(typed, monkeypatch):
         p.data += 0.1 * torch.randn_like(p)
     with_attacker = partial(with_adapters, plain, *own)
 
-    attacker, _ = mdu.new_attacker(model, 1)
+    attacker = mdu.new_attackers(args, model)[0][1]
     slow = None
     norms = []
     for step in (1, 3, 5):  # of two attackers, number 1 is on in every second step
@@ -282,7 +282,7 @@ def test_attack_teaches_a_quarter_of_the_rows_and_asks_for_the_others(monkeypatc
     monkeypatch.setattr(mdu, "start_anew", record)
     model = tiny_llama(0)
     mdu.hook_adapters(model)
-    attackers = [mdu.new_attacker(model, number)[0] for number in (0, 1)]
+    attackers, _ = mdu.new_attackers(args, model)
     adapters = []
     taught_at = []
     asked = set()
@@ -323,7 +323,7 @@ def test_attackers_alone_do_not_change_the_model(typed, base, tmp_path, monkeypa
     assert_equal_weights(tmp_path / "with", tmp_path / "without")
 
 def test_attackers_are_off_by_default(base, tmp_path, monkeypatch):
-    for name in ("attack", "new_attacker", "train_attacker", "hook_adapters"):
+    for name in ("attack", "train_attacker", "hook_adapters"):
         monkeypatch.setattr(mdu, name, mock.Mock(side_effect=AssertionError))
     for typed in ("", "--attackers 0", "--method npo"):
         args = options(*[""], *toy(base, tmp_path / f"run{len(typed)}", f"{typed} --epochs 1"))
@@ -368,7 +368,7 @@ def test_attack_with_weights_that_fsdp_casts(monkeypatch):
         mdu.hook_adapters(model)
         mdu.shard(model, torch.float32, compute_dtype)
         names = [name for name, _ in model.named_parameters()]
-        attacker, _ = mdu.new_attacker(model, 0)
+        attacker = mdu.new_attackers(args, model)[0][0]
         for step in (0, 2, 4):
             mdu.attack(args, make_examples(), model, anchor, anchor, attacker, step)
         assert {tensor.dtype for tensor in attacker.tensors} == {torch.float32}
