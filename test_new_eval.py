@@ -520,9 +520,9 @@ def test_check_of_p_and_of_the_loss_by_hand(n):
 def figures(n=24, **values):
     return {"n": n, **values}
 
-def made_up(folder, forget, never, run=(), **others):
-    return {"folder": folder, "run": dict(run), "splits": {"forget": forget, "never": never,
-                                                           **others}}
+def made_up(folder, forget, never, run=(), seed=1, **others):
+    return {"folder": folder, "run": dict(run), "options": {"seed": seed},
+            "splits": {"forget": forget, "never": never, **others}}
 
 KNOWN = figures(fact=1.0, any_decoding=1.0, prob=0.95, infill=1.0, infill_no_question=0.5)
 UNKNOWN = figures(fact=0.0, any_decoding=2 / 24, prob=0.05, infill=0.1, infill_no_question=0.1)
@@ -551,7 +551,7 @@ def test_did_it_work_and_checks_of_run_by_hand():
         ["out/hidden", "35% (20%)", "ok", "0.333 (0.083)", "ok", "ok", "ok", "0.900 (1.000)",
          "0.300 (0.950)"]]
     assert "at most 20%" in legend
-    assert "in the first run, out/base," in legend
+    assert "in out/base, the first run," in legend
     assert "prove little" not in legend
 
 def test_did_it_work_says_that_few_rows_prove_little():
@@ -564,6 +564,16 @@ def test_did_it_work_compares_each_run_with_its_own_never():
     other = made_up("other", {**UNKNOWN, "fact": 0.5}, {**UNKNOWN, "fact": 0.5})
     _, _, table = ev.did_it_work({"base": [base], "other": [other]})
     assert table.split("\n")[3].replace(" ", "") == "|other" + 5 * "|ok" + "|"
+
+def test_did_it_work_compares_with_the_first_method_of_the_same_seed():
+    """Or, of another seed, with the first run.  In seed 2 the model before knew half as much."""
+    def run(folder, seed, fact):
+        return made_up(folder, UNKNOWN, UNKNOWN, seed=seed, retain=figures(fact=fact))
+    bases = [run("1/base", 1, 1.0), run("2/base", 2, 0.5)]
+    others = [run("1/npo", 1, 0.5), run("2/npo", 2, 0.5), run("3/npo", 3, 0.5)]
+    _, _, table = ev.did_it_work({"base": bases, "npo": others})
+    last = [line.split("|")[-2].strip() for line in table.split("\n")]
+    assert last[2:] == ["-", "-", "0.500 (1.000)", "ok", "0.500 (1.000)"]
 
 def test_did_it_work_is_left_out_without_never():
     base = made_up("base", KNOWN, UNKNOWN)
