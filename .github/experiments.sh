@@ -321,7 +321,7 @@ rwku() {  # rwku PRESET: Table 3, in out/PRESET.  rwku-llada or rwku-dream.
 
   # 1. Score the published model on the questions about all ten people, which eval.py takes if it is
   # told none.  Its folder is that of a person 0.  Nothing is trained there.
-  model=$("$PYTHON" -c "import mdu; print(mdu.PRESETS['$preset']['model'])")
+  model=$("$PYTHON" -c "import mdu; print(mdu.PRESETS['$preset']['unlearn']['model'])")
   score_once "out/$preset/0/base" --limit 100 --data jinzhuoran/RWKU --model "$model"
 
   # 2. Unlearn each of ten people with the baselines and with MDU, and score.  The numbers are those
