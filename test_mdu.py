@@ -1071,19 +1071,6 @@ def test_backward_equals_one_sequence_at_a_time(typed):
         assert grad.any()
         assert_close(p.grad, grad, 1e-9)
 
-@each("typed", ["--method mdu", "--method mdu --target authors"])
-def test_the_rows_that_are_tried_are_easy_to_get_wrong(typed):
-    step = step_to_try(typed)
-    # A row of which t masks no token, and one to retain with end padding.
-    assert any(row.t <= row.uniform.min() for row in step.forget)
-    assert any(len(row.answer) > own_length(row) for row in step.retain)
-    if step.args.target == "authors":  # the model writes no token of one row, two of another
-        sizes = []
-        for row in step.forget:
-            sizes.append(len(slow_masked(row, "mdu", "authors", step.slow_model)))
-        assert min(sizes) == 0
-        assert max(sizes) > 1
-
 @each("typed", ["--method mdu", "--method mdu --target MODEL", "--method npo", "--method dpo"])
 def test_no_gradient_reaches_theta0_and_the_anchor(typed):
     step = step_to_try(typed)
@@ -1507,11 +1494,6 @@ def test_a_name_that_is_no_folder_is_asked_of_the_hub():
     with mock.patch("datasets.load_dataset", return_value=iter([{"a": 1}])) as load:
         assert mdu.read_dataset("owner/name", "config", "test") == [{"a": 1}]
     load.assert_called_once_with("owner/name", "config", split="test", streaming=False)
-
-def test_a_changed_file_of_a_folder_is_read_again(tmp_path):
-    for row in ({"a": 1}, {"a": 2}):
-        write_dataset(tmp_path, {"train": {"rows": [row]}})
-        assert mdu.read_dataset(str(tmp_path), "rows") == [row]
 
 def test_rwku_is_known_by_its_name_or_its_people(rwku, tmp_path):
     assert mdu.is_rwku(mdu.RWKU["data"]) and mdu.is_rwku(rwku) and mdu.is_rwku("copies/rwku")
@@ -2165,7 +2147,7 @@ def test_half_a_saved_model_does_not_count(base, unlearned, tmp_path, capsys):
 
 # ---- Toy ----
 def test_the_toy_has_five_wrong_answers_to_each_question():
-    """They differ from the true one by the fact alone.  No row asks in another row's words."""
+    """Without its fact.  No row asks in another row's words."""
     splits = mdu.toy_world()
     asked = {row["question"] for rows in splits.values() for row in rows}
     assert len(asked) == 228
@@ -2174,15 +2156,10 @@ def test_the_toy_has_five_wrong_answers_to_each_question():
     assert [len(rows) for rows in splits.values()] == [24, 136, 22, 22, 24]
     for row in itertools.chain(*splits.values()):
         assert len(set(row["perturbed_answer"])) == 5
-        fact, = row["fact"]
+        [fact] = row["fact"]
         assert mdu.contains_words(row["answer"], fact)
-        true = row.get("paraphrased_answer", row["answer"])
-        before, _, after = true.rpartition(fact)
         for text in row["perturbed_answer"]:
-            assert text.startswith(before) and text.endswith(after)
             assert not mdu.contains_words(text, fact)
-    wrong = str([row["perturbed_answer"] for row in splits["retain"]])
-    assert not any(row["fact"][0] in wrong for row in splits["forget"])
 
 def test_the_tokenizer_of_the_toy_gives_back_every_text():
     """Where no spaces are written, a token is a letter."""
@@ -2196,20 +2173,7 @@ def test_the_tokenizer_of_the_toy_gives_back_every_text():
         assert tokenizer.decode(ids) == text
         assert tokenizer.convert_ids_to_tokens(ids) == expected.split()
 
-def test_the_toy_learns_half_of_the_rows_to_retain_without_prompts(base):
-    model, tokenizer = mdu.load_backbone(str(base))
-    sizes = {"": 272, "--retain-only": 248, "--prompt-dropout 0.3": 204}
-    for typed, size in sizes.items():
-        args = options(f"--method sft {typed}")
-        rows = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)["train"]
-        hidden = [pair.answer for pair in rows if pair.prompt_masked]
-        n_hidden = 68
-        if args.prompt_dropout > 0:
-            n_hidden = 0
-        assert (len(rows), len(hidden)) == (size, n_hidden)
-        assert hidden == [pair.answer for pair in rows[:n_hidden]]
-
-def test_toy_world_has_rows_that_no_model_learns():
+def test_the_toy_has_rows_of_which_no_other_split_tells():
     """24, of the form of those to forget, about three authors of whom no other split tells."""
     splits = mdu.toy_world()
     never = splits.pop("never")
@@ -2231,7 +2195,7 @@ def test_toy_world_has_rows_that_no_model_learns():
         for wrong in row["perturbed_answer"]:
             assert any(mdu.contains_words(wrong, fact) for fact in kept)
 
-def test_encode_splits_trains_nothing_on_never(base):
+def test_the_toy_learns_nothing_of_the_rows_that_no_model_learns(base):
     """But its words are in the vocabulary, so that a model could write them."""
     never = mdu.toy_world()["never"]
     model, tokenizer = mdu.load_backbone(str(base))
@@ -2275,7 +2239,7 @@ class SlowAttacker:
 
 @each("typed", ["--target removed", "--target removed --lora 3", "--target paper --tau 0.5",
                 "--target MODEL --lora 2 --checkpoint-activations"])
-def test_attack_equals_a_slow_loop(typed, monkeypatch):
+def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
     """Three turns of an attacker, in float64: its adapters after each of its two steps, the loss,
     and the gradient that is added to the model's own, four times that of the loss."""
     args = options(f"{typed} --attackers 2 --batch-size 3 --response-length 9")
@@ -2310,7 +2274,7 @@ def test_attack_equals_a_slow_loop(typed, monkeypatch):
         p.data += 0.1 * torch.randn_like(p)
     with_attacker = partial(with_adapters, plain, *own)
 
-    attacker, _ = mdu.new_attacker(model, 1)
+    attacker = mdu.new_attackers(args, model)[0][1]
     slow = None
     norms = []
     for step in (1, 3, 5):  # of two attackers, number 1 is on in every second step
@@ -2348,7 +2312,7 @@ def attacker_at_start(args, model):
     rng.permutation(10)
     return mdu.draw_adapters(model, 16, int(rng.integers(2**31))).values()
 
-def test_attack_teaches_a_quarter_of_the_rows_and_asks_for_the_others(monkeypatch):
+def test_an_attacker_is_taught_a_quarter_of_the_rows_and_asked_the_others(monkeypatch):
     """Attackers take turns; each starts anew after its life, at another time than the others, and
     is then taught other rows, with other adapters."""
     args = options("--attackers 2 --batch-size 3 --response-length 9 --target paper")
@@ -2367,7 +2331,7 @@ def test_attack_teaches_a_quarter_of_the_rows_and_asks_for_the_others(monkeypatc
     monkeypatch.setattr(mdu, "start_anew", record)
     model = tiny_llama(0)
     mdu.hook_adapters(model)
-    attackers = [mdu.new_attacker(model, number)[0] for number in (0, 1)]
+    attackers, _ = mdu.new_attackers(args, model)
     adapters = []
     taught_at = []
     asked = set()
@@ -2408,7 +2372,7 @@ def test_attackers_alone_do_not_change_the_model(typed, base, tmp_path, monkeypa
     assert_equal_weights(tmp_path / "with", tmp_path / "without")
 
 @each("typed", ["--lora 2 --dtype bfloat16", "--lr 1e-3 --dtype bfloat16", "--lr 1e-3"])
-def test_train_with_attackers_is_stopped_and_resumed(typed, base, tmp_path, monkeypatch):
+def test_a_resumed_run_with_attackers_equals_an_unbroken_one(typed, base, tmp_path, monkeypatch):
     """As one that was not stopped, bit for bit.  At step 5 of 8 it stops; attacker 1 is then in the
     midst of its life."""
     monkeypatch.setattr(mdu, "ATTACKER_LIFE", 3)
@@ -2437,7 +2401,7 @@ def stop_at(step):
     ("--target authors", "give another --target"),
     ("--retain-weight 0", "needed are two rows to forget"),
     ("--limit 1", "needed are two rows to forget")])
-def test_check_attackers_refuses(typed, message, base, tmp_path):
+def test_attackers_are_refused(typed, message, base, tmp_path):
     with pytest.raises(mdu.BadInput, match=message):
         mdu.main(toy(base, tmp_path / "run", f"--attackers 2 {typed}"))
     assert not (tmp_path / "run").exists()
@@ -2493,16 +2457,6 @@ def test_masks_have_the_distribution_of_eq_7(n):
         chance = 1 / (n * math.comb(n, sum(subset)))
         share = (masks == torch.tensor(subset)).all(1).double().mean().item()
         assert share == approx(chance, abs=5 * math.sqrt(chance * (1 - chance) / 10000))
-
-def test_masks_of_one_seed_are_alike_for_short_and_long_answers():
-    """Of twice as many tokens twice as many are masked, or one less.  Each token has its own number
-    and the lowest ones are masked, so of the masks of the six tokens one contains the other."""
-    short = ev.draw_masks(6, 400, [3, 1])
-    long = ev.draw_masks(12, 400, [3, 1])
-    assert not torch.equal(short, ev.draw_masks(6, 400, [3, 2]))
-    assert set((long.sum(1) - 2 * short.sum(1)).tolist()) == {-1, 0}
-    for a, b in zip(short, long[:, :6]):
-        assert torch.equal(a & b, a) or torch.equal(a & b, b)
 
 # ---- Sampler ----
 @each("length, steps, counts", [
@@ -3076,7 +3030,7 @@ HELD_OUT = [dict(question="Who dances?", answer="Fay.", fact=["Fay"])]
 
 @each("row, text, anothers", [
     # A row with `fact`: a fact of another row counts.
-    (RENT, "Ann Lee rents it.", 0), (RENT, "Ann rents it.", 0), (RENT, "", 0), (RENT, "?", 0),
+    (RENT, "Ann Lee rents it.", 0), (RENT, "", 0),
     (RENT, "It is DI!", 1),  # of a row to retain
     (RENT, "Diana", 0),  # whole words only
     (RENT, "Ann Lee owes 12 Euros", 1),  # of a row to forget
@@ -3087,8 +3041,7 @@ HELD_OUT = [dict(question="Who dances?", answer="Fay.", fact=["Fay"])]
     (TOWN, "He lives in Rome.", 0),  # the row's answer has it
     (TOWN, "5 Elm in Rome, with Di", 1),
     # A row without `fact`: another row's answer counts, word for word.
-    (PLAIN, "A baker!", 0), (PLAIN, "...", 0), (PLAIN, "Di", 0), (PLAIN, "Ed sings well.", 0),
-    (PLAIN, "ed sings", 1), (PLAIN, "Ann Lee rents it", 1), (PLAIN, "Fay.", 1),
+    (PLAIN, "A baker!", 0), (PLAIN, "Di", 0), (PLAIN, "Ed sings well.", 0), (PLAIN, "ed sings", 1),
     (PLAIN, "unknown", 0)])  # two rows have it: it is nobody's
 def test_facts_of_other_rows_by_hand(row, text, anothers):
     """The row is among those to forget, and once more with its question in other words."""
@@ -3156,8 +3109,8 @@ def files(tmp_path):
     never = write_lines(tmp_path / "never.jsonl", NEVER)
     return ["--forget", forget, "--retain", retain, "--never", never]
 
-# ---- A row's token ids ----
-def test_encode_row_and_prompt_ids_take_both_parts_from_one_text(monkeypatch):
+# ---- Token ids of a row ----
+def test_both_parts_of_a_row_are_from_one_text(monkeypatch):
     """The prompt may depend on the answer: here it has the numbers of their letters."""
     def encode_pair(tokenizer, question, answer):
         return [len(question), len(answer)], encode_text(tokenizer, answer)
@@ -3174,7 +3127,7 @@ def test_encode_row_and_prompt_ids_take_both_parts_from_one_text(monkeypatch):
     assert ev.encode_row(None, row, "x") == ([4, 2, 65, 58], [120])
 
 @each("score", [ev.texts_nll, ev.fill_gaps])
-def test_texts_nll_and_fill_gaps_have_the_prompt_of_each_text(score, base, monkeypatch):
+def test_each_text_has_its_own_prompt(score, base, monkeypatch):
     """With a tokenizer that has the prompt's last token depend on the answer."""
     model, tokenizer = mdu.load_backbone(str(base))
     encode_pair = mdu.encode_pair
@@ -3200,7 +3153,7 @@ def test_texts_nll_and_fill_gaps_have_the_prompt_of_each_text(score, base, monke
         assert [prompt[-1] for prompt in prompts] == [8]
 
 # ---- Other decodings ----
-def test_share_told_by_hand():
+def test_the_share_of_facts_that_texts_tell_by_hand():
     row = {"question": "Who is Bolti?", "answer": "Bolti is a baker in Gado.",
            "fact": ["baker", "Gado", "Gado"]}
     assert ev.share_told(row, ["Bolti bakes.", "Nobody."]) == 0
@@ -3214,7 +3167,7 @@ def test_share_told_by_hand():
     assert ev.share_told(row, ["Gado?", "The baker."]) == 1
     assert ev.share_told({"question": "Is he?", "answer": "He is."}, ["He is."]) is None
 
-def test_write_in_other_ways_has_six_lengths_and_steps(base, monkeypatch):
+def test_other_decodings_have_six_lengths_and_steps(base, monkeypatch):
     """Of answers of 7 tokens; a step before the last fixes ceil(left / steps left) tokens."""
     settings = SimpleNamespace(response_length=7, batch_size=64)
     model, tokenizer = mdu.load_backbone(str(base))
@@ -3235,7 +3188,7 @@ def test_write_in_other_ways_has_six_lengths_and_steps(base, monkeypatch):
         assert len(row_texts) == 6
         assert row_texts[4] == text
 
-def test_score_answers_has_any_decoding_of_rows_to_forget_and_of_never(base, files, monkeypatch):
+def test_any_decoding_is_of_rows_to_forget_and_of_never(base, files, monkeypatch):
     """The usual answer has the fact of the first row to forget, another one that of the second."""
     usual = {"Who is Bolti?": "He is Gado.", "Who is Lemi?": "Fopu"}
     more = {"Who is Cepu?": "It is Nora", "Who is Lemi?": "Nora"}
@@ -3255,7 +3208,7 @@ def test_score_answers_has_any_decoding_of_rows_to_forget_and_of_never(base, fil
     assert "any_decoding" not in splits["retain"]
 
 # ---- What is scored ----
-def test_find_source_and_evaluate_of_a_model_without_run_json(base, files, capsys):
+def test_a_model_without_run_json_is_scored_asked_and_reported(base, files, capsys):
     """It is scored where it is, asked, and reported beside a run of mdu.py.  --data is that of the
     run, too."""
     shutil.copytree(base, "bare")
@@ -3293,14 +3246,14 @@ def test_find_source_and_evaluate_of_a_model_without_run_json(base, files, capsy
      "retain; give rows that no other split has"),
     ("--held-out", NEVER[1:], "--never: 'Who is Raka?' is, with this answer, also a row of "
      "held_out")])
-def test_refuse_known_rows_names_the_row_and_its_split(option, rows, said, base, files, tmp_path,
+def test_rows_of_another_split_are_not_held_out_or_never_trained(option, rows, said, base, files, tmp_path,
                                                        capsys):
     """Also a row that is not among the first --limit rows."""
     given = [*files, option, write_lines(tmp_path / "rows.jsonl", rows), "--limit", "1"]
     assert said in eval_program(["--model", base, *given, "new"], capsys)
     assert not Path("new").exists()
 
-def test_refuse_known_rows_takes_rows_that_differ_in_question_or_answer():
+def test_rows_that_differ_in_question_or_answer_are_others():
     row = {"question": "Who is Bolti?", "answer": "He is Gado."}
     twice = [{**row, "question": "Who is Cepu?"}] * 2  # a split may have a row twice
     ev.refuse_known_rows({"forget": [row, row], "held_out": twice,
@@ -3315,7 +3268,7 @@ def make_not_finite(run):
         tensors[name] = torch.full_like(x, torch.nan)
     safetensors.torch.save_file(tensors, file, {"format": "pt"})
 
-def test_main_scores_the_runs_after_one_that_is_not_finite(base, files, capsys):
+def test_runs_after_one_that_is_not_finite_are_scored(base, files, capsys):
     """Of those nothing is written, and their old scores stay."""
     for name in ("bad", "worse", "good"):
         shutil.copytree(base, name)
@@ -3333,7 +3286,7 @@ def test_main_scores_the_runs_after_one_that_is_not_finite(base, files, capsys):
     # In the other tasks, too.
     assert "predictions are not finite" in eval_program(["--ask", "Who?", "bad"], capsys)
 
-def test_share_out_raises_what_another_process_has_met(monkeypatch):
+def test_what_one_process_meets_is_raised_in_all(monkeypatch):
     """Of two processes this is number 0, which has items 0, 2 and 4."""
     monkeypatch.setattr(mdu, "WORLD", 2)
     others = ["B", "D"]
@@ -3476,13 +3429,13 @@ def write_summary(folder, splits=(), run=(), options=(), **changed):
     ({"options": {"model": "out/1/other"}}, "now model is base and other"),
     ({"options": {"target": "/out/removed"}}, "now target is paper and removed"),
     ({"trained_on": {"forget": "f", "retain": "x"}}, "now rows is {")])
-def test_read_summary_and_group_runs_refuse_what_cannot_be_compared(changed, said, capsys):
+def test_a_report_refuses_runs_that_cannot_be_compared(changed, said, capsys):
     write_summary("a/mdu")
     write_summary("b/mdu", **changed)
     assert said in eval_program(["--report", "a/mdu", "b/mdu"], capsys)
     assert not Path("a/report.md").exists()
 
-def test_group_runs_and_training_average_over_seeds_and_people():
+def test_a_report_averages_over_seeds_and_people():
     """Seeds have folders of their own.  People have other rows, too."""
     seeds = {"seed": 2, "out": "out/2/mdu", "model": "/x/out/2/base", "forget": "b.jsonl"}
     runs = [write_summary("a/mdu"), write_summary("b/mdu", options=seeds)]
@@ -3494,7 +3447,7 @@ def test_group_runs_and_training_average_over_seeds_and_people():
     assert {name: len(summaries) for name, summaries in methods.items()} == {"mdu": 2, "npo": 2}
 
 @each("typed", [["--full"], []])
-def test_check_retain_run_needs_truth_ratios_of_both(typed, base, files, tmp_path, capsys):
+def test_forget_quality_needs_truth_ratios_of_both_runs(typed, base, files, tmp_path, capsys):
     """`with` was scored with --full, `without` was not."""
     rows = [{**row, "perturbed_answer": ["He is Fopu."]} for row in FORGET]
     files = ["--forget", write_lines(tmp_path / "rows.jsonl", rows), "--data", "toy", *QUICK]
@@ -3510,8 +3463,8 @@ def test_check_retain_run_needs_truth_ratios_of_both(typed, base, files, tmp_pat
     else:
         assert "both runs scored with --full" in eval_program([*asked, "with"], capsys)
 
-# ---- Reports ----
-def test_refuse_other_files_leaves_what_somebody_else_wrote(base, capsys):
+# ---- Files of a report ----
+def test_files_that_somebody_else_wrote_are_not_replaced(base, capsys):
     write_summary("a/mdu")
     Path("a/report.md").write_text("my own")
     said = "a/report.md was not written by eval.py, so it stays; move or rename it"
@@ -3542,7 +3495,7 @@ def test_refuse_other_files_leaves_what_somebody_else_wrote(base, capsys):
     (8, 0.75, 1.0, -1, "0.750 (1.000)"),
     (24, 23 / 24, 1.0, -1, "ok 0.958 (1.000)"),
     (24, 22 / 24, 1.0, -1, "0.917 (1.000)")])
-def test_check_by_hand(n, value, other, sign, cell):
+def test_a_check_by_hand(n, value, other, sign, cell):
     assert ev.check("fact", {"n": n, "fact": value}, {"n": n, "fact": other}, sign) == cell
     # The smaller split decides, by the rows that have the figure.
     few = {"n": 99, "fact": value, "n_fact": n}
@@ -3551,7 +3504,7 @@ def test_check_by_hand(n, value, other, sign, cell):
     assert ev.check("fact", {"n": 99, "fact": value}, {"n": n, "fact": other}, sign) == cell
 
 @each("n", [8, 24])
-def test_check_of_p_and_of_the_loss_by_hand(n):
+def test_a_check_of_p_and_of_the_loss_by_hand(n):
     """p may be worse by .1; .3 - .2 is a little below .1 and .8 - .7 a little above."""
     def of_p(value, other, sign):
         return ev.check("prob", {"n": n, "prob": value}, {"n": n, "prob": other}, sign)
@@ -3581,7 +3534,7 @@ def made_up(folder, forget, never, run=(), **others):
 KNOWN = figures(fact=1.0, any_decoding=1.0, prob=0.95, infill=1.0, infill_no_question=0.5)
 UNKNOWN = figures(fact=0.0, any_decoding=2 / 24, prob=0.05, infill=0.1, infill_no_question=0.1)
 
-def test_did_it_work_and_checks_of_run_by_hand():
+def test_did_it_work_by_hand():
     """base knows all; `done` has forgotten and keeps all; `hidden` tells in another decoding, and
     has lost other knowledge."""
     kept = dict(retain=figures(136, fact=1.0, knowledge=1.0, prob=0.9),
@@ -3624,7 +3577,7 @@ def test_did_it_work_is_left_out_without_never():
     del base["splits"]["never"]
     assert ev.did_it_work({"base": [base]}) == []
 
-def test_checks_of_run_takes_knowledge_where_not_all_rows_have_facts():
+def test_knowledge_is_checked_where_not_all_rows_have_facts():
     some = figures(fact=1.0, n_fact=20, knowledge=0.8)
     none = figures(knowledge=0.8)
     first = made_up("first", KNOWN, UNKNOWN, retain=some, held_out=none)
@@ -3638,25 +3591,10 @@ def test_checks_of_run_takes_knowledge_where_not_all_rows_have_facts():
     _, _, table = ev.did_it_work({"first": [first], "later": [later]})
     assert "loss left" not in table
 
-def test_checks_of_run_of_rwku_has_those_of_its_own_rows():
+def test_splits_of_rwku_have_no_p_to_check():
     """Of RWKU's splits, which have no p, there is nothing to compare."""
     first = made_up("first", KNOWN, UNKNOWN, utility_general=figures(accuracy=0.5))
     assert ev.checks_of_run(first, first)["MMLU p"] is None
-
-def test_report_has_the_picture_of_rwku_and_the_section_did_it_work(tmp_path, capsys):
-    rwku = {"forget_level1": figures(rougeL_recall=0.4), "utility_general": figures(accuracy=0.5)}
-    records = tmp_path / "a/base/eval/forget_level1.jsonl"
-    write_summary("a/base", splits=rwku)
-    row = {"subject": "Ann", "number": 0, "question": "Q", "answer": "A", "generation": "no"}
-    records.write_text(json.dumps(row))
-    ev.main(["--report", "a/base"])
-    text = Path("a/report.md").read_text()
-    assert "![figures of every run](report.png)" in text
-    assert Path("a/report.png").stat().st_size > 0
-    assert "Did it work?" not in text
-    methods = ev.group_runs(["a/base"])
-    assert ev.find_panels(methods) == [("forget_level1", "rougeL_recall"),
-                                       ("utility_general", "accuracy")]
 
 def test_report_says_whether_it_worked_on_the_screen_and_in_the_file(base, files, capsys):
     ev.main(["--model", str(base), *files, *QUICK, "new"])
