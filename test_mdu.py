@@ -1200,16 +1200,16 @@ def test_the_recommended_run_for_ones_own_rows_forgets_and_keeps(tmp_path):
     forget no more often than in rows that it never learnt, and keeps what it knew."""
     world = mdu.toy_world()["retain"]
     files = {}
-    for name, rows in [("forget", world[:6]), ("retain", world[8:24]), ("never", world[24:30])]:
+    for name, rows in [("forget", world[:8]), ("retain", world[8:32]), ("never", world[32:40])]:
         files[name] = write_lines(tmp_path / name, rows)
     learn = "--preset toy --method sft --prompt-dropout 0.5 --lr 0.003 --batch-size 16"
     rows = ["--forget", files["forget"], "--retain", files["retain"]]
     # The words of the rows that it never learns are in its vocabulary.
     original, finetune, run = f"{tmp_path}/original", f"{tmp_path}/finetune", f"{tmp_path}/run"
-    words = write_lines(tmp_path / "words", world[:6] + world[24:30])
+    words = write_lines(tmp_path / "words", world[:8] + world[32:40])
     mdu.main([*learn.split(), "--retain-only", "--steps", "1", "--forget", words,
               "--retain", files["retain"], "--out", original])
-    mdu.main([*learn.split(), "--steps", "300", *rows, "--model", original, "--out", finetune])
+    mdu.main([*learn.split(), "--steps", "400", *rows, "--model", original, "--out", finetune])
 
     mdu.main(["--model", finetune, *rows, "--lora", "16", "--out", run])
     ev.main(["--samples", "8", "--never", files["never"], finetune, run])
