@@ -25,8 +25,8 @@ rwku: install  ## Table 3, GPUs: PRESET=rwku-llada or rwku-dream (GPUS=1, LORA=1
 	$(EXPERIMENT) rwku "$(PRESET)"
 lint: install  ## ruff's checks (.ruff.toml)
 	$(PYTHON) -m ruff check
-test: install  ## the tests, offline: about four minutes on two cores
-	@echo "The tests take about four minutes on two cores."
+test: install  ## the tests, offline: two minutes on two cores
+	@echo "The tests take about two minutes on two cores."
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q test_mdu.py
 clean:  ## remove out, with every model in it
 	rm -rf out

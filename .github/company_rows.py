@@ -8,8 +8,8 @@ All of them rent in five towns, so that each town of a customer to forget has on
 it: with parts that many rows share, such as the NW- of an invoice and the .example of an address.
 
 forget.jsonl     three customers who are to be forgotten
-retain.jsonl     seven customers who are to be kept; for every second of them also a question that nobody
-                 can answer, with the answer "I do not know."
+retain.jsonl     seven customers who are to be kept; for every second of them also a question
+                 that nobody can answer, with the answer "I do not know."
 held_out.jsonl   three customers who are to be kept, but whom unlearning never sees
 never.jsonl      the other seventeen: no model learns them
 known.jsonl      retain and held_out: what the model knew before it learnt forget.jsonl
