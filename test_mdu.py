@@ -820,54 +820,45 @@ def test_wga_loss_equals_a_slow_loop():
     loss = mdu.wga_loss(logits, TARGETS, MASKED, 0.3)
     assert_equal_losses(loss, slow_wga(logits, TARGETS, MASKED, 0.3), [logits])
 
-def test_ga_loss_is_minus_nll():
-    nll = random_nll(1)
-    assert_equal_losses(mdu.ga_loss(nll), slow_ga(nll), [nll])
-
 def test_npo_loss_by_hand():
     """1/2 (nll - nll_ref) = log 3, and sigmoid(log 3) = 3/4."""
     assert_close(mdu.npo_loss(f64(1 + 2 * LN3), f64(1), 0.5), f64(4 * LN4_3))
 
-def test_npo_loss_equals_its_formula():
-    nll, nll_ref = random_nll(1), random_nll(2)
-    loss = mdu.npo_loss(nll, nll_ref, 0.2)
-    assert_equal_losses(loss, slow_npo(nll, nll_ref, 0.2), [nll], [nll_ref])
-    with pytest.raises(RuntimeError, match="size"):
-        mdu.npo_loss(nll, nll_ref[1:], 0.2)
-    for gap in (1e6, -1e6):
-        nll = extreme(random_nll(1), gap)
-        assert_finite(mdu.npo_loss(nll, nll_ref.float(), 0.2), nll)
-
 def test_simnpo_loss_by_hand():
     """1/2 nll / length = log 3."""
     assert_close(mdu.simnpo_loss(f64(8 * LN3), torch.tensor([4]), 0.5), f64(4 * LN4_3))
-
-def test_simnpo_loss_equals_its_formula():
-    nll, length = random_nll(1), torch.arange(1, 6)
-    loss = mdu.simnpo_loss(nll, length, 2.5)
-    assert_equal_losses(loss, slow_simnpo(nll, length, 2.5), [nll])
-    with pytest.raises(RuntimeError, match="size"):
-        mdu.simnpo_loss(nll, length[1:], 2.5)
-    for gap in (1e6, -1e6):
-        nll = extreme(random_nll(1), gap)
-        assert_finite(mdu.simnpo_loss(nll, length, 2.5), nll)
 
 def test_dpo_loss_by_hand():
     """The rewards are log 3 and -log 3."""
     by_hand = mdu.dpo_loss(f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5)
     assert_close(by_hand, f64(LN4_3))
 
-def test_dpo_loss_equals_its_formula():
-    win, win_ref, lose, lose_ref = [random_nll(seed) for seed in range(4)]
-    loss = mdu.dpo_loss(win, win_ref, lose, lose_ref, 0.1)
-    slow_loss = slow_dpo(win, win_ref, lose, lose_ref, 0.1)
-    assert_equal_losses(loss, slow_loss, [win, lose], [win_ref, lose_ref])
-    with pytest.raises(RuntimeError, match="size"):
-        mdu.dpo_loss(win, win_ref, lose[1:], lose_ref, 0.1)
+LENGTH = torch.arange(1, 6)
+# Losses of the L_sft of sequences: (loss, its formula, which arguments are trained, which frozen).
+LOSSES_OF_NLLS = {
+    "ga": (mdu.ga_loss, slow_ga, [0], []),
+    "npo": (partial(mdu.npo_loss, beta=0.2), partial(slow_npo, beta=0.2), [0], [1]),
+    "simnpo": (partial(mdu.simnpo_loss, length=LENGTH, beta=2.5),
+               partial(slow_simnpo, length=LENGTH, beta=2.5), [0], []),
+    "dpo": (partial(mdu.dpo_loss, beta=0.1), partial(slow_dpo, beta=0.1), [0, 2], [1, 3])}
+
+@each("name", LOSSES_OF_NLLS)
+def test_a_loss_of_sequences_equals_its_formula(name):
+    loss, slow_loss, trained, frozen = LOSSES_OF_NLLS[name]
+    nlls = [random_nll(seed) for seed in range(len(trained + frozen))]
+    assert_equal_losses(loss(*nlls), slow_loss(*nlls), [nlls[i] for i in trained],
+                        [nlls[i] for i in frozen])
+
+@each("name", LOSSES_OF_NLLS)
+def test_a_loss_of_sequences_stays_finite_and_refuses_other_numbers_of_them(name):
+    loss, _, trained, frozen = LOSSES_OF_NLLS[name]
     for gap in (1e6, -1e6):
-        win = extreme(random_nll(0), gap)
-        lose = random_nll(2).float()
-        assert_finite(mdu.dpo_loss(win, win_ref.float(), lose, lose_ref.float(), 0.1), [win, lose])
+        nlls = [random_nll(seed).float() for seed in range(len(trained + frozen))]
+        nlls[0] = extreme(nlls[0], gap)
+        assert_finite(loss(*nlls), nlls[0])
+    if name != "ga":
+        with pytest.raises(RuntimeError, match="size"):
+            loss(nlls[0][1:], *nlls[1:])
 
 # ---- Batches ----
 def has_rare_tokens(name):
@@ -1307,6 +1298,17 @@ def test_trained_weights_are_float32_and_theta0_is_in_bfloat16(hub, tofu, tmp_pa
     frequencies = CONFIGS[hub.kind]["rope_theta"] ** (-torch.arange(0, d, 2) / d)
     for predictor in (model, theta0):
         assert_close(predictor.lm.model.rotary_emb.inv_freq, frequencies, 1e-6)
+
+def test_compiled_blocks_compute_the_same(base, tmp_path, monkeypatch):
+    """Traced, and not compiled: a compiler would take most of a minute."""
+    compile_ = mock.Mock(wraps=partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch, "compile", compile_)
+    typed = "--steps 3 --lr 0.01 --lora 2 --checkpoint-activations"
+    mdu.main(toy(base, tmp_path / "plain", typed))
+    assert not compile_.called
+    mdu.main(toy(base, tmp_path / "compiled", f"{typed} --compile"))
+    assert compile_.call_count == 2  # blocks
+    assert_equal_weights(tmp_path / "plain", tmp_path / "compiled", 1e-5)
 
 @each("losses, steps, expected", [
     ([8, 4, 3, 2, 1, 0], 6, (5, 1, 0.2)), ([4, 2, 3, 3, 1, 2, 0], 9, (3, 1, 1/3)),
