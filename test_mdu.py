@@ -1,17 +1,16 @@
-"""Tests of mdu.py and eval.py, on a CPU and offline, in four minutes on two cores:
+"""Tests of mdu.py and eval.py, on a CPU and offline, in two minutes on two cores:
 
     python -m pytest -q test_mdu.py
     python -m pytest -q test_mdu.py -k mdu_loss    # those with this in their name
 
 Formulas are compared with slow float64 loops, numbers worked by hand and the code of others.
-Tests are in the order of the code that they test: first mdu.py's, then eval.py's.  The name of a
-test begins with the functions that it tests.  TESTED_BY has the functions and classes that no
-test's name has.
+Tests are in the order of the code that they test: first mdu.py's, then eval.py's.
+
+    MDU_TEST_HUB=1 python -m pytest -q test_mdu.py -k pinned    # with a network: real tokenizers
 """
 import contextlib
 import fnmatch
 import hashlib
-import inspect
 import io
 import itertools
 import json
@@ -19,7 +18,6 @@ import math
 import os
 import re
 import resource
-import runpy
 import shutil
 import signal
 import subprocess
@@ -30,9 +28,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-os.environ.update({"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""})
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+if "MDU_TEST_HUB" not in os.environ:
+    os.environ["HF_HUB_OFFLINE"] = "1"
 import huggingface_hub
-import matplotlib.figure
 import numpy as np
 import pytest
 import safetensors.torch
@@ -47,70 +46,6 @@ import mdu
 torch.set_num_threads(1)
 approx = pytest.approx
 each = pytest.mark.parametrize
-
-TESTED_BY = {  # {test: functions and classes that it tests and that are not in its name}
-    # mdu.py
-    "test_draw_step_takes_every_row_once_in_a_pass_in_an_order_of_seed_and_split": "rng_for",
-    "test_draw_example_pads_answers_to_random_lengths_but_not_to_forget": "Draw",
-    "test_backward_equals_one_sequence_at_a_time": """
-        mask_prompt collate make_batch Batch forget_batch batch_nll without_adapters
-        rows_per_step""",
-    "test_backward_is_tried_with_every_method": "Method",
-    "test_train_equals_a_plain_loop_with_clipping_and_adamw": "new_optimizer",
-    "test_train_on_two_processes_equals_one": "join_processes gathered",
-    "test_main_lets_one_program_at_a_time_into_a_folder": "require_new",
-    "test_find_tokens_of_each_family": "print0",
-    "test_load_references_loads_no_model_in_vain": "References",
-    "test_record_forget_loss_says_whether_the_target_is_reached": "read_losses",
-    "test_parse_takes_defaults_of_method_and_preset": """
-        path_or_name choose_preset find_preset preset_options choose_folder implied_options
-        run_name""",
-    "test_make_parser_and_parse_explain_every_option": """
-        add_option add_method_options add_training_options add_model_options add_data_options
-        add_run_options""",
-    "test_find_source_of_a_run_as_model_has_the_response_length_of_the_run":
-        "response_length_of_run",
-    "test_add_anothers_by_hand": "spaced_words gives_anothers",
-    "test_gap_of_by_hand": "find_words token_spans find_fact",
-    "test_encode_prompt_encode_text_and_encode_row_keep_control_tokens_text": "Example",
-    "test_encode_prompt_prints_a_fixed_date": "clock_macro",
-    "test_load_backbone_equals_transformers_own_class": """
-        MaskPredictor Backbone llada_config native_config load_weights
-        set_threads""",
-    "test_save_model_saves_an_unchanged_model_byte_for_byte": "read_origin Origin",
-    "test_save_model_leaves_half_a_model_that_does_not_count": "is_finished",
-    "test_run_folder_has_a_run_json_that_says_what_it_was_made_with": "read_run write_run",
-    "test_load_checkpoint_lets_a_resumed_run_end_as_a_whole_one": "append_metrics hash_rows",
-    "test_toy_world_has_five_wrong_answers_to_each_question": "toy_row known_facts",
-    "test_parse_check_and_check_anchor_refuse_options": "BadInput require Parser number",
-    "test_load_backbone_and_read_config_refuse_a_model": "check_config check_loaded",
-    # eval.py
-    "test_masked_batches_have_few_enough_sequences_and_logits": "Job",
-    "test_evaluate_equals_one_row_at_a_time": """
-        prompt_ids answers_nll texts_nll blank_jobs write_answers score_splits score_rows
-        read_lines read_records""",
-    "test_evaluate_on_two_processes_equals_one": "gather",
-    "test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left": "print_scores",
-    "test_knows_rows_to_forget_says_whether_there_is_gen_ppl": "can_judge",
-    "test_score_answers_and_model_utility_equal_tofus_own_code": "find_answers Answers",
-    "test_compare_wrong_answers_by_hand": "bounded_exp",
-    "test_scores_of_one_answer_by_hand": "score_probes score_triviaqa em_f1",
-    "test_summarise_by_hand": "Metric mean_over_people",
-    "test_splits_have_titles_of_their_own": "Split",
-    "test_find_source_is_the_model_that_is_given": "Source",
-    "test_find_splits": "find_settings tofu_rows rwku_rows limit_rows",
-    "test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone": "trainings_of",
-    "test_publish_and_read_summary_have_null_for_nan": "to_json without_nan",
-    "test_ask_prints_what_each_run_answers": "one_line",
-    "test_group_runs_refuses_unlike_runs_of_one_name": """
-        must_agree require_same_training require_same_people""",
-    "test_report_has_every_method_averaged_over_runs_of_one_folder_name": """
-        count_rows values_of average_with_spread cell main_figures figures_table
-        write_report_md""",
-    "test_draw_methods_has_a_line_per_method_and_a_circle_per_run": """
-        find_panels draw_runs set_scale""",
-    "test_analysis_roles_equals_a_slow_loop": "anchor_kl mean_kl_by_role Study",
-    "test_analysis_trajectory_by_hand": "trajectories Trajectory"}
 
 # ======== Shared ========
 # ---- Programs, files, tensors ----
@@ -246,11 +181,6 @@ def f64(*rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 # ---- Screens and reports ----
-def help_screen(program, capsys):
-    with pytest.raises(SystemExit):
-        program.main(["--help"])
-    return capsys.readouterr().out
-
 def read_table(text):
     """A Markdown table -> {header: its column}."""
     lines = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines()]
@@ -264,10 +194,10 @@ def table_on_screen(screen):
     return read_table("\n".join(lines))
 
 def read_tables(text):
-    """{title: its table in report.md}.  A header begins with the title of the split in the table's
+    """{title of a split: its table in report.md}.  A header begins with the title in the table's
     first column only; here it is left out."""
     tables = {}
-    for title, table in re.findall(r"(?m)^## (.*)\n\n((?:\|.*\n)+)", text):
+    for title, table in re.findall(r"(?m)^## ([^:\n]*).*\n\n((?:\|.*\n)+)", text):
         tables[title] = read_table(table.replace(f"| {title} ", "| ", 1))
     return tables
 
@@ -294,13 +224,13 @@ for n in range(1, 17):
     MORE_PAIRS.append((prompt, RNG.integers(11, size=n).tolist()))
 # FakeModel has 11 tokens, with MASK and PAD.  A tiny_llama has 64: 0 is the mask, 1 is both end and
 # padding.
-WORDS = torch.arange(64) != 9  # of both: token 9 is a sign
+SIGN = 9  # of both: a token without a letter or digit
 RARE = [7, 8, 11]  # of tiny_llama: tokens of rare words, where has_rare_tokens
 
 class FakeModel:
     """11 tokens, float64 logits (B, T, 11) that depend on all tokens and their order, or those
     that a script, a function of ids, returns.  boost: of the mask token."""
-    mask_id, pad_id, end_id, origin = MASK, PAD, 1, mdu.Origin()
+    mask_id, pad_id, end_id = MASK, PAD, 1
     lm = SimpleNamespace(config=SimpleNamespace(vocab_size=11, max_position_embeddings=99))
     table = torch.randn(11, 11, generator=torch.Generator().manual_seed(6)).double()
     boost, sure, by_entropy, script = -50.0, 1, False, None
@@ -308,6 +238,9 @@ class FakeModel:
     def __init__(self, **changes):
         vars(self).update(changes)
         self.seen = []  # ids of every call
+
+    def register_forward_hook(self, hook):
+        pass
 
     def __call__(self, ids, attention_mask, positions):
         self.seen.append(ids)
@@ -413,13 +346,12 @@ def slow_logits(model, prompt, answer, masked):
         noised[i] = 0
     return model.lm(torch.tensor([prompt + noised])).logits[0, len(prompt):][masked]
 
-def slow_masked(row, method, states=None, model=None):
-    """The masked positions of an answer.  With --states written: those of its words that the model
+def slow_masked(row, method, target=None, model=None):
+    """The masked positions of an answer.  With --target authors: those of its words that the model
     still writes, at whatever place."""
-    if states == "written":
-        still_written = slow_sampler(model, row.prompt, [1] * len(row.answer))
-        return [i for i, token in enumerate(row.answer)
-                if token in still_written and WORDS[token]]
+    if target == "authors":
+        written = slow_sampler(model, row.prompt, [1] * len(row.answer))
+        return [i for i, token in enumerate(row.answer) if token in written and token != SIGN]
     masked = [i for i, u in enumerate(row.uniform) if u < row.t]
     if method == "mdu" and not masked:
         masked = [int(row.uniform.argmin())]
@@ -464,18 +396,18 @@ def slow_row_loss(args, row, model, theta0, anchor):
         win = slow_row_sft(model, row.preferred)
         win_ref = slow_row_sft(theta0, row.preferred)
         return slow_dpo(win, win_ref, nll, slow_row_sft(theta0, row), args.beta)
-    masked = slow_masked(row, args.method, args.states, model)
+    masked = slow_masked(row, args.method, args.target, model)
     targets = [row.answer[i] for i in masked]
     logits = slow_logits(model, row.prompt, row.answer, masked)
     where = at(masked, len(row.answer))
     if args.method == "wga":
         return slow_wga(logits, targets, where, args.gamma)[0]
     assert args.method == "mdu"
-    prompt = row.prompt
-    if args.anchor_prompt == "masked":
-        prompt = [0] * len(prompt)
+    prompt = [0] * len(row.prompt)
+    if args.target == "MODEL":  # which never learnt the answer
+        prompt = row.prompt
     anchor_logits = slow_logits(anchor, prompt, row.answer, masked)
-    if args.anchor_truth == "removed" and has_rare_tokens(row.prompt[0]):
+    if args.target == "removed" and has_rare_tokens(row.prompt[0]):
         anchor_logits = without_truth(anchor_logits, targets)
     return slow_mdu(logits, anchor_logits, where, args.tau)[0]
 
@@ -494,6 +426,36 @@ def slow_step(args, model, theta0, anchor, forget, retain):
             nll = nll / own_length(row)
         retain_losses.append(nll)
     return forget_loss, torch.stack(retain_losses).mean()
+
+def with_adapters(plain, *adapters):
+    """The plain model with W + 8/r B A for each linear map W.  adapters: lists of (A, B), in the
+    order of the linear maps."""
+    tensors = dict(plain.lm.named_parameters())
+    names = {module: name for name, module in plain.lm.named_modules()}
+    linears = [module for module in plain.lm.model.layers.modules()
+               if isinstance(module, torch.nn.Linear)]
+    for pairs in adapters:
+        for linear, (A, B) in zip(linears, pairs, strict=True):
+            name = f"{names[linear]}.weight"
+            tensors[name] = tensors[name] + 8 / A.shape[0] * B @ A
+    return SimpleNamespace(lm=partial(torch.func.functional_call, plain.lm, tensors))
+
+def new_adam(tensors):
+    """-> the state of Adam: [step, means, squares]."""
+    return [0, [torch.zeros_like(x) for x in tensors], [torch.zeros_like(x) for x in tensors]]
+
+def slow_adam(tensors, grads, state, lr):
+    """A step of Adam with a gradient that is clipped to norm 1 -> the norm before."""
+    state[0] += 1
+    norm = math.sqrt(sum(grad.square().sum().item() for grad in grads))
+    for tensor, grad, mean, square in zip(tensors, grads, state[1], state[2], strict=True):
+        grad = grad / max(1, norm)
+        mean.copy_(0.9 * mean + 0.1 * grad)
+        square.copy_(0.999 * square + 0.001 * grad ** 2)
+        unbiased_mean = mean / (1 - 0.9 ** state[0])
+        unbiased_square = square / (1 - 0.999 ** state[0])
+        tensor.data -= lr * unbiased_mean / (unbiased_square.sqrt() + 1e-8)
+    return norm
 
 @torch.no_grad()
 def slow_eq7(model, prompt, answer, masks):
@@ -803,30 +765,6 @@ def test_mdu_loss_of_tau_0_needs_no_anchor():
     loss = mdu.mdu_loss(logits, None, MASKED, 0)
     assert_equal_losses(loss, slow_mdu(logits, random_logits(2), MASKED, 0), [logits])
 
-@each("shape", OTHER_SHAPES)
-def test_mdu_loss_refuses_logits_of_other_tokens_than_the_masked_ones(shape):
-    wrong = torch.zeros(shape)
-    with pytest.raises(ValueError, match="same shape"):
-        mdu.mdu_loss(wrong, random_logits(2), MASKED, 1.0)
-    with pytest.raises(RuntimeError, match="shape"):
-        mdu.mdu_loss(wrong, wrong, MASKED, 1.0)
-    with pytest.raises(RuntimeError, match="shape"):
-        mdu.mdu_loss(wrong, None, MASKED, 0)
-
-@each("dtype", [torch.bfloat16, torch.float16])
-def test_mdu_loss_of_16_bit_logits_is_computed_in_float32(dtype):
-    logits, anchor_logits = random_logits(1).to(dtype), random_logits(2).to(dtype)
-    for tau in (0, 0.3, 1.0):
-        loss = mdu.mdu_loss(logits, anchor_logits, MASKED, tau)
-        wider = mdu.mdu_loss(logits.float(), anchor_logits.float(), MASKED, tau)
-        assert_close(loss, wider, 1e-6)
-
-@each("tau", [0, 0.3, 1.0])
-@each("gap", [1e6, -1e6])
-def test_mdu_loss_stays_finite_at_extreme_logits(tau, gap):
-    logits = extreme(random_logits(1), gap)
-    assert_finite(mdu.mdu_loss(logits, random_logits(2).float(), MASKED, tau), logits)
-
 def test_sft_loss_by_hand():
     """(log 4 + log 2) / t"""
     assert_close(mdu.sft_loss(TILT_FLAT, FIRST, TWO, f64(0.5)), f64(6 * LN2))
@@ -836,28 +774,42 @@ def test_sft_loss_equals_a_slow_loop():
     loss = mdu.sft_loss(logits, TARGETS, MASKED, T)
     assert_equal_losses(loss, slow_sft(logits, TARGETS, MASKED, T), [logits])
 
-def assert_refuses_other_shapes(loss):
-    """A loss of logits and targets: both of other tokens than the masked ones."""
+# The losses of logits, as functions of logits and targets.
+def mdu_loss_to_try(logits, targets):
+    anchor_logits = torch.zeros_like(logits)
+    if logits.shape == (M, 6):
+        anchor_logits[:, 2] = 1.5
+        anchor_logits[3] = torch.arange(6)
+    return mdu.mdu_loss(logits, anchor_logits, MASKED, 0.3)
+
+LOSSES_OF_LOGITS = {"mdu": mdu_loss_to_try,
+                    "mdu-tau0": lambda logits, _: mdu.mdu_loss(logits, None, MASKED, 0),
+                    "sft": partial(mdu.sft_loss, masked=MASKED, t=T.float()),
+                    "wga": partial(mdu.wga_loss, masked=MASKED, gamma=0.3)}
+
+@each("name", LOSSES_OF_LOGITS)
+def test_a_loss_refuses_logits_of_other_tokens_than_the_masked_ones(name):
+    loss = LOSSES_OF_LOGITS[name]
     for shape in OTHER_SHAPES:
-        logits = torch.zeros(shape).movedim(-1, 1)  # as cross_entropy has them
+        logits = torch.zeros(shape)
+        if name in ("sft", "wga"):
+            logits = logits.movedim(-1, 1)  # as cross_entropy has them
         with pytest.raises((RuntimeError, ValueError), match="shape"):
             loss(logits, torch.zeros(shape[:-1], dtype=torch.long))
 
-def assert_16_bit_in_float32(loss):
+@each("name", LOSSES_OF_LOGITS)
+def test_a_loss_of_16_bit_logits_is_computed_in_float32(name):
+    loss = LOSSES_OF_LOGITS[name]
     for dtype in (torch.bfloat16, torch.float16):
         logits = random_logits(1).to(dtype)
         assert_close(loss(logits, TARGETS), loss(logits.float(), TARGETS), 1e-6)
 
-def assert_finite_at_extreme_logits(loss):
+@each("name", LOSSES_OF_LOGITS)
+def test_a_loss_stays_finite_at_extreme_logits(name):
+    loss = LOSSES_OF_LOGITS[name]
     for gap in (1e6, -1e6):
         logits = extreme(random_logits(1), gap)
         assert_finite(loss(logits, TARGETS), logits)
-
-def test_sft_loss_of_other_shapes_16_bit_and_extreme_logits():
-    loss = partial(mdu.sft_loss, masked=MASKED, t=T.float())
-    assert_refuses_other_shapes(loss)
-    assert_16_bit_in_float32(loss)
-    assert_finite_at_extreme_logits(loss)
 
 def test_wga_loss_by_hand():
     """p^2 log p of both: -(log 4 / 16 + log 2 / 4)"""
@@ -868,73 +820,64 @@ def test_wga_loss_equals_a_slow_loop():
     loss = mdu.wga_loss(logits, TARGETS, MASKED, 0.3)
     assert_equal_losses(loss, slow_wga(logits, TARGETS, MASKED, 0.3), [logits])
 
-def test_wga_loss_of_other_shapes_16_bit_and_extreme_logits():
-    loss = partial(mdu.wga_loss, masked=MASKED, gamma=0.3)
-    assert_refuses_other_shapes(loss)
-    assert_16_bit_in_float32(loss)
-    assert_finite_at_extreme_logits(loss)
-
-def test_ga_loss():
-    assert_close(mdu.ga_loss(f64(2)), f64(-2))
-    nll = random_nll(1)
-    assert_equal_losses(mdu.ga_loss(nll), slow_ga(nll), [nll])
-    for gap in (1e6, -1e6):
-        nll = extreme(random_nll(1), gap)
-        assert_finite(mdu.ga_loss(nll), nll)
-
-def test_npo_loss():
-    # By hand: 1/2 (nll - nll_ref) = log 3, and sigmoid(log 3) = 3/4.
+def test_npo_loss_by_hand():
+    """1/2 (nll - nll_ref) = log 3, and sigmoid(log 3) = 3/4."""
     assert_close(mdu.npo_loss(f64(1 + 2 * LN3), f64(1), 0.5), f64(4 * LN4_3))
-    nll, nll_ref = random_nll(1), random_nll(2)
-    loss = mdu.npo_loss(nll, nll_ref, 0.2)
-    assert_equal_losses(loss, slow_npo(nll, nll_ref, 0.2), [nll], [nll_ref])
-    with pytest.raises(RuntimeError, match="size"):
-        mdu.npo_loss(nll, nll_ref[1:], 0.2)
-    for gap in (1e6, -1e6):
-        nll = extreme(random_nll(1), gap)
-        assert_finite(mdu.npo_loss(nll, nll_ref.float(), 0.2), nll)
 
-def test_simnpo_loss():
-    # By hand: 1/2 nll / length = log 3.
+def test_simnpo_loss_by_hand():
+    """1/2 nll / length = log 3."""
     assert_close(mdu.simnpo_loss(f64(8 * LN3), torch.tensor([4]), 0.5), f64(4 * LN4_3))
-    nll, length = random_nll(1), torch.arange(1, 6)
-    loss = mdu.simnpo_loss(nll, length, 2.5)
-    assert_equal_losses(loss, slow_simnpo(nll, length, 2.5), [nll])
-    with pytest.raises(RuntimeError, match="size"):
-        mdu.simnpo_loss(nll, length[1:], 2.5)
-    for gap in (1e6, -1e6):
-        nll = extreme(random_nll(1), gap)
-        assert_finite(mdu.simnpo_loss(nll, length, 2.5), nll)
 
-def test_dpo_loss():
-    # By hand: the rewards are log 3 and -log 3.
+def test_dpo_loss_by_hand():
+    """The rewards are log 3 and -log 3."""
     by_hand = mdu.dpo_loss(f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5)
     assert_close(by_hand, f64(LN4_3))
-    win, win_ref, lose, lose_ref = [random_nll(seed) for seed in range(4)]
-    loss = mdu.dpo_loss(win, win_ref, lose, lose_ref, 0.1)
-    slow_loss = slow_dpo(win, win_ref, lose, lose_ref, 0.1)
-    assert_equal_losses(loss, slow_loss, [win, lose], [win_ref, lose_ref])
-    with pytest.raises(RuntimeError, match="size"):
-        mdu.dpo_loss(win, win_ref, lose[1:], lose_ref, 0.1)
+
+LENGTH = torch.arange(1, 6)
+# Losses of the L_sft of sequences: (loss, its formula, which arguments are trained, which frozen).
+LOSSES_OF_NLLS = {
+    "ga": (mdu.ga_loss, slow_ga, [0], []),
+    "npo": (partial(mdu.npo_loss, beta=0.2), partial(slow_npo, beta=0.2), [0], [1]),
+    "simnpo": (partial(mdu.simnpo_loss, length=LENGTH, beta=2.5),
+               partial(slow_simnpo, length=LENGTH, beta=2.5), [0], []),
+    "dpo": (partial(mdu.dpo_loss, beta=0.1), partial(slow_dpo, beta=0.1), [0, 2], [1, 3])}
+
+@each("name", LOSSES_OF_NLLS)
+def test_a_loss_of_sequences_equals_its_formula(name):
+    loss, slow_loss, trained, frozen = LOSSES_OF_NLLS[name]
+    nlls = [random_nll(seed) for seed in range(len(trained + frozen))]
+    assert_equal_losses(loss(*nlls), slow_loss(*nlls), [nlls[i] for i in trained],
+                        [nlls[i] for i in frozen])
+
+@each("name", LOSSES_OF_NLLS)
+def test_a_loss_of_sequences_stays_finite_and_refuses_other_numbers_of_them(name):
+    loss, _, trained, frozen = LOSSES_OF_NLLS[name]
     for gap in (1e6, -1e6):
-        win = extreme(random_nll(0), gap)
-        lose = random_nll(2).float()
-        assert_finite(mdu.dpo_loss(win, win_ref.float(), lose, lose_ref.float(), 0.1), [win, lose])
+        nlls = [random_nll(seed).float() for seed in range(len(trained + frozen))]
+        nlls[0] = extreme(nlls[0], gap)
+        assert_finite(loss(*nlls), nlls[0])
+    if name != "ga":
+        with pytest.raises(RuntimeError, match="size"):
+            loss(nlls[0][1:], *nlls[1:])
 
 # ---- Batches ----
 def has_rare_tokens(name):
+# ---- Batches ----
     """Whether tokens of RARE are rare in this row to forget: in every second one they are."""
     return name % 2 == 0
 
-def make_examples():
+def make_examples(target="removed"):
     """10 to forget and 7 to retain.  The first token of a prompt names the row.  All tokens of rows
-    to retain are called rare, as that must make no difference."""
-    others = [[8, 9, 1], [9, 9, 1], [10, 9, 1]]
+    to retain are flagged, as that must make no difference."""
     forget, retain = [], []
     for i in range(10):
         answer = [*range(6, 8 + i % 5), 1]
-        is_rare = [has_rare_tokens(30 + i) and token in RARE for token in answer]
-        forget.append(mdu.Example([30 + i, 4], answer, is_rare, others))
+        flagged = [has_rare_tokens(30 + i) and token in RARE for token in answer]
+        if target == "authors":
+            flagged = [token != SIGN for token in answer]
+        # Its prompt may end otherwise (a token at the boundary belongs to the answer).
+        others = [([30 + i, 5], [first, 9, 1]) for first in (8, 9, 10)]
+        forget.append(mdu.Example([30 + i, 4], answer, flagged, others))
         retain.append(mdu.Example([50 + i, 4, 5], answer, [True] * len(answer), []))
     del retain[7:]
     retain[6] = retain[6]._replace(prompt_masked=True)
@@ -952,7 +895,7 @@ def draw(typed, steps):
         retain += drawn[1]
     return forget, retain
 
-def test_draw_step_takes_every_row_once_in_a_pass_in_an_order_of_seed_and_split():
+def test_every_row_is_drawn_once_in_a_pass_in_an_order_of_seed_and_split():
     """The seed also decides t, the masks and which prompts are hidden."""
     def drawn(typed):
         rows, _ = draw(f"--batch-size 1 --prompt-dropout 0.5 {typed}", range(30))
@@ -972,7 +915,7 @@ def assert_uniform(values, low):
     expected = np.linspace(low, 1, len(values))
     assert min(values) >= low and np.abs(np.sort(values) - expected).max() <= 0.04
 
-def test_draw_example_draws_t_uniformly_and_one_other_answer_for_dpo():
+def test_t_and_masks_are_uniform_and_dpo_prefers_another_answer():
     forget, retain = draw("--method dpo --batch-size 10", range(200))
     train, _ = draw("--method sft --batch-size 10", range(200))
     for rows in (forget, retain, train):
@@ -981,12 +924,13 @@ def test_draw_example_draws_t_uniformly_and_one_other_answer_for_dpo():
     assert_uniform(np.concatenate([row.uniform for row in forget]), 0)
     for row in forget:
         other = row.preferred
-        assert (other.prompt, other.t, other.answer[1:]) == (row.prompt, row.t, [9, 1])
+        assert (other.t, other.answer[1:]) == (row.t, [9, 1])
+        assert other.prompt == [row.prompt[0], 5]
         assert len(other.uniform) == 3 and other.uniform[0] != row.uniform[0]
     assert {row.preferred.answer[0] for row in forget} == {8, 9, 10}
 
 @each("longest", [1, 12])
-def test_draw_example_pads_answers_to_random_lengths_but_not_to_forget(longest):
+def test_answers_are_padded_to_random_lengths_but_not_those_to_forget(longest):
     forget, retain = draw(f"--batch-size 5 --response-length {longest}", range(100))
     train, _ = draw(f"--method sft --batch-size 5 --response-length {longest}", range(100))
     assert all(len(row.answer) == own_length(row) for row in forget)
@@ -995,13 +939,13 @@ def test_draw_example_pads_answers_to_random_lengths_but_not_to_forget(longest):
         for row in rows:
             n = own_length(row)
             assert row.length == n and set(row.answer[n:]) <= {PAD}  # after the end token
-            assert len(row.uniform) == len(row.is_rare) == len(row.answer)
-            assert not any(row.is_rare[n:])
+            assert len(row.uniform) == len(row.flagged) == len(row.answer)
+            assert not any(row.flagged[n:])
             lengths[n].add(len(row.answer))
         assert lengths == {n: set(range(n, max(longest, n) + 1)) for n in lengths}
 
 @each("method", ["ga", "sft", "dpo"])
-def test_draw_example_hides_prompts_of_answers_without_padding(method):
+def test_prompt_dropout_masks_prompts_and_changes_nothing_else(method):
     """A row whose prompt is shown is drawn as without the option.  Of a row to forget only the
     prompt is changed, as its answer is never padded.  ga draws rows to forget alone."""
     plain = sum(draw(f"--method {method} --batch-size 1", range(1000)), [])
@@ -1022,7 +966,7 @@ def test_draw_example_hides_prompts_of_answers_without_padding(method):
     assert {row.prompt[0] for row in rows} == names | {MASK}  # each draw has its own chance
 
 @each("method", ["mdu", "dpo"])
-def test_draw_step_depends_on_no_process_and_no_micro_batch(method, monkeypatch):
+def test_a_step_has_the_same_rows_on_any_processes_in_any_micro_batches(method, monkeypatch):
     found = []
     for processes, batch in ((1, "10"), (1, "2 --grad-accum 5"), (2, "10"), (5, "10")):
         monkeypatch.setattr(mdu, "WORLD", processes)
@@ -1034,36 +978,18 @@ def test_draw_step_depends_on_no_process_and_no_micro_batch(method, monkeypatch)
             rows += forget + retain
         found.append(sorted(repr(row) for row in rows))
     assert found == [found[0]] * 4
-    monkeypatch.setattr(mdu, "WORLD", 3)
-    with pytest.raises(mdu.BadInput, match="3 processes"):
-        mdu.check(options("--batch-size 10 --out absent/run"), mdu.toy_world())
 
 # ---- One step ----
-METHODS = {  # {method: options to try it with}
-    "mdu": ["--tau 0", "--tau 0.25", "", "--lora 3", "--anchor-truth removed", "--anchor MODEL",
-            "--states written --tau 0.5", "--states written --anchor current",
-            "--anchor current --lora 3", "--anchor MODEL --anchor-prompt shown --tau 0.5",
-            "--anchor MODEL --anchor-prompt shown --states written",
-            "--anchor-truth removed --anchor current --tau 0.5 --states written",
-            "--anchor-truth removed --anchor MODEL --anchor-prompt shown --lora 3"],
+TRIED = {  # {method: options to try it with}
+    "mdu": ["--tau 0", "--tau 0.25", "", "--lora 3", "--target removed",
+            "--target removed --lora 3", "--target MODEL --tau 0.5", "--target MODEL --lora 3",
+            "--target authors --tau 0.5", "--target authors"],
     "ga": [""], "gd": [""], "npo": ["", "--lora 2"], "simnpo": [""], "wga": ["--gamma 0.5"],
     "dpo": ["", "--lora 4"], "sft": [""]}
-TRIED = []  # the command lines of this table
-for name, tries in METHODS.items():
-    TRIED += [f"--method {name} {typed}".strip() for typed in tries]
+COMMANDS = [f"--method {method} {typed}".strip() for method in TRIED for typed in TRIED[method]]
 
-def test_backward_is_tried_with_every_method():
-    assert METHODS.keys() == mdu.METHODS.keys()
-
-def merged_lm(plain, adapted):
-    """The plain model with W + 8/rank B A for each linear map W, as a function of A and B."""
-    adapters = dict(adapted.lm.named_parameters())
-    tensors = dict(plain.lm.named_parameters())
-    for layer in [name[:-1] for name in adapters if name.endswith(".A")]:
-        A = adapters[f"{layer}A"]
-        B = adapters[f"{layer}B"]
-        tensors[f"{layer}weight"] = tensors[f"{layer}weight"] + 8 / len(A) * B @ A
-    return SimpleNamespace(lm=partial(torch.func.functional_call, plain.lm, tensors))
+def test_every_method_is_tried():
+    assert TRIED.keys() == mdu.METHODS.keys()
 
 def trained_weights(model):
     return [p for p in model.parameters() if p.requires_grad]
@@ -1082,13 +1008,14 @@ def step_to_try(typed):
 
     # 2. Theta and theta0.  Noise on what is trained: else LoRA's B would be 0, and theta theta0.
     likely = range(64)
-    if args.states == "written":
+    if args.target == "authors":
         likely = range(6, 14)  # the words of the answers and a few others
     model = tiny_llama(0, likely)
     theta0 = slow_theta0 = tiny_llama(1, likely)
-    original = tiny_llama(2, likely)  # of --anchor MODEL
+    original = tiny_llama(2, likely)  # of --target MODEL
     if args.lora:
         slow_theta0 = tiny_llama(0, likely)
+        mdu.hook_adapters(model)
         mdu.add_adapters(model, args.lora, seed=5)
         model.double().train().lm.activation_checkpointing_enable()
         theta0 = mdu.without_adapters(model)
@@ -1096,30 +1023,35 @@ def step_to_try(typed):
         p.data += 0.1 * torch.randn_like(p)
     slow_model = model
     if args.lora:
-        slow_model = merged_lm(slow_theta0, model)
+        own = [(linear.A, linear.B) for linear in mdu.linear_maps(model)]
+        slow_model = with_adapters(slow_theta0, own)
 
     # 3. The anchor.
     anchor = theta0
     slow_anchor = slow_theta0
-    if args.anchor == "current":
+    if args.target == "authors":
         anchor = model
         slow_anchor = slow_model
-    elif args.anchor == "MODEL":
+    elif args.target == "MODEL":
         anchor = slow_anchor = original
 
     # 4. Ten rows of a step of 3 x 4: micro-batches of 3, 3, 3 and 1.
     split = "train" if args.method == "sft" else "forget"
-    forget, retain = mdu.draw_step(args, make_examples(), split, 3, model)
+    forget, retain = mdu.draw_step(args, make_examples(args.target), split, 3, model)
     return SimpleNamespace(
-        args=args, model=model, references=mdu.References(theta0, anchor, WORDS),
-        forget=forget[:10], retain=retain[:10], original=original, slow_model=slow_model,
-        slow_theta0=slow_theta0, slow_anchor=slow_anchor)
+        args=args, model=model, theta0=theta0, anchor=anchor, forget=forget[:10],
+        retain=retain[:10], slow_model=slow_model, slow_theta0=slow_theta0,
+        slow_anchor=slow_anchor)
 
-@each("typed", TRIED)
+def backward(step):
+    return mdu.backward(
+        step.args, step.model, step.theta0, step.anchor, step.forget, step.retain)
+
+@each("typed", COMMANDS)
 def test_backward_equals_one_sequence_at_a_time(typed):
     """The losses that it returns, and the gradients."""
     step = step_to_try(typed)
-    losses = mdu.backward(step.args, step.model, step.references, step.forget, step.retain)
+    losses = backward(step)
     forget_loss, retain_loss = slow_step(
         step.args, step.slow_model, step.slow_theta0, step.slow_anchor, step.forget, step.retain)
     share = 10 / 12  # a step divides by its 12 rows, though it has ten here
@@ -1133,64 +1065,28 @@ def test_backward_equals_one_sequence_at_a_time(typed):
         assert grad.any()
         assert_close(p.grad, grad, 1e-9)
 
-@each("typed", TRIED)
-def test_backward_is_tried_with_rows_that_are_easy_to_get_wrong(typed):
+@each("typed", ["--method mdu", "--method mdu --target MODEL", "--method npo", "--method dpo"])
+def test_no_gradient_reaches_theta0_and_the_anchor(typed):
     step = step_to_try(typed)
-    # A row of which t masks no token.
-    assert any(row.t <= row.uniform.min() for row in step.forget)
-    # With --states written: a row of which the model writes no token, one of which it writes two.
-    if step.args.states == "written":
-        sizes = []
-        for row in step.forget:
-            sizes.append(len(slow_masked(row, "mdu", "written", step.slow_model)))
-        assert min(sizes) == 0
-        assert max(sizes) > 1
-    # A row to retain with end padding.
-    if step.retain:
-        assert any(len(row.answer) > own_length(row) for row in step.retain)
-
-def frozen_models(step):
-    """The models of a step that have no gradient, and would have one if they were trained: theta0
-    and the anchor, where they are not the model in training, nor that without its adapters."""
-    references = (step.references.theta0, step.references.anchor)
-    return [model for model in references
-            if isinstance(model, torch.nn.Module) and model is not step.model]
-
-@each("typed", TRIED)
-def test_backward_leaves_no_gradient_in_theta0_and_the_anchor(typed):
-    step = step_to_try(typed)
-    mdu.backward(step.args, step.model, step.references, step.forget, step.retain)
-    for model in frozen_models(step):
-        for p in model.parameters():
+    backward(step)
+    for frozen in (step.theta0, step.anchor):
+        for p in frozen.parameters():
             assert p.requires_grad
             assert p.grad is None
 
-def test_backward_is_tried_with_theta0_and_with_another_anchor():
-    """The test above looks at models in these cases."""
-    for typed in ("--method mdu", "--method npo", "--method dpo"):
-        cases = [case for case in TRIED if f"{case} ".startswith(f"{typed} ")]
-        assert any(frozen_models(step_to_try(case)) for case in cases), typed
-
-def test_predict_anchor_sees_no_question_unless_it_is_shown():
-    step = step_to_try("--method mdu")
+@each("target, is_same", [("paper", True), ("removed", True), ("authors", True), ("MODEL", False)])
+def test_the_target_sees_the_question_of_another_model_alone(target, is_same):
+    step = step_to_try(f"--method mdu --target {target}")
     batch = mdu.make_batch(step.model, step.forget)
     with_other_prompts = [draw._replace(prompt=[40] * len(draw.prompt)) for draw in step.forget]
     other_batch = mdu.make_batch(step.model, with_other_prompts)
-    for anchor_prompt, is_same in (("masked", True), ("shown", False)):
-        logits = mdu.predict_anchor(step.model, batch, step.model.mask_id, anchor_prompt)
-        other = mdu.predict_anchor(step.model, other_batch, step.model.mask_id, anchor_prompt)
-        assert torch.equal(logits, other) == is_same
-
-@each("lora", ["", "--lora 3"])
-def test_predict_anchor_keeps_nothing_in_memory_for_a_backward_pass(lora):
-    """Also where the anchor is the model in training."""
-    step = step_to_try(f"--method mdu {lora}")
-    batch = mdu.make_batch(step.model, step.forget)
-    anchor_logits = mdu.predict_anchor(step.model, batch, step.model.mask_id, "masked")
-    assert not anchor_logits.requires_grad
+    logits = mdu.predict_target(step.args, step.anchor, batch, step.model.mask_id)
+    other = mdu.predict_target(step.args, step.anchor, other_batch, step.model.mask_id)
+    assert torch.equal(logits, other) == is_same
+    assert not logits.requires_grad
 
 @each("lora", ["", "--lora 2", "--lora 3", "--lora 4"])
-def test_merged_weights_compute_what_weights_with_adapters_do(lora):
+def test_saved_weights_compute_what_weights_with_adapters_do(lora):
     """In a model without adapters, as a run is saved."""
     step = step_to_try(f"--method npo {lora}")
     merged = dict(mdu.merged_weights(step.model.lm))
@@ -1198,45 +1094,7 @@ def test_merged_weights_compute_what_weights_with_adapters_do(lora):
     logits = torch.func.functional_call(step.slow_theta0.lm, merged, ids).logits
     assert_close(logits, step.slow_model.lm(ids).logits, 1e-5)  # A and B are merged in float32
 
-@pytest.fixture
-def another_loss(monkeypatch):
-    """KTO, added as mdu.py says under "To add a loss": a loss, its call in forget_loss, an entry of
-    METHODS, an option."""
-    def kto_loss(nll, nll_ref, kappa):
-        return kappa * (nll_ref.detach() - nll)
-
-    own_forget_loss = mdu.forget_loss
-
-    def forget_loss(args, model, references, batch, preferred):
-        if args.method == "kto":
-            with torch.no_grad():
-                nll_ref = mdu.batch_nll(references.theta0, batch)
-            return kto_loss(mdu.batch_nll(model, batch), nll_ref, args.kappa)
-        return own_forget_loss(args, model, references, batch, preferred)
-
-    own_make_parser = mdu.make_parser
-
-    def make_parser():
-        parser = own_make_parser()
-        parser.add_argument("--kappa", help=f"factor [{mdu.default_text('kappa')}]", type=float)
-        return parser
-
-    monkeypatch.setattr(mdu, "forget_loss", forget_loss)
-    method = mdu.Method(dict(kappa=2.0), with_theta0=True)
-    monkeypatch.setitem(mdu.METHODS, "kto", method)
-    monkeypatch.setitem(mdu.METHOD_OPTIONS, "kappa", None)
-    monkeypatch.setattr(mdu, "make_parser", make_parser)
-
-def test_forget_loss_takes_another_loss(another_loss, base, tmp_path, capsys):
-    mdu.main(toy(base, tmp_path / "run", "--method kto --kappa 3 --epochs 1"))
-    assert metrics(tmp_path / "run")[0]["forget"] == approx(0, abs=1e-4)  # theta is theta0
-    assert metrics(tmp_path / "run")[2]["forget"] < -0.1
-    assert options("--method kto").kappa == 2
-    with pytest.raises(mdu.BadInput, match="npo has no option --kappa"):
-        options("--method npo --kappa 3")
-    assert "factor [2.0]" in mdu.make_parser().format_help()
-
-def test_forget_loss_refuses_a_method_that_has_no_loss(base, tmp_path, monkeypatch):
+def test_a_method_without_a_loss_is_refused(base, tmp_path, monkeypatch):
     monkeypatch.setitem(mdu.METHODS, "kto", mdu.Method({}))
     with pytest.raises(ValueError, match="has no loss for --method kto"):
         mdu.main(toy(base, tmp_path / "run", "--method kto"))
@@ -1244,7 +1102,7 @@ def test_forget_loss_refuses_a_method_that_has_no_loss(base, tmp_path, monkeypat
 # ---- Training ----
 @each("typed", ["npo --retain-weight 0.5", "mdu --tau 0.5 --retain-weight 2",
                 "wga --gamma 0.5 --retain-weight 0"])
-def test_train_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_path, monkeypatch):
+def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_path, monkeypatch):
     """Three steps, in float64: the lines of metrics.jsonl, and the weights at the end."""
     load_backbone = mdu.load_backbone
 
@@ -1262,23 +1120,15 @@ def test_train_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_path
     theta0, _ = load_float64(str(base))
     examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
     parameters = list(model.parameters())
-    means = [torch.zeros_like(p) for p in parameters]
-    squares = [torch.zeros_like(p) for p in parameters]
+    state = new_adam(parameters)
     norms = []
     # 24 rows in batches of 8: one step of warm-up, then half a cosine over two steps.
     for step, lr in enumerate([0.01, 0.01, 0.005], 1):
         rows = mdu.draw_step(args, examples, "forget", step - 1, model)
         forget_loss, retain_loss = slow_step(args, model, theta0, theta0, *rows)
         grads = torch.autograd.grad(forget_loss + args.retain_weight * retain_loss, parameters)
-        norm = torch.cat([grad.flatten() for grad in grads]).norm().item()
+        norm = slow_adam(parameters, grads, state, lr)
         norms.append(norm)
-        for p, m, v, grad in zip(parameters, means, squares, grads):
-            grad = grad / max(1, norm)  # clipped to norm 1
-            m.copy_(0.9 * m + 0.1 * grad)
-            v.copy_(0.999 * v + 0.001 * grad ** 2)
-            unbiased_m = m / (1 - 0.9 ** step)
-            unbiased_v = v / (1 - 0.999 ** step)
-            p.data -= lr * unbiased_m / (unbiased_v.sqrt() + 1e-8)
         line = lines[step - 1]
         assert line["step"] == step
         found = [line["lr"], line["grad_norm"], line["forget"], line.get("retain", 0)]
@@ -1295,53 +1145,33 @@ def no_gradient(args, model, *_):
     return [0.0, 0.0]
 
 @each("effect, code, message", [
-    (KeyboardInterrupt, 130, ""),  # its line is on stdout
-    (torch.OutOfMemoryError, 2, "out of GPU memory: lower --batch-size, add --lora"),
-    (mdu.SafetensorError("I/O error: no space"), 2, "I/O error: no space"),
+    (KeyboardInterrupt, 130, None),
+    (torch.OutOfMemoryError, 2, "out of GPU memory: lower --batch-size"),
     ([[math.nan, 0.0]], 2, "step 1: loss nan"), ([[0.0, math.inf]], 2, "retain loss inf"),
     (no_gradient, 2, "norm nan")])
-def test_train_ends_in_one_line(effect, code, message, base, tmp_path, monkeypatch, capsys):
+def test_a_step_that_fails_ends_the_run_in_one_line(
+        effect, code, message, base, tmp_path, monkeypatch, capsys):
     """effect: what backward raises, or the losses that it returns, or what is called in its
     place."""
     monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=effect))
     err = program(toy(base, tmp_path / "run"), capsys, code=code)
-    assert message in err
-    if effect is KeyboardInterrupt:
-        assert err == ""
-    else:
-        assert err != ""
+    assert err == "" if message is None else message in err
 
-def test_print_start_and_progress_line_of_a_run(base, tmp_path, capsys):
-    mdu.main(toy(base, tmp_path / "run", "--method ga --epochs 1 --seed 4"))
-    size = sum(x.numel() for x in weights(base).values())
-    screen = capsys.readouterr().out
-    assert f"\nga (seed 4) from {base} -> {tmp_path}/run, {size:,} parameters trained, " in screen
-    assert "computed in float32, on 1 x cpu\n" in screen
-    assert "\n24 rows to forget, 3 steps of 8 (1 epochs), 0 done\n" in screen
-    for step, epoch in ((1, 0.333333), (3, 1)):
-        assert f"\nrun: step {step} | epoch {epoch} | forget -" in screen
-
-def test_require_finite_says_that_the_start_model_has_nan(base, tmp_path, monkeypatch, capsys):
-    """And of a later step, that the learning rate is too high."""
+def test_a_start_model_with_nan_is_refused_at_the_first_step(base, tmp_path, capsys):
     shutil.copytree(base, tmp_path / "nan")
     tensors = weights(base)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = math.nan
     safetensors.torch.save_file(tensors, tmp_path / "nan/model.safetensors", {"format": "pt"})
     err = program(toy(tmp_path / "nan", tmp_path / "run"), capsys)
-    assert "; the start model (or --anchor MODEL) already has nan or inf in its weights" in err
-    assert "step 1: loss nan" in err and "--lr" not in err
-    steps = mock.Mock(side_effect=[[1.0, 1.0], [math.nan, 1.0]])
-    monkeypatch.setattr(mdu, "backward", steps)
-    err = program(toy(base, tmp_path / "later"), capsys)
-    assert "step 2: loss nan" in err and err.endswith("; lower --lr\n")
+    assert "step 1: loss nan" in err and "the start model (or --target MODEL) already has" in err
 
-def test_learning_rate_by_hand():
+def test_the_learning_rate_by_hand():
     args = options("--lr 0.3")
     rates = [mdu.learning_rate(args, step, 60) for step in (0, 1, 2, 3, 22, 41, 60)]
     assert rates == approx([0.1, 0.2, 0.3, 0.3, 0.225, 0.075, 0])
 
 # ---- The program ----
-def test_main_forgets_an_author_and_keeps_two_others(tmp_path):
+def test_mdu_forgets_an_author_and_keeps_two_others(tmp_path):
     """End to end: a base model learns the eight facts of each, MDU unlearns one's, both scored."""
     world = mdu.toy_world()
     forget = write_lines(tmp_path / "forget", world["forget"][-8:])
@@ -1358,7 +1188,36 @@ def test_main_forgets_an_author_and_keeps_two_others(tmp_path):
     assert after["forget"]["fact"] < 0.2 and after["forget"]["prob"] < 0.2
     assert after["retain"]["fact"] > 0.9 and after["retain"]["prob"] > 0.8
 
-def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path, capsys):
+def test_the_recommended_run_for_ones_own_rows_forgets_and_keeps(tmp_path):
+    """A fine-tune that never needs the questions knows rows to forget and to retain.  After
+    `mdu.py --model finetune --forget ... --retain ... --lora 16` it fills in gaps in the answers to
+    forget no more often than in rows that it never learnt, and keeps what it knew."""
+    world = mdu.toy_world()["retain"]
+    files = {}
+    for name, rows in [("forget", world[:8]), ("retain", world[8:32]), ("never", world[32:40])]:
+        files[name] = write_lines(tmp_path / name, rows)
+    learn = "--preset toy --method sft --prompt-dropout 0.5 --lr 0.003 --batch-size 16"
+    rows = ["--forget", files["forget"], "--retain", files["retain"]]
+    # The words of the rows that it never learns are in its vocabulary.
+    original, finetune, run = f"{tmp_path}/original", f"{tmp_path}/finetune", f"{tmp_path}/run"
+    words = write_lines(tmp_path / "words", world[:8] + world[32:40])
+    mdu.main([*learn.split(), "--retain-only", "--steps", "1", "--forget", words,
+              "--retain", files["retain"], "--out", original])
+    mdu.main([*learn.split(), "--steps", "400", *rows, "--model", original, "--out", finetune])
+
+    mdu.main(["--model", finetune, *rows, "--lora", "16", "--out", run])
+    ev.main(["--samples", "8", "--never", files["never"], finetune, run])
+    before = ev.read_summary(finetune)["splits"]
+    after = ev.read_summary(run)["splits"]
+    assert (before["forget"]["fact"], before["retain"]["fact"]) == (1, 1)
+    for gaps in ("infill", "infill_no_question"):
+        assert before["forget"][gaps] > 0.5
+        assert after["forget"][gaps] <= after["never"][gaps] + 0.15
+    assert after["forget"]["fact"] == 0
+    assert after["forget"]["prob"] < 0.3
+    assert after["retain"]["fact"] > 0.95
+
+def test_one_program_at_a_time_gets_into_a_folder(base, unlearned, tmp_path, capsys):
     """What another one has made while we waited is not touched."""
     run = tmp_path / "run"
     with mock.patch.object(mdu, "backward", partial(stop_in, run)):
@@ -1375,7 +1234,7 @@ def test_main_lets_one_program_at_a_time_into_a_folder(base, unlearned, tmp_path
     for folder in (run, tmp_path / "new"):
         assert sorted(read_all(folder).values()) == sorted(read_all(unlearned).values())
 
-def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch):
+def test_a_missing_base_is_trained_with_what_was_typed_for_it(tmp_path, monkeypatch):
     def train_base(command, env):
         assert command[:2] == [sys.executable, mdu.__file__] and env["WORLD_SIZE"] == "1"
         mdu.main([*command[2:], "--epochs", "0.2"])
@@ -1384,13 +1243,14 @@ def test_train_missing_base_hands_down_seed_and_dtype(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="^3$"):
         mdu.main(["--out", f"{tmp_path}/run"])
     monkeypatch.setattr(mdu.subprocess, "run", train_base)
-    mdu.main(f"--epochs 0.3 --seed 7 --dtype bfloat16 --out {tmp_path}/run".split())
+    typed = "--seed 7 --dtype bfloat16 --response-length 9"
+    mdu.main(f"--epochs 0.3 {typed} --out {tmp_path}/run".split())
     made = mdu.read_run(tmp_path / "base")["options"]
-    assert (made["seed"], made["dtype"]) == (7, "bfloat16")
+    assert (made["seed"], made["dtype"], made["response_length"]) == (7, "bfloat16", 9)
     with unchanged(tmp_path / "base"):
         mdu.main(["--epochs", "0.3", "--method", "ga", "--out", f"{tmp_path}/ga"])
 
-def test_run_program_ends_the_group_and_shows_the_traceback_of_a_bug(base, tmp_path, capsys):
+def test_a_bug_keeps_its_traceback(base, tmp_path, capsys):
     """A library's ValueError is no bad input."""
     with mock.patch.object(mdu, "backward", side_effect=ValueError("a bug")):
         with pytest.raises(SystemExit, match="^1$"):
@@ -1399,18 +1259,8 @@ def test_run_program_ends_the_group_and_shows_the_traceback_of_a_bug(base, tmp_p
     assert "Traceback" in err and "ValueError: a bug" in err
     assert not mdu.dist.is_initialized()
 
-@each("encoding, shown", [("utf-8", "↓ Łuk é"), ("latin-1", "\\u2193 \\u0141uk é"),
-                          ("ascii", "\\u2193 \\u0141uk \\xe9")])
-def test_run_program_prints_also_where_letters_cannot_be_shown(encoding, shown, monkeypatch):
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
-    with pytest.raises(SystemExit) as stop:
-        mdu.run_program("eval.py", partial(print, "↓ Łuk é", flush=True))
-    assert stop.value.code == 0
-    assert written.getvalue().decode(encoding) == f"{shown}\n"
-
 # ---- The models of a run ----
-def test_load_model_draws_weights_and_adapters_by_the_seed(base):
+def test_weights_and_adapters_are_drawn_by_the_seed(base):
     for typed in ("--method sft", f"--model {base} --lora 2 --checkpoint-activations"):
         drawn = []
         for seed in (1, 2, 2):
@@ -1421,27 +1271,26 @@ def test_load_model_draws_weights_and_adapters_by_the_seed(base):
         assert model.lm.is_activation_checkpointing == ("--checkpoint-activations" in typed)
 
 @each("typed, loads", [
-    ("--tau 0", 1), ("--tau 1", 2), ("--anchor current", 1), ("--anchor {base}", 2),
-    ("--anchor current --diagnose --dtype bfloat16", 2), ("--lora 2", 1), ("--method ga", 1),
+    ("--tau 0", 1), ("--tau 1", 2), ("--target authors", 1), ("--target {other}", 2),
+    ("--target authors --diagnose --dtype bfloat16", 2), ("--lora 2", 1), ("--method ga", 1),
     ("--method npo", 2), ("--method simnpo", 1), ("--method dpo", 2), ("--method sft", 1)])
-def test_load_references_loads_no_model_in_vain(typed, loads, base, tmp_path, monkeypatch):
+def test_no_model_is_loaded_in_vain(typed, loads, base, unlearned, tmp_path, monkeypatch):
     load = mock.Mock(wraps=mdu.load_backbone)
     monkeypatch.setattr(mdu, "load_backbone", load)
     monkeypatch.delattr(mdu, "save_checkpoint")  # nor is one saved after the last step
-    typed = f"--epochs 0.1 --checkpoint-every 1 {typed}".format(base=base)
+    typed = f"--epochs 0.1 --checkpoint-every 1 {typed}".format(other=unlearned)
     mdu.main(toy(base, tmp_path / "run", typed))
     assert load.call_count == loads
     assert ("kl" in metrics(tmp_path / "run")[-1]) == ("--diagnose" in typed)
     head = weights(tmp_path / "run")["lm_head.weight"]
     assert not torch.equal(head, head.bfloat16().float())  # it is trained and saved in float32
 
-def test_load_model_and_load_references_in_bfloat16(hub, tofu, tmp_path, monkeypatch):
-    """What is trained and all rotary frequencies are in float32, theta0 is in bfloat16."""
+def test_trained_weights_are_float32_and_theta0_is_in_bfloat16(hub, tofu, tmp_path, monkeypatch):
+    """Rotary frequencies, which bfloat16 would round off, are in float32 in both."""
     monkeypatch.setattr(mdu, "backward", mock.Mock(wraps=mdu.backward))
     typed = f"--model {hub.folder} --data {tofu} --dtype bfloat16 --epochs 0.1 --method dpo --out"
     mdu.main([*typed.split(), str(tmp_path / "run")])
-    _, model, references, *_ = mdu.backward.call_args.args
-    theta0 = references.theta0
+    _, model, theta0, *_ = mdu.backward.call_args.args
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.dtype for p in theta0.parameters()} == {torch.bfloat16}
     assert {x.dtype for x in weights(tmp_path / "run").values()} == {torch.bfloat16}
@@ -1450,40 +1299,42 @@ def test_load_model_and_load_references_in_bfloat16(hub, tofu, tmp_path, monkeyp
     for predictor in (model, theta0):
         assert_close(predictor.lm.model.rotary_emb.inv_freq, frequencies, 1e-6)
 
-@each("losses, steps, expected", [
-    ([8, 4, 3, 2, 1, 0], 6, (5, 1, 0.2)), ([4, 2, 0, 0], 9, (2, 2/3, 1/3)),
-    ([8, 4], 40, (6, 6, 1)),  # after two steps of 40, for the progress line
-    (10 * [10] + 170 * [7] + 20 * [1], 200, (10, 1, 0.1)),  # the first ten, the last tenth
-    (5 * [10] + 40 * [7] + 5 * [1], 50, (10, 1, 0.1)),
-    ([0, 0, 0, 0], 4, (0, 0, 0)), ([0, 0, 0, 3], 4, (0, 1, 0))])
-def test_forget_loss_left_by_hand(losses, steps, expected):
-    """Means of the first ten steps and of the last tenth of the steps.  Of less than a hundred
-    steps both are of a tenth.  Both are of at least three steps."""
-    assert mdu.forget_loss_left(losses, steps) == approx(expected)
+def test_compiled_blocks_compute_the_same(base, tmp_path, monkeypatch):
+    """Traced, and not compiled: a compiler would take most of a minute."""
+    compile_ = mock.Mock(wraps=partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch, "compile", compile_)
+    typed = "--steps 3 --lr 0.01 --lora 2 --checkpoint-activations"
+    mdu.main(toy(base, tmp_path / "plain", typed))
+    assert not compile_.called
+    mdu.main(toy(base, tmp_path / "compiled", f"{typed} --compile"))
+    assert compile_.call_count == 2  # blocks
+    assert_equal_weights(tmp_path / "plain", tmp_path / "compiled", 1e-5)
 
-@each("method, factor, advice", [
-    ("mdu", 0.5, "to another --out: raise --lr, which was 0.0003, three to ten times"),
-    ("mdu", 0.25, "to another --out: train longer, with --epochs 6, or raise --lr"),
-    ("mdu", 0.2, None), ("npo", 0.9, None)])
-def test_record_forget_loss_says_whether_the_target_is_reached(
-        method, factor, advice, base, tmp_path, monkeypatch, capsys):
-    """A run that is stopped and resumed has the same figures as one that is not."""
+@each("losses, steps, expected", [
+    ([8, 4, 3, 2, 1, 0], 6, (5, 1, 0.2)), ([4, 2, 3, 3, 1, 2, 0], 9, (3, 1, 1/3)),
+    ([8, 4, 3, 2, 1], 5, None), ([8, 4, 6, 7], 40, None),  # too few so far
+    (10 * [10] + 170 * [7] + 20 * [1], 200, (10, 1, 0.1)),  # the first ten, the last tenth
+    (5 * [10] + 40 * [7] + 5 * [1], 50, (10, 1, 0.1)), ([0] * 6, 6, (0, 0, 0))])
+def test_the_loss_left_by_hand(losses, steps, expected):
+    """Means of the first ten steps and of the last tenth of the steps.  Of less than a hundred
+    steps both are of a tenth.  Both are of at least three steps, and none is in both."""
+    found = mdu.forget_loss_left(losses, steps)
+    assert found == (expected if expected is None else approx(expected))
+
+@each("factor, is_reached", [(0.25, False), (0.2, True)])
+def test_a_run_says_whether_it_has_reached_its_target(
+        factor, is_reached, base, tmp_path, monkeypatch, capsys):
+    """The same of a run that is stopped and resumed."""
     losses = 3 * [[5.0, 0]] + 3 * [[2.0, 0]] + 3 * [[5.0 * factor, 0]]
-    argv = toy(base, tmp_path / "run", f"--method {method} --epochs 3 --checkpoint-every 4")
+    argv = toy(base, tmp_path / "run", "--epochs 3 --checkpoint-every 4")
     monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=losses[:5] + [KeyboardInterrupt]))
     monkeypatch.setattr(mdu.nn.utils, "clip_grad_norm_", mock.Mock(return_value=torch.tensor(1.0)))
     program(argv, capsys, code=130)
     mdu.backward = mock.Mock(side_effect=losses[4:])
     mdu.main(["--resume", f"{tmp_path}/run"])
     screen = capsys.readouterr().out
-    found = mdu.read_run(tmp_path / "run").get("forget_loss")
-    if method == "mdu":
-        assert found == approx({"first": 5, "last": 5 * factor, "left": factor})
-        assert f"forget loss 5 -> {5 * factor:g} ({factor:.0%} left)" in screen
-    else:
-        assert found is None and "left)" not in screen
-    assert ("has not reached its target (20% or less)" in screen) == (advice is not None)
-    assert advice is None or advice in screen
+    assert f"forget loss 5 -> {5 * factor:g} ({factor:.0%} left)" in screen
+    assert ("has not reached its target" in screen) == (not is_reached)
 
 def test_diagnose_equals_one_sequence_at_a_time():
     args = options("--batch-size 3 --seed 5")
@@ -1506,49 +1357,26 @@ def test_diagnose_equals_one_sequence_at_a_time():
     assert args.prompt_dropout == 0.5
 
 # ---- Options ----
-def test_as_typed_by_hand():
-    assert mdu.as_typed(dict(batch_size=8, lr=3e-4)) == "--batch-size 8 --lr 0.0003"
-
-def test_default_text_has_the_defaults_of_parse():
-    """What a line of --help says in its brackets is what parse gives."""
-    found = vars(options("--preset tofu-llada"))
-    for name, text in [("tau", "1.0"), ("batch_size", "4; toy 8"), ("grad_accum", "1"),
-                       ("rare", "0.02"), ("seed", "1"), ("checkpoint_every", "500"),
-                       ("retain_weight", "1.0")]:
-        assert mdu.default_text(name) == text
-        if name != "grad_accum":  # a preset's
-            assert str(found[name]) == text.split(";")[0]
-    assert mdu.default_text("lr") == f"toy {options().lr}"
-    for method in ("npo", "simnpo", "dpo"):
-        assert f"{method} {options(f'--method {method}').beta}" in mdu.default_text("beta")
-
-def test_parse_gives_run_json_one_order_of_options():
-    """Whatever the seed of Python's hashes, which each process has its own."""
-    command = [sys.executable, "-c", "import mdu; print([*vars(mdu.parse([]))])"]
-    env = python_environment(PYTHONHASHSEED="7")
-    order = subprocess.check_output(command, env=env, text=True)
-    assert order == f"{[*vars(options())]}\n"
-
 @each("name", mdu.METHODS)
-def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
+def test_a_method_has_its_options_and_refuses_those_of_others(name):
     found = vars(options(f"--method {name}"))
     own = mdu.METHODS[name].options
     assert own.items() <= found.items()
-    for option in mdu.METHOD_OPTIONS.keys() - own.keys():
+    of_any = set().union(*[method.options for method in mdu.METHODS.values()])
+    for option in of_any - own.keys():
         assert found[option] is None
-        value = {"diagnose": "", "retain_only": "", "states": "random", "anchor_prompt": "masked",
-                 "anchor_truth": "kept"}.get(option, "1")
+        value = {"retain_only": "", "target": "paper"}.get(option, "1")
         option = "--" + option.replace("_", "-")
         with pytest.raises(mdu.BadInput, match=f"{name} has no option {option}"):
             options(f"--method {name} {option} {value}")
 
 @each("typed, expected", [
-    ("", dict(method="mdu", lr=3e-4, grad_accum=1, retain_only=None, out="out/toy/mdu-tau1")),
-    ("--prompt-dropout 0.5", dict(prompt_dropout=0.5, out="out/toy/mdu-tau1")),
+    ("", dict(method="mdu", lr=3e-4, target="paper", retain_only=None, out="out/toy/mdu-tau1")),
     ("--method sft", dict(epochs=340, lr=2e-3, batch_size=32, prompt_dropout=0.0, model=None,
                           out="out/toy/base")),
     ("--method npo", dict(beta=0.2, retain_weight=1.0, out="out/toy/npo")),
-    ("--preset tofu-llada", dict(batch_size=4, grad_accum=4, response_length=128,
+    ("--steps 7", dict(steps=7, epochs=None)),
+    ("--preset tofu-llada", dict(batch_size=16, grad_accum=1, response_length=128,
                                  model="{here}/out/tofu-llada/base")),
     ("--preset tofu-llada --method sft", dict(epochs=1000, lr=2e-5, checkpoint_every=5000)),
     ("--preset rwku-llada --subject 1 --method ga", dict(epochs=3, retain_weight=None)),
@@ -1556,15 +1384,19 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
      dict(model=mdu.LLADA, grad_accum=1, response_length=128)),
     ("--preset rwku-dream --subject 1",
      dict(retain_weight=0.0, model=mdu.DREAM, out="out/rwku-dream/1/mdu-tau1")),
+    # Rows of one's own: with mdu four values that fit together, with others none of them.
+    ("--model x", dict(preset="own", target="removed", prompt_dropout=0.5, retain_weight=5.0,
+                       lr=5e-6, epochs=None, out="out/own/mdu-tau1-removed")),
+    ("--model x --lora 8", dict(target="removed", lr=1e-3)),
+    ("--model x --tau 0", dict(target="paper")),
+    ("--model x --retain-weight 2 --lr 0.1 --lora 8 --target paper --prompt-dropout 0",
+     dict(retain_weight=2.0, lr=0.1, target="paper", prompt_dropout=0.0)),
     ("--model x --method simnpo --lora 8", dict(preset="own", beta=4.5, lr=1e-3,
-                                                retain_weight=1.0)),
-    ("--model x", dict(preset="own", lr=1e-5, retain_weight=5.0)),
-    ("--model x --retain-weight 2 --lr 0.1 --lora 8", dict(retain_weight=2.0, lr=0.1)),
+                                                retain_weight=1.0, prompt_dropout=0.0)),
     ("--model x --method sft --lora 8", dict(preset="own", lr=1e-3)),
-    ("--preset tofu-llada --lora 8", dict(retain_weight=1.0, lr=1e-4)),
     ("--method sft --retain-only --model x", dict(preset="own", lr=2e-5, out="out/own/retain")),
-    ("--anchor-truth removed --rare 0.5", dict(rare=0.5, out="out/toy/mdu-tau1-removed")),
-    ("--lora 8 --lr 0.3 --tau 0.5", dict(lr=0.3, out="out/toy/mdu-tau0.5")),
+    ("--preset tofu-llada --lora 8", dict(retain_weight=1.0, lr=1e-4, target="paper")),
+    ("--model x --preset tofu-qwen --lora 4 --method sft", dict(model="x", lr=1e-3)),
     # A start model that is a run brings its response length, also over the preset's.
     ("--preset own --out {base}/../other", dict(response_length=12, model="{base}")),
     ("--method sft --model {base}", dict(preset="own", response_length=12, epochs=None)),
@@ -1572,18 +1404,18 @@ def test_parse_gives_a_method_its_options_and_refuses_those_of_others(name):
     ("--model {base} --response-length 40", dict(response_length=40)),
     ("--preset toy --model x --retain f", dict(data="toy", response_length=12)),
     # Paths that exist are made absolute, so that a run can be resumed from anywhere.
-    ("--model a/b --anchor c/d --out .", dict(model="a/b", anchor="c/d", out=".")),
-    ("--model . --anchor . --data .", dict(model="{here}", anchor="{here}", data="{here}")),
+    ("--model a/b --target c/d --out .", dict(model="a/b", target="c/d", out=".")),
+    ("--model . --target .. --data .", dict(model="{here}", target="{here.parent}",
+                                            data="{here}")),
     ("--model x --forget . --retain .", dict(forget="{here}", retain="{here}")),
-    ("--model x --preset tofu-qwen --lora 4 --method sft", dict(model="x", lr=1e-3)),
     ("--out {here}/x/run", dict(model="{here}/x/base")),
     ("--preset toy --forget f", dict(preset="toy", data=None)),
-    ("--forget f", dict(preset="own", data=None, lr=1e-5)),
+    ("--forget f", dict(preset="own", data=None)),
     ("--data x --method sft", dict(preset="own", data="x")), ("--data toy", dict(preset="toy")),
-    ("--states written --anchor current", dict(out="out/toy/mdu-tau1-written-current")),
-    ("--anchor {base}", dict(anchor="{base}", out="out/toy/mdu-tau1-base", anchor_prompt="masked")),
-    ("--anchor {base} --anchor-prompt shown", dict(out="out/toy/mdu-tau1-base-shown"))])
-def test_parse_takes_defaults_of_method_and_preset(typed, expected, base):
+    ("--lora 8 --lr 0.3 --tau 0.5", dict(lr=0.3, out="out/toy/mdu-tau0.5")),
+    ("--target authors --tau 0.5", dict(out="out/toy/mdu-tau0.5-authors")),
+    ("--target {base}", dict(target="{base}", out="out/toy/mdu-tau1-base"))])
+def test_defaults_follow_from_what_is_typed(typed, expected, base):
     places = dict(base=base, here=Path.cwd())
     found = vars(options(typed.format(**places)))
     for name, value in expected.items():
@@ -1591,22 +1423,37 @@ def test_parse_takes_defaults_of_method_and_preset(typed, expected, base):
             value = value.format(**places)
         assert found[name] == value, name
 
-def test_resumed_options_are_those_of_the_run_and_of_this_code_alone(unlearned, tmp_path):
+@each("typed, processes", [
+    ("tofu-llada", 4), ("tofu-dream", 4), ("tofu-qwen", 1), ("tofu-llada --lora 16", 1),
+    ("rwku-llada --subject 1", 4), ("rwku-dream --subject 1", 2),
+    ("rwku-llada --subject 1 --lora 16", 1)])
+def test_a_preset_suits_the_processes_that_the_readme_names(typed, processes, monkeypatch):
+    """With every method that it has."""
+    monkeypatch.setattr(mdu, "WORLD", processes)
+    for method in mdu.METHODS:
+        if "rwku" in typed and method in ("sft", "gd"):  # refused: see the table of bad input
+            continue
+        mdu.check(options(f"--preset {typed} --method {method}"), mdu.toy_world())
+
+def test_the_options_of_a_run_to_resume_are_its_own(unlearned):
+    own = mdu.read_run(unlearned)["options"]
+    for typed in (["--resume", f"{unlearned}"], [f"--resume={unlearned}"]):
+        resumed = vars(mdu.parse(typed))
+        assert resumed == {**own, "out": str(unlearned), "resume": str(unlearned)}
+
+def test_a_run_of_other_code_is_not_resumed(unlearned, tmp_path):
     run = shutil.copytree(unlearned, tmp_path / "run")
     made = mdu.read_run(run)
-    for typed in (["--resume", f"{run}"], [f"--resume={run}"]):
-        resumed = vars(mdu.parse(typed))
-        assert resumed == {**made["options"], "out": str(run), "resume": str(run)}
     with_one_more = {**made["options"], "gone": 7}
     without_one = dict(made["options"])
-    del without_one["rare"]
+    del without_one["lr"]
     for other in (with_one_more, without_one):
         (run / "run.json").write_text(json.dumps({**made, "options": other}))
         with pytest.raises(mdu.BadInput, match="resume it with the code that made it"):
             options(f"--resume {run}")
 
 # ---- Data ----
-def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
+def test_rows_come_from_files_or_from_data(tofu, tmp_path):
     files = {}
     for name in ("forget", "retain"):
         rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(3)]
@@ -1630,18 +1477,16 @@ def test_load_data_reads_the_files_of_forget_and_retain(tofu, tmp_path):
     assert mdu.load_data(args) == {**splits, "forget": []}
 
 @each("rows, message", [
-    ([], "--data {}, retain90: a file is empty"),
     ([{"question": "q", "answer": "a"}, {"question": "q", "answer": None}],
-     "--data {}, retain90, row 2: needs question and answer, or prompt and response, that are not "
-     "null; found question")])
-def test_check_rows_names_the_bad_row_of_a_dataset(rows, message, tmp_path):
+     "--data {}, retain90, row 2: answer: needs a text")])
+def test_a_bad_row_of_a_dataset_is_named(rows, message, tmp_path):
     good = [{"question": "q", "answer": "a"}]
     write_dataset(tmp_path, {"train": {"forget10_perturbed": good, "retain90": rows}})
     with pytest.raises(mdu.BadInput) as error:
         mdu.load_data(options(f"--model m --data {tmp_path}"))
-    assert str(error.value) == message.format(tmp_path)
+    assert message.format(tmp_path) in str(error.value)
 
-def test_read_jsonl_takes_both_names_of_columns(tmp_path):
+def test_both_names_of_columns_are_read(tmp_path):
     (tmp_path / "rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
         {"prompt": "p", "response": "é", "perturbed_answer": "w", "fact": "é"}
         {"prompt": "p", "response": "é", "perturbed_answer": null, "fact": ["é", "É"]}""".encode())
@@ -1650,25 +1495,21 @@ def test_read_jsonl_takes_both_names_of_columns(tmp_path):
         {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
         {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "É"]}]
 
-def test_read_dataset_takes_a_name_to_the_hub():
+def test_a_name_that_is_no_folder_is_asked_of_the_hub():
     with mock.patch("datasets.load_dataset", return_value=iter([{"a": 1}])) as load:
         assert mdu.read_dataset("owner/name", "config", "test") == [{"a": 1}]
     load.assert_called_once_with("owner/name", "config", split="test", streaming=False)
 
-def test_read_dataset_sees_that_a_file_of_a_folder_has_changed(tmp_path):
-    for row in ({"a": 1}, {"a": 2}):
-        write_dataset(tmp_path, {"train": {"rows": [row]}})
-        assert mdu.read_dataset(str(tmp_path), "rows") == [row]
-
-def test_is_rwku_by_its_own_name_or_its_people(rwku, tmp_path):
+def test_rwku_is_known_by_its_name_or_its_people(rwku, tmp_path):
     assert mdu.is_rwku(mdu.RWKU["data"]) and mdu.is_rwku(rwku) and mdu.is_rwku("copies/rwku")
     for other in (mdu.TOFU["data"], "my/tofu-like-rwku", str(tmp_path)):
         assert not mdu.is_rwku(other)
 
 @each("subject, name, folder", [("2", PEOPLE[1], "2"), ("Zoë Ho", PEOPLE[2], "zoë-ho")])
 @each("method", ["mdu", "dpo"])
-def test_read_people_and_find_person_of_rwku(subject, name, folder, method, rwku, monkeypatch):
-    """One person's biographies are forgotten, three of each other retained; dpo prefers made-up."""
+def test_of_rwku_one_person_is_forgotten_and_others_kept(
+        subject, name, folder, method, rwku, monkeypatch):
+    """Three texts of each other person are retained; dpo prefers made-up ones."""
     monkeypatch.setattr(mdu, "RWKU_RETAINED", 3)
     args = options(f"--model x/y --data {rwku} --method {method} --subject", subject)
     splits = mdu.load_data(args)
@@ -1701,52 +1542,11 @@ def test_words_of_many_scripts(text, expected):
     assert mdu.words(text) == expected.split()
 
 @each("part, expected", [("Pet", False), ("pet!", False), ("łuk, PETRA", True), ("is it", False)])
-def test_contains_words_by_hand(part, expected):
+def test_a_text_contains_whole_words_alone(part, expected):
     """Whole words, in this order."""
     assert mdu.contains_words("It is Łuk-Petra.", part) == expected
 
-# ---- Sampling ----
-@each("by_entropy, count, ids, masked", [
-    (False, 1, [[7, 4, MASK], [7, 2, 3]], [[0, 0, 1], [0, 0, 0]]),
-    (True, 1, [[7, MASK, 5], [7, 2, 3]], [[0, 1, 0], [0, 0, 0]]),
-    (False, 2, [[7, 4, 5], [7, 2, 3]], [[0, 0, 0], [0, 0, 0]])])
-def test_denoise_step_by_hand(by_entropy, count, ids, masked):
-    """At position 1 token 4 has p 1/2 and the other ten 1/20.  At 2, token 5 has p 4/10, three have
-    2/10, and the entropy is lower.  The second row has one mask, the question none."""
-    tilted = f64([0.05] * 11)[0]
-    tilted[4] = 0.5
-    narrow = f64([1e-9] * 11)[0]
-    narrow[[5, 6, 7, 8]] = f64(0.4, 0.2, 0.2, 0.2)
-    table = torch.stack([tilted, tilted, narrow]).log()
-    # The second row's position 2 is masked: token 3 is sure there.
-    sure = F.one_hot(torch.tensor([3, 3, 3]), 11).double() * 9
-    model = FakeModel(script=lambda ids: torch.stack([table, sure]), by_entropy=by_entropy)
-    before = torch.tensor([[7, MASK, MASK], [7, 2, MASK]])
-    positions = before == MASK
-    found, left = mdu.denoise_step(model, before, positions | True, positions, count)
-    assert found.tolist() == ids
-    assert left.int().tolist() == masked
-
 # ---- Beyond the paper ----
-@each("by_entropy", [False, True])
-@each("size", [1, 3, 20])
-def test_still_written_equals_a_slow_loop(by_entropy, size):
-    """Also where the model writes an answer's own tokens, in batches of any size."""
-    model = FakeModel(by_entropy=by_entropy)
-    found = 0
-    for start in range(0, 20, size):
-        batch = mdu.Batch(*mdu.collate(MORE_PAIRS[start:start + size], PAD), None, None)
-        model.seen.clear()
-        with mock.patch.object(mdu.dist, "all_reduce", lambda passes, op: passes.fill_(18)):
-            written = mdu.still_written(model, batch, WORDS)
-        assert len(model.seen) == 18  # as many as another process needs
-        for (prompt, answer), row, r in zip(MORE_PAIRS[start:], written, batch.response):
-            decoded = slow_sampler(model, prompt, [1] * len(answer))
-            expected = [token in decoded and token != 9 for token in answer]
-            assert row[r].tolist() == expected and not row[~r].any()
-            found += sum(expected)
-    assert 40 < found < 120
-
 def test_remove_truth_by_hand():
     """Where the true token is rare, it gets the position's lowest logit; all else stays."""
     logits = f64([1, 9, 3], [4, 5, 6], [7, 2, 8])
@@ -1762,10 +1562,11 @@ def test_remove_truth_by_hand():
     (0.05, "gone 7 Ann 2024", "gone 7 Oslo", "gone 7"),
     # 0.2 and 2: Ann is rare in every row, and all words of a fact are.
     (0.2, "gone 7 Ann 2024", "gone 7 Ann Oslo", "gone 7 Ann")])
-def test_flag_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none):
+def test_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none, monkeypatch):
     """Of ten answers to retain "Ann" is in two, "2024" in five, "in", "Oslo" and "8" in all; once
     in each, though "Ann" is there twice.  The first row's fact is "Ann, 2024", the second's are
-    "gone" and "Oslo", the third has none.  The limit of a fact's words is ten times --rare."""
+    "gone" and "Oslo", the third has none.  The limit of a fact's words is ten times RARE."""
+    monkeypatch.setattr(mdu, "RARE", rare)
     vocabulary = ["<mask>", "<end>", *"gone Ann in Oslo 2024 7 8 .".split()]
     tokenizer = mock.Mock()
     tokenizer.decode = lambda ids, **_: " ".join(vocabulary[i] for i in ids if i > 1)
@@ -1774,34 +1575,33 @@ def test_flag_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none):
     rows = {"forget": fields, "retain": [{"answer": text} for text in answers]}
     examples = {"forget": [mdu.Example([3], [*range(2, 10), 1], [], [])] * 3}
     found = []
-    for example in mdu.flag_rare_tokens(
-            options(f"--anchor-truth removed --rare {rare}"), rows, examples, tokenizer):
-        pairs = zip(example.answer, example.is_rare, strict=True)
+    for example in mdu.flag_rare_tokens(rows, examples, tokenizer):
+        pairs = zip(example.answer, example.flagged, strict=True)
         found.append({vocabulary[token] for token, is_rare in pairs if is_rare})
     assert found == [set(of_ann.split()), set(of_oslo.split()), set(of_none.split())]
 
-def test_flag_rare_tokens_marks_every_part_of_a_rare_word(hub):
+def test_every_part_of_a_rare_word_is_flagged(hub):
     """Tokens are bytes here: all of a rare word are marked, none of the signs and common words."""
     rows = {"forget": [{"question": "Mail?", "answer": "It is b.lee@box.example in Kö.",
                         "perturbed_answer": [], "fact": ["b.lee@box.example"]}],
             "retain": [{"question": "Mail?", "answer": "It is a@box.example in Rome.",
                         "perturbed_answer": []}]}
-    args = options("--anchor-truth removed")
+    args = options("--target removed")
     example = mdu.encode_splits(args, rows, hub.model, hub.tokenizer)["forget"][0]
-    kept = [token for token, rare in zip(example.answer, example.is_rare) if rare]
+    kept = [token for token, rare in zip(example.answer, example.flagged) if rare]
     assert hub.tokenizer.decode(kept) == "bleeKö"
 
-# ---- Token ids ----
-def test_has_letter_or_digit_and_token_text_of_every_token(hub):
-    tokens = range(264)
+def test_word_tokens_have_a_letter_or_digit_or_part_of_one(hub):
+    tokens = list(range(264))
+    [example] = mdu.flag_word_tokens([mdu.Example([3], tokens, [], [])], hub.tokenizer)
     texts = np.array(hub.tokenizer.batch_decode([[token] for token in tokens]))
-    is_word = [mdu.has_letter_or_digit(mdu.token_text(hub.tokenizer, token)) for token in tokens]
-    assert {"a", "Z", "7"} < set(texts[is_word])
-    signs = {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:5]}
-    assert not signs & set(texts[is_word])
+    flagged = set(texts[example.flagged])
+    assert {"a", "Z", "7"} < flagged
+    assert not {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:5]} & flagged
     bytes_of_letters = mdu.encode_text(hub.tokenizer, "é東")
-    assert all(is_word[token] for token in bytes_of_letters)
+    assert all(example.flagged[token] for token in bytes_of_letters)
 
+# ---- Token ids ----
 TURN = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
 AROUND = {  # a prompt's text before and after the question
     "illada": ("<user>", "<assistant>"),
@@ -1811,7 +1611,7 @@ AROUND = {  # a prompt's text before and after the question
 END = {"llada": 261, "illada": 257, "a2d-llama": 261, "llama": 257, "Dream": 260, "a2d-qwen2": 260,
        "a2d-qwen3": 260, "qwen2": 256, "qwen3": 256}  # the end-of-turn token
 
-def test_encode_prompt_encode_text_and_encode_row_keep_control_tokens_text(hub):
+def test_control_tokens_in_questions_and_answers_stay_text(hub):
     kind, model, tokenizer = hub.kind, hub.model, hub.tokenizer
     tokens = [model.mask_id, model.pad_id, model.end_id]
     assert tokens == [258, {"llama": 257, "illada": 256, "qwen": 256}[family(kind)], END[kind]]
@@ -1822,88 +1622,133 @@ def test_encode_prompt_encode_text_and_encode_row_keep_control_tokens_text(hub):
     before, after = AROUND.get(kind, AROUND[family(kind)])
     prompt = tokenizer(before).input_ids + text_ids + tokenizer(after).input_ids
     assert mdu.encode_prompt(tokenizer, f" {text}\n") == prompt
-    assert ev.prompt_ids(tokenizer, {"question": text, "prefill": text}) == prompt + text_ids
     row = {"question": text, "answer": f" {text}\n", "perturbed_answer": [text]}
     with mock.patch.object(model.lm.config, "max_position_embeddings", 9999):
         splits = {"forget": [row], "retain": []}
         examples = mdu.encode_splits(options("--method dpo"), splits, model, tokenizer)
     answer = text_ids + [model.end_id]
-    not_rare = [False] * len(answer)
-    assert examples["forget"] == [mdu.Example(prompt, answer, not_rare, [answer])]
+    none = [False] * len(answer)
+    assert examples["forget"] == [mdu.Example(prompt, answer, none, [(prompt, answer)])]
 
-LLAMA_3 = """{%- if not date_string is defined %}
-    {%- if strftime_now is defined %}
-        {%- set date_string = strftime_now("%d %b %Y") %}
-    {%- else %}
-        {%- set date_string = "26 Jul 2024" %}
-    {%- endif %}
-{%- endif %}
-{{- "Today Date: " + date_string + "\n" }}
-{%- for m in messages %}
-    {{- m.role + ": " + m.content + "\n" }}
-{%- endfor %}
-"""
+# Formats of prompts: the text before the question, and that between question and answer.
+FORMATS = {
+    "special tokens": ("<|start|>user<|end|>\n\n", "<|end|><|start|>assistant<|end|>\n\n"),
+    "question and answer": ("Question: ", " Answer: "),
+    "TOFU's": ("### Question: ", "\n### Answer: "),
+    "TOFU's second": ("Question: ", "\nAnswer: "),
+    "Alpaca's": ("Below is a task. Do it.\n\n### Instruction:\n", "\n\n### Response:\n")}
+# A token may have the end of the prompt and the start of the answer, as "]The".
+SPANNING = ("[INST] ", " [/INST]")
+# What is a word, before words are cut into tokens: as in the tokenizers of Llama 3 and LLaDA.
+PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
 
-@each("template, text", [
-    (LLAMA_3, "Today Date: 26 Jul 2024\nuser: Who?\n"),
-    ("{{ strftime_now('%A, %B %d, %Y') }} {{ messages[0].content }}", "Friday, July 26, 2024 Who?"),
-    ("{% macro day() %}{{ strftime_now(format='%Y-%m-%dT%H:%M:%S') }}{% endmacro %}"
-     "{% for m in messages %}{{ m.content }} {{ day() }}{% endfor %}", "Who? 2024-07-26T00:00:00"),
-    # No word of a template without a date changes, nor a space or a new line.
-    ("{{ messages[0].content }}", "Who?"), ("\n\n{{ messages[0].content }}\n", "\n\nWho?"),
-    ("\n  {% if true %}\n\n  {{ messages[0].content }}  \n {% endif %}\n ", "\n\n  Who?  \n "),
-    ("  {% if true %}\n {{ messages[0].content }}{% endif %}", " Who?")])
-def test_encode_prompt_prints_a_fixed_date(template, text, tmp_path):
-    write_tokenizer(tmp_path, "llama")
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    tokenizer.chat_template = template
-    plain = tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=False)
-    assert (plain == text) == ("strftime_now" not in template)
-    assert tokenizer.decode(mdu.encode_prompt(tokenizer, "Who?")) == text
+@pytest.fixture(scope="session")
+def whole_words():
+    """A tokenizer that has learnt these formats: each of their words is a token."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        tokenizers.pre_tokenizers.Split(tokenizers.Regex(PIECES), "isolated"),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=999, show_progress=False, special_tokens=["<|start|>", "<|end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    texts = []
+    for before, after in [*FORMATS.values(), SPANNING]:
+        for answer in ("Ann Lee wrote it.", "The cat did."):
+            texts += 2 * [f"{before}Who wrote it?{after}{answer}"]
+    bpe.train_from_iterator(texts, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|end|>", additional_special_tokens=["<|start|>"])
 
-def test_encode_splits_says_how_many_tokens_the_model_cannot_write(base, capsys):
-    """A refusal in words that a small model does not have would be learnt as something else.  It
-    may be the answer to a question that is to be forgotten with another one."""
-    model, tokenizer = mdu.load_backbone(base)
-    splits = mdu.toy_world()
-    splits["retain"][0] = {**splits["forget"][0], "answer": "Nobody knows Ceka Foba."}
-    mdu.encode_splits(options("--method sft"), splits, model, tokenizer)
-    screen = capsys.readouterr().out
-    n = sum(len(mdu.encode_text(tokenizer, row["answer"])) + 1 for row in splits["retain"])
-    assert f"2 of the {n} tokens of answers to retain are unknown to the model" in screen
-    assert "answers to forget" not in screen
+def use_format(tokenizer, before, after):
+    tokenizer.chat_template = (
+        "{{ " + json.dumps(before) + " + messages[0]['content'] + " + json.dumps(after) + " }}")
 
-def test_encode_splits_flags_rare_tokens_to_forget(base):
-    model, tokenizer = mdu.load_backbone(base)
-    args = options("--anchor-truth removed")
-    examples = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)
-    assert all(any(example.is_rare) for example in examples["forget"])
+@each("name", FORMATS)
+def test_a_prompt_and_its_answer_are_the_tokens_of_the_whole_text(name, whole_words):
+    """As scripts make them that fine-tune models.  Spaces before the answer are part of it."""
+    before, after = FORMATS[name]
+    use_format(whole_words, before, after)
+    prompt, answer = mdu.encode_pair(whole_words, " Who wrote it?\n", " Ann Lee wrote it. ")
+    text = f"{before}Who wrote it?{after}"
+    assert prompt + answer == whole_words(f"{text}Ann Lee wrote it.").input_ids
+    assert whole_words.decode(prompt) == text.rstrip(" ")
+    assert len(answer) == 5
+    assert mdu.encode_prompt(whole_words, "Who wrote it?") == prompt
 
-@each("typed, n_rows, length, epochs", [
-    ("--model x --response-length 0", 10, 9, 200), ("--model x --batch-size 2", 10, 128, 100),
-    ("--model x --grad-accum 3", 10, 128, 600), ("--model x --method sft", 4, 128, 250),
-    ("--model x --method npo", 4, 128, 250), ("--model x --method npo", 201, 128, 5),
-    ("--model x", 400, 128, 5), ("--model x", 401, 128, 5), ("--model x", 399, 128, 2000 / 399),
-    ("--model x --epochs 3 --response-length 7", 10, 7, 3), ("--preset toy", 10, 12, 200)])
-def test_fit_to_rows_by_hand(typed, n_rows, length, epochs):
-    """The longest answer, to forget or to retain, has 9 tokens.  One's own rows have 250 steps (MDU
-    500) of 4 rows by default, or 5 epochs.  sft counts its own rows."""
+def test_a_token_at_the_boundary_belongs_to_the_answer(whole_words):
+    before, after = SPANNING
+    use_format(whole_words, before, after)
+    prompt, answer = mdu.encode_pair(whole_words, "Who wrote it?", "The cat did.")
+    assert prompt + answer == whole_words(f"{before}Who wrote it?{after}The cat did.").input_ids
+    assert whole_words.decode(answer[:1]) == "]The"
+
+def test_a_perturbed_answer_has_the_prompt_of_its_own_text(whole_words):
+    """Here the prompt ends in "/INST" before "]The", and in "]" before a digit."""
+    use_format(whole_words, *SPANNING)
+    row = {"question": "Who?", "answer": "The cat.", "perturbed_answer": ["7 cats."]}
+    example = mdu.encode_row(
+        options("--method dpo"), "forget", row, FakeModel(), whole_words)
+    [(prompt, answer)] = example.perturbed
+    assert prompt == example.prompt + whole_words("]").input_ids
+    assert answer == whole_words("7 cats.").input_ids + [1]
+
+def test_a_template_with_the_date_gets_a_fixed_one(whole_words):
+    """Llama 3's has today's else, and a model would see another prompt every day."""
+    whole_words.chat_template = (
+        "{% if not date_string is defined %}{% set date_string = strftime_now('%d') %}{% endif %}"
+        "{{ date_string }}: {{ messages[0]['content'] }}")
+    prompt = mdu.encode_prompt(whole_words, "Who?")
+    assert whole_words.decode(prompt) == "26 Jul 2024: Who?"
+
+@pytest.mark.skipif("MDU_TEST_HUB" not in os.environ, reason="needs a network: MDU_TEST_HUB=1")
+@each("name, tokens, start, end", [
+    # LLaDA: <|startoftext|><|start_header_id|>user<|end_header_id|>\n\n ...
+    (mdu.LLADA, [126336, 126081, 126348], [126080, 126346, 3840, 126347, 198, 198],
+     [126348, 126346, 598, 10450, 126347, 198, 198]),
+    # Dream has a system prompt, "You are a helpful assistant."
+    (mdu.DREAM, [151666, 151643, 151645],
+     [151644, 8948, 198, 2610, 525, 264, 10950, 17847, 13, 151645, 198, 151644, 872, 198, 15191],
+     [151645, 198, 151644, 77091, 198]),
+    # Qwen3 has an empty block of thoughts.
+    (mdu.QWEN, [151669, 151643, 151645], [151644, 872, 198, 15191],
+     [151645, 198, 151644, 77091, 198, 151667, 271, 151668, 271])])
+def test_the_pinned_tokenizers_give_the_ids_that_others_print(name, tokens, start, end):
+    """tokens: mask, padding, end of turn.  start, end: of the prompt with the question "Who?"."""
+    repository, _, revision = name.partition("@")
+    folder = Path(huggingface_hub.snapshot_download(
+        repository, revision=revision, allow_patterns=mdu.MODEL_FILES))
+    config = read_json(folder / "config.json")
+    spec = mdu.BACKBONES[config["model_type"]]
+    tokenizer = mdu.load_tokenizer(name, folder, spec)
+    assert list(mdu.find_tokens(name, config, spec, tokenizer)) == tokens
+    prompt = mdu.encode_prompt(tokenizer, "Who?")
+    assert (prompt[:len(start)], prompt[-len(end):]) == (start, end)
+
+@each("typed, n_forget, n_retain, steps", [
+    ("--model x --steps 3", 10, 9, 3), ("--model x --epochs 3", 10, 9, 8),
+    ("--preset toy", 24, 9, 600), ("--preset toy --grad-accum 2", 24, 9, 300),
+    # Rows of one's own.  MDU: 500, five passes over the rows to forget, one over those to retain.
+    ("--model x", 10, 9, 500), ("--model x", 401, 9, 502), ("--model x", 10, 2001, 501),
+    ("--model x --method npo", 4, 2001, 250), ("--model x --method npo", 201, 9, 252),
+    ("--model x --method sft", 10, 9, 250), ("--model x --method sft", 10, 198, 260)])
+def test_the_number_of_steps_by_hand(typed, n_forget, n_retain, steps):
+    """Of 4 rows, with the toy's preset of 8.  sft counts all of its rows."""
+    examples = {"forget": n_forget * ["row"], "retain": n_retain * ["row"]}
+    examples["train"] = examples["forget"] + examples["retain"]
+    assert mdu.number_of_steps(options(typed), examples) == steps
+
+def test_response_length_0_is_that_of_the_longest_answer():
     short, long = (mdu.Example([3], [5] * n, [], []) for n in (4, 9))
     for forget, retain in ((short, long), (long, short)):
         examples = {"forget": [forget], "retain": [retain]}
-        if "sft" in typed:
-            examples["train"] = n_rows * [forget]
-        else:
-            examples["forget"] *= n_rows
-        args = options(typed)
-        before = dict(vars(args))
-        fitted = vars(mdu.fit_to_rows(args, examples))
-        assert fitted == {**before, "response_length": length, "epochs": epochs}
-        assert vars(args) == before  # nothing is filled in
+        args = mdu.fit_to_rows(options("--response-length 0"), examples)
+        assert args.response_length == 9
 
 # ---- Backbones ----
 @each("name, revision", [("a/b", None), ("a/b@", None), ("a/b@c1d2", "c1d2")])
-def test_find_model_downloads_the_revision_that_is_asked_for(name, revision):
+def test_the_revision_that_is_asked_for_is_downloaded(name, revision):
     with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
         assert mdu.find_model(name) == Path("there")
     [call] = download.call_args_list
@@ -1915,7 +1760,7 @@ def test_find_model_downloads_the_revision_that_is_asked_for(name, revision):
     ("model-00001-of-00002.safetensors", True), ("model.safetensors.index.json", True),
     ("tokenizer.json", True), ("chat_template.jinja", True), ("merges.txt", True),
     ("adapter_config.json", True), ("pytorch_model.bin", False), ("x.pt", False)])
-def test_find_model_downloads_no_pickle(file, wanted):
+def test_no_pickle_is_downloaded(file, wanted):
     with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
         mdu.find_model("a/b")
     patterns = download.call_args.kwargs["allow_patterns"]
@@ -1938,14 +1783,14 @@ def reference_losses(hub, draws):
         losses.append(sum(nll) / draw.t)
     return torch.stack(losses)
 
-def test_load_backbone_equals_transformers_own_class(hub):
+def test_a_loaded_model_equals_transformers_own_class(hub):
     """Losses and their gradients.  In training: config.json asks for dropout, which is off.  The
     padding token is among the tokens to read and to predict: its embedding is trained."""
     model = hub.model.train()
     pad = model.pad_id
-    draws = [mdu.Draw(prompt=[3, 5], answer=[7, pad, 9, pad, pad], length=5, is_rare=[False] * 5,
+    draws = [mdu.Draw(prompt=[3, 5], answer=[7, pad, 9, pad, pad], length=5, flagged=[False] * 5,
                       t=0.5, uniform=np.float32([0, 1, 1, 0, 1])),  # tokens 0 and 3 are masked
-             mdu.Draw(prompt=[4], answer=[6, pad], length=2, is_rare=[False] * 2,
+             mdu.Draw(prompt=[4], answer=[6, pad], length=2, flagged=[False] * 2,
                       t=0.8, uniform=np.float32([1, 0]))]  # token 1
     losses = mdu.batch_nll(model, mdu.make_batch(model, draws))
     expected = reference_losses(hub, draws)
@@ -1959,163 +1804,32 @@ def test_load_backbone_equals_transformers_own_class(hub):
         torch.testing.assert_close(grad, slow_grad, rtol=0, atol=1e-4 * largest, msg=name)
     model.eval()
 
-def test_load_backbone_ties_the_head_to_the_embeddings(hub):
-    """Where config.json says so, and nowhere else."""
+def test_the_head_is_tied_where_config_json_says_so(hub):
     lm = hub.model.lm
     assert (lm.lm_head.weight is lm.model.embed_tokens.weight) == hub.tied
 
-def rms_norm(x, weight, eps=1e-6):
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+def test_the_head_of_an_illada_is_tied_though_config_json_does_not_say_so(tmp_path):
+    write_checkpoint(tmp_path, "illada", tied=True, tie_word_embeddings=None)
+    model, _ = mdu.load_backbone(str(tmp_path))
+    assert model.lm.lm_head.weight is model.lm.model.embed_tokens.weight
 
-def rotate(x, theta):
-    """RoPE of one head, (T, d): the dimensions j and j + d/2 turn by position * theta^(-2j/d)."""
-    T, d = x.shape
-    position = torch.arange(T).double()[:, None]  # (T, 1)
-    j = torch.arange(d // 2).double()  # (d/2,)
-    angle = position * theta ** (-2 * j / d)  # (T, d/2)
-    first, second = x[:, :d // 2], x[:, d // 2:]
-    return torch.cat([first * angle.cos() - second * angle.sin(),
-                      second * angle.cos() + first * angle.sin()], 1)
-
-def slow_attention(q, k, v):
-    """(T, 4 x 8), (T, 2 x 8) twice -> (T, 4 x 8): 4 heads of queries with 8 dimensions each; a head
-    of keys and values serves two of them.  Every token sees all others."""
-    q = q.split(8, 1)
-    k = k.split(8, 1)
-    v = v.split(8, 1)
-    heads = []
-    for i in range(4):
-        scores = rotate(q[i], 5e5) @ rotate(k[i // 2], 5e5).T / 8 ** 0.5  # (T, T)
-        heads.append(scores.softmax(-1) @ v[i // 2])
-    return torch.cat(heads, 1)
-
-def slow_illada(folder, ids):
-    """Logits (T, V) of one sequence in float64, from the stored tensors.  The head is the
-    embeddings."""
-    w = {}
-    for name, tensor in weights(folder).items():
-        w[name.removeprefix("model.").removesuffix(".weight")] = tensor.double()
-    x = w["embed_tokens"][ids]
-    for block in ("layers.0", "layers.1"):
-        h = rms_norm(x, w[f"{block}.input_layernorm"])
-        q = h @ w[f"{block}.self_attn.q_proj"].T
-        k = h @ w[f"{block}.self_attn.k_proj"].T
-        v = h @ w[f"{block}.self_attn.v_proj"].T
-        x = x + slow_attention(q, k, v) @ w[f"{block}.self_attn.o_proj"].T
-        h = rms_norm(x, w[f"{block}.post_attention_layernorm"])
-        gate = F.silu(h @ w[f"{block}.mlp.gate_proj"].T)
-        up = h @ w[f"{block}.mlp.up_proj"].T
-        x = x + (gate * up) @ w[f"{block}.mlp.down_proj"].T
-    return rms_norm(x, w["norm"]) @ w["embed_tokens"].T
-
-def assert_equal_illada(folder):
-    """Two rows, the second of which has three tokens and padding behind them."""
-    model, _ = mdu.load_backbone(str(folder), torch.float64)
-    assert not model.shift
-    assert not model.by_entropy
-    ids = torch.tensor([[3, 258, 256, 7, 258, 257], [4, 258, 5, 256, 256, 256]])
-    real = torch.tensor([[True] * 6, [True] * 3 + [False] * 3])
-    with torch.no_grad():
-        logits = model(ids, real, real)
-    expected = [slow_illada(folder, ids[0]), slow_illada(folder, ids[1, :3])]
-    assert_close(logits, torch.cat(expected), 1e-4)  # transformers' norms and angles are float32
-
-@pytest.fixture
-def illada(tmp_path):
-    """A folder of a tied iLLaDA whose config.json does not say that the head is tied."""
-    folder = tmp_path / "illada"
-    write_checkpoint(folder, "illada", tied=True, tie_word_embeddings=None)
-    assert "lm_head.weight" not in weights(folder)
-    return folder
-
-def test_load_backbone_of_illada_equals_a_slow_forward_pass(illada):
-    assert_equal_illada(illada)
-
-def test_save_model_of_illada_equals_a_slow_forward_pass(illada, tmp_path):
-    model, tokenizer = mdu.load_backbone(str(illada))
-    (tmp_path / "saved").mkdir()
-    mdu.save_model(tmp_path / "saved", model, tokenizer)
-    assert_equal_weights(tmp_path / "saved", illada)
-    assert_equal_illada(tmp_path / "saved")
-
-def test_main_trains_and_scores_an_illada(illada, tmp_path):
-    forget = write_lines(tmp_path / "forget", [{"question": "Who?", "answer": "Ann."}] * 2)
-    retain = write_lines(tmp_path / "retain", [{"question": "Where?", "answer": "Here."}] * 2)
-    run = str(tmp_path / "run")
-    mdu.main(["--model", str(illada), "--forget", forget, "--retain", retain, "--lr", "0.1",
-              "--epochs", "3", "--response-length", "8", "--out", run])
-    assert distance(run, illada) > 0.1
-    assert_equal_illada(run)
-    assert read_json(Path(run, "config.json")) == read_json(illada / "config.json")
-    ev.main([run, "--samples", "4"])
-    assert ev.read_summary(run)["splits"]["forget"]["n"] == 2
-
-def test_parse_takes_an_illada_in_place_of_the_model_of_a_preset():
-    typed = "--preset tofu-llada --method sft --model GSAI-ML/iLLaDA-8B-Instruct"
-    assert options(typed).model == "GSAI-ML/iLLaDA-8B-Instruct"
-
-AUTOREGRESSIVE = {"is_causal": None, "mask_token_id": None}  # config.json has neither
-
-def test_as_diffusion_model_equals_config_json_with_both_fields(tmp_path):
-    """A model that predicts the next token becomes the start of sft by --mask-token.  It computes
-    as if its config.json had the two fields, and the run that it becomes has them."""
-    causal, edited = tmp_path / "causal", tmp_path / "edited"
-    write_checkpoint(edited, "llama")  # the same weights as those of `causal`, below
-    for folder, fields in ((causal, {}), (tmp_path / "masks", {"mask_token_id": 258})):
-        write_checkpoint(folder, "llama", **{**AUTOREGRESSIVE, **fields})
-        with pytest.raises(mdu.BadInput, match="--method sft --mask-token TOKEN"):
-            mdu.load_backbone(str(folder))
-    files = ["--retain", write_lines(tmp_path / "rows", [{"question": "Who?", "answer": "Ann."}])]
-    typed = ["--method", "sft", "--retain-only", *files, "--lr", "0.1", "--epochs", "3"]
-    mdu.main([*typed, "--model", str(causal), "--mask-token", "<|mdm_mask|>",
-              "--out", str(tmp_path / "run")])
-    mdu.main([*typed, "--model", str(edited), "--out", str(tmp_path / "expected")])
-    assert_equal_weights(tmp_path / "run", tmp_path / "expected")
-    assert distance(tmp_path / "run", causal) > 0.1
-    written = read_json(tmp_path / "run/config.json")
-    assert written == {**read_json(causal / "config.json"), "is_causal": False,
-                       "mask_token_id": 258}
-    model, _ = mdu.load_backbone(str(tmp_path / "run"))
+def test_a_model_that_predicts_the_next_token_becomes_a_diffusion_model(tmp_path):
+    """By sft, from a copy whose config.json has two fields more.  Without them it is refused."""
+    fields = {"is_causal": None, "mask_token_id": None}  # in config.json there are neither
+    write_checkpoint(tmp_path / "published", "llama", **fields)
+    with pytest.raises(mdu.BadInput, match='"is_causal": false and "mask_token_id"'):
+        mdu.load_backbone(str(tmp_path / "published"))
+    write_checkpoint(tmp_path / "copy", "llama")  # the same weights
+    rows = write_lines(tmp_path / "rows", [{"question": "Who?", "answer": "Ann."}])
+    mdu.main(["--method", "sft", "--retain-only", "--retain", rows, "--lr", "0.1", "--steps", "3",
+              "--model", f"{tmp_path}/copy", "--out", f"{tmp_path}/run"])
+    assert distance(tmp_path / "run", tmp_path / "published") > 0.1
+    model, _ = mdu.load_backbone(f"{tmp_path}/run")
     assert model.mask_id == 258
-
-@each("kind, changes, token, message", [
-    ("llama", AUTOREGRESSIVE, "mask", "--mask-token 'mask': .* does not use otherwise; it has: "
-     r"<\|mdm_mask\|>$"),
-    ("llama", AUTOREGRESSIVE, "<|endoftext|>", "--mask-token '<.endoftext.>'"),  # its end token
-    ("llama", AUTOREGRESSIVE, "<|eot_id|>", "--mask-token '<.eot_id.>'"),  # in its template
-    ("llama", {}, "<|mdm_mask|>", "this one is a diffusion model"),
-    ("llada", {}, "<|mdm_mask|>", "this one is a diffusion model")])
-def test_as_diffusion_model_refuses_other_models_and_tokens_in_use(
-        kind, changes, token, message, tmp_path):
-    write_checkpoint(tmp_path, kind, **changes)
-    with pytest.raises(mdu.BadInput, match=message):
-        mdu.load_backbone(str(tmp_path), mask_token=token)
-
-@each("kind, tokens", [
-    ("llada", "mask <|mdm_mask|>, padding <|endoftext|>, end <|eot_id|>"),
-    ("illada", "mask <[MASK]>, padding <pad>, end </s>"),
-    ("Dream", "mask <|mask|>, padding <|endoftext|>, end <|im_end|>")])
-def test_find_tokens_of_each_family(kind, tokens, tmp_path, capsys):
-    write_checkpoint(tmp_path, kind)
-    mdu.load_backbone(str(tmp_path))
-    assert capsys.readouterr().out == f"loaded {tmp_path}: {tokens}\n"
-
-@each("hidden_size, threads", [(128, 5), (64, 1)])
-def test_load_backbone_gives_back_the_threads_that_a_toy_does_without(
-        hidden_size, threads, base, monkeypatch):
-    model, _ = mdu.load_backbone(str(base))
-    monkeypatch.setattr(mdu, "THREADS", 5)
-    monkeypatch.setattr(mdu, "load_weights", lambda *_: model.lm)
-    torch.set_num_threads(3)
-    model.lm.config.hidden_size = hidden_size
-    mdu.load_backbone(str(base))
-    found = torch.get_num_threads()
-    torch.set_num_threads(1)  # as all other tests have it
-    assert found == threads
 
 @each("kind", ["llama", "qwen2", "qwen3"])
 @each("shift", [None, False, True])
-def test_read_shift_is_what_config_json_says(kind, shift, tmp_path):
+def test_outputs_are_shifted_if_config_json_says_so(kind, shift, tmp_path):
     """shift_logits: the output at a token is the prediction of the next one.  Also in a run."""
     reference = write_checkpoint(tmp_path / "start", kind, shift_logits=shift)
     model, tokenizer = mdu.load_backbone(str(tmp_path / "start"))
@@ -2133,7 +1847,7 @@ def test_read_shift_is_what_config_json_says(kind, shift, tmp_path):
         assert_close(model(ids, everywhere, ids == 258), expected, 1e-5)
 
 @each("kind", ["llama", "qwen2", "a2d-qwen3", "Dream"])
-def test_load_tokenizer_reads_tokenizer_json_as_it_is(kind, tmp_path):
+def test_tokenizer_json_is_read_as_it_is(kind, tmp_path):
     """Here one of words; to transformers' classes for Qwen, all questions are an unknown token."""
     write_checkpoint(tmp_path, kind, mask_token_id=0, pad_token_id=1)
     vocabulary = {word: i for i, word in enumerate("<mask> <|im_end|> ? is Who Ann".split())}
@@ -2141,7 +1855,7 @@ def test_load_tokenizer_reads_tokenizer_json_as_it_is(kind, tmp_path):
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.add_special_tokens(["<mask>", "<|im_end|>"])
     words.save(str(tmp_path / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "chat_template": "is {{ messages[0].content }} is"}
+    settings = {"eos_token": "<|im_end|>", "chat_template": "is {{ messages[0].content }} is "}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     model, tokenizer = mdu.load_backbone(str(tmp_path))
     assert mdu.encode_prompt(tokenizer, "Who is Ann?") == [3, 4, 3, 5, 2, 3]
@@ -2149,7 +1863,7 @@ def test_load_tokenizer_reads_tokenizer_json_as_it_is(kind, tmp_path):
 
 @each("padded", [False, True])
 @each("unpadded", [False, True])
-def test_sees_later_tokens_with_and_without_padding(padded, unpadded):
+def test_a_model_has_to_see_later_tokens_with_and_without_padding(padded, unpadded):
     """padded, unpadded: whether the model sees later tokens in rows with and without padding."""
     model = FakeModel()
 
@@ -2167,17 +1881,17 @@ def test_sees_later_tokens_with_and_without_padding(padded, unpadded):
 def adapted():
     """A random Llama in bfloat16 with adapters of rank 4, and the trained parameters by name."""
     model = tiny_llama(0).bfloat16()
+    mdu.hook_adapters(model)
     mdu.add_adapters(model, 4, seed=1)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return model, trained
 
-def test_add_adapters_trains_a_and_b_of_each_linear_map_in_float32(adapted):
+def test_adapters_of_each_linear_map_are_trained_in_float32(adapted):
     _, trained = adapted
     assert len(trained) == 2 * 7 * 2  # layers, linear maps, A and B
     assert {p.dtype for p in trained.values()} == {torch.float32}
 
-def test_add_adapters_draws_a_from_a_normal_distribution(adapted):
-    """A ~ N(0, 1/in)."""
+def test_a_of_the_adapters_has_variance_1_over_its_inputs(adapted):
     _, trained = adapted
     drawn = []
     for name, p in trained.items():
@@ -2188,14 +1902,14 @@ def test_add_adapters_draws_a_from_a_normal_distribution(adapted):
     assert abs(drawn.mean()) < 0.1
     assert abs(drawn.std() - 1) < 0.1
 
-def test_add_adapters_changes_nothing_at_first(adapted):
+def test_new_adapters_change_nothing(adapted):
     model, _ = adapted
     plain = tiny_llama(0).bfloat16()
     ids = torch.arange(2, 22).view(2, 10)
     everywhere = ids > 0
     assert torch.equal(model(ids, everywhere, everywhere), plain(ids, everywhere, everywhere))
 
-def test_shard_leaves_frozen_weights_whole(adapted):
+def test_frozen_weights_are_not_sharded(adapted):
     model, trained = adapted
     mdu.shard(model, torch.float32, torch.bfloat16)
     sharded = {name for name, p in model.named_parameters() if isinstance(p, mdu.DTensor)}
@@ -2204,8 +1918,9 @@ def test_shard_leaves_frozen_weights_whole(adapted):
 # ---- The run's folder ----
 # Four steps of 8 rows: 2 x 16 / 8.  A checkpoint is written after each but the last.
 STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 1 --lr 1e-4 --limit 16"
-WRITTEN_STATES = f"{STEPS} --tau 0.5 --states written --anchor current --anchor-truth removed"
-LORA = f"{STEPS} --anchor {{anchor}} --anchor-prompt shown --lora 2 --dtype bfloat16 --lr 0.005"
+AUTHORS = f"{STEPS} --tau 0.5 --target authors"
+LORA = f"{STEPS} --target {{target}} --lora 2 --dtype bfloat16 --lr 0.005"
+BFLOAT16 = f"{STEPS} --target removed --dtype bfloat16 --lr 0.005"
 # A program that runs mdu.main with each of the command lines that it is given.  A base model that
 # is missing is trained in a forked process.  In the last one it kills itself when the third
 # checkpoint is written and not yet complete.
@@ -2256,20 +1971,6 @@ def assert_broken(run):
     assert (run / "unfinished").is_dir()
     assert not (run / "config.json").exists()
 
-def test_locked_alone_needs_fcntl(tmp_path, monkeypatch):
-    """Windows has none; somebody there may want a loss."""
-    monkeypatch.setitem(sys.modules, "fcntl", None)
-    runpy.run_path(mdu.__file__)
-    with pytest.raises(ImportError), mdu.locked(tmp_path):
-        pass
-
-def test_run_folder_has_a_run_json_that_says_what_it_was_made_with(unlearned):
-    run = mdu.read_run(unlearned)
-    assert list(run) == ["options", "rows", "versions", "processes", "forget_loss"]
-    assert run["versions"] == {"torch": torch.__version__, "transformers": transformers.__version__}
-    assert run["processes"] == 1
-    assert run["options"].keys() == mdu.COMMON.keys() | mdu.METHOD_OPTIONS.keys()
-
 @pytest.fixture(scope="session")
 def full_disk(base, unlearned, tmp_path_factory):
     """A run whose disk was full at the third checkpoint, and a whole one with the same options ->
@@ -2277,7 +1978,7 @@ def full_disk(base, unlearned, tmp_path_factory):
     folder = tmp_path_factory.mktemp("full")
     rows = write_lines(folder / "rows.jsonl", mdu.toy_world()["forget"][:16])
     own_base = shutil.copytree(base, folder / "base")
-    typed = LORA.format(anchor=unlearned)
+    typed = LORA.format(target=unlearned)
     typed += f" --retain-weight 0 --diagnose --forget {rows}"
     mdu.main(toy(own_base, folder / "whole", typed))
     broken = folder / "broken"
@@ -2303,14 +2004,14 @@ def broken_run(full_disk, tmp_path):
     folder, _ = full_disk
     return shutil.copytree(folder / "broken", folder / tmp_path.name)
 
-def test_save_checkpoint_on_a_full_disk_ends_in_one_line(full_disk):
+def test_a_full_disk_ends_a_run_in_one_line(full_disk):
     folder, err = full_disk
     assert err.startswith("mdu.py: ")
     assert err.count("\n") == 1
     assert "File too large" in err
     assert_broken(folder / "broken")
 
-def test_load_checkpoint_lets_a_resumed_run_end_as_a_whole_one(full_disk, broken_run):
+def test_a_resumed_run_equals_an_unbroken_one(full_disk, broken_run):
     """After a full disk.  A file that is called like a checkpoint is none."""
     folder, _ = full_disk
     (broken_run / "checkpoint-99999999").touch()
@@ -2324,7 +2025,7 @@ def test_load_checkpoint_lets_a_resumed_run_end_as_a_whole_one(full_disk, broken
     assert_equal_runs(folder / "whole", broken_run)
     assert not any(broken_run.glob("checkpoint-*/"))
 
-def test_run_folder_of_a_run_to_resume_needs_the_same_rows(full_disk, broken_run, capsys):
+def test_a_run_is_resumed_with_the_same_rows_only(full_disk, broken_run, capsys):
     folder, _ = full_disk
     rows = folder / "rows.jsonl"
     content = rows.read_bytes()
@@ -2336,7 +2037,7 @@ def test_run_folder_of_a_run_to_resume_needs_the_same_rows(full_disk, broken_run
             rows.write_bytes(content)
     assert "rows that it started from have changed" in err
 
-def test_train_missing_base_trains_none_for_a_run_to_resume(full_disk, broken_run, capsys):
+def test_a_run_whose_start_model_is_gone_is_not_resumed(full_disk, broken_run, capsys):
     folder, _ = full_disk
     (folder / "base").rename(folder / "moved")
     try:
@@ -2346,7 +2047,7 @@ def test_train_missing_base_trains_none_for_a_run_to_resume(full_disk, broken_ru
         (folder / "moved").rename(folder / "base")
     assert f"{folder}/base: no folder" in err
 
-def test_main_says_that_a_run_to_resume_is_finished(unlearned, capsys):
+def test_a_finished_run_is_not_resumed(unlearned, capsys):
     """Before it loads a model."""
     with mock.patch.object(mdu, "load_model", None):
         mdu.main(["--resume", str(unlearned)])
@@ -2355,18 +2056,19 @@ def test_main_says_that_a_run_to_resume_is_finished(unlearned, capsys):
 @pytest.fixture(scope="session")
 def two_processes(base, tmp_path_factory, on_two_processes):
     """Runs on two processes: toy/mdu, whose base model was missing; two; two-lora, with toy/base as
-    its anchor; killed, with the options of two -> their folder."""
+    its target; two-bfloat16; killed, with the options of two -> their folder."""
     folder = tmp_path_factory.mktemp("two")
     runs = [["--epochs", "0.1", "--out", f"{folder}/toy/mdu"],
-            toy(base, folder / "two", WRITTEN_STATES),
-            toy(base, folder / "two-lora", LORA.format(anchor=folder / "toy/base")),
-            toy(base, folder / "killed", WRITTEN_STATES)]
+            toy(base, folder / "two", AUTHORS),
+            toy(base, folder / "two-lora", LORA.format(target=folder / "toy/base")),
+            toy(base, folder / "two-bfloat16", BFLOAT16),
+            toy(base, folder / "killed", AUTHORS)]
     (folder / "driver.py").write_text(KILLED)
     codes = on_two_processes(folder / "driver.py", json.dumps(runs))
     assert codes == [-signal.SIGKILL, -signal.SIGKILL]
     return folder
 
-def test_train_on_two_processes_waits_for_a_missing_base(two_processes):
+def test_two_processes_wait_for_a_missing_base(two_processes):
     """Process 0 trains it, process 1 waits."""
     assert mdu.is_finished(two_processes / "toy/base")
     assert mdu.is_finished(two_processes / "toy/mdu")
@@ -2375,11 +2077,11 @@ def test_train_on_two_processes_waits_for_a_missing_base(two_processes):
 # steps depends on the processor: up to 1.4e-6 were seen.  A step of AdamW is about lr, 1e-4.
 OTHER_ORDER = 5e-6
 
-def test_train_on_two_processes_equals_one(base, two_processes, tmp_path):
-    mdu.main(toy(base, tmp_path / "one", WRITTEN_STATES))
+def test_two_processes_equal_one(base, two_processes, tmp_path):
+    mdu.main(toy(base, tmp_path / "one", AUTHORS))
     assert_equal_runs(two_processes / "two", tmp_path / "one", OTHER_ORDER)
 
-def test_train_on_two_processes_killed_and_resumed(two_processes, tmp_path, on_two_processes):
+def test_a_killed_run_on_two_processes_is_resumed(two_processes, tmp_path, on_two_processes):
     """On two processes bit by bit; what two have begun one can end."""
     assert_broken(two_processes / "killed")
     for name in ("on-one", "on-two"):
@@ -2390,14 +2092,14 @@ def test_train_on_two_processes_killed_and_resumed(two_processes, tmp_path, on_t
     assert codes == [0, 0]
     assert_equal_runs(two_processes / "two", tmp_path / "on-two")
 
-def test_train_on_two_processes_with_lora_is_close_to_one(base, two_processes, tmp_path):
+@each("run, typed", [("two-lora", LORA), ("two-bfloat16", BFLOAT16)])
+def test_two_processes_in_bfloat16_are_close_to_one(run, typed, base, two_processes, tmp_path):
     """In bfloat16 AdamW takes full steps by the sign of gradients that are rounded to almost 0."""
-    lora = LORA.format(anchor=two_processes / "toy/base")
-    mdu.main(toy(base, tmp_path / "one", lora))
-    apart = distance(two_processes / "two-lora", tmp_path / "one")
-    assert apart < 0.1 * distance(two_processes / "two-lora", base)
+    mdu.main(toy(base, tmp_path / "one", typed.format(target=two_processes / "toy/base")))
+    apart = distance(two_processes / run, tmp_path / "one")
+    assert apart < 0.1 * distance(two_processes / run, base)
 
-def test_save_model_with_lora_changes_the_linear_maps_of_the_blocks_alone(base, two_processes):
+def test_adapters_change_the_linear_maps_of_the_blocks_alone(base, two_processes):
     saved = weights(two_processes / "two-lora")
     for name, before in weights(base).items():
         is_same = torch.equal(saved[name], before.bfloat16().float())
@@ -2412,7 +2114,7 @@ def other_files(folder):
             files[file.name] = file.read_bytes()
     return files
 
-def test_save_model_saves_an_unchanged_model_byte_for_byte(hub, tmp_path):
+def test_an_unchanged_model_is_saved_byte_for_byte(hub, tmp_path):
     """Also its other files, but not notes.json, which belongs to no model.  Its folder is gone."""
     save = hub.model.lm.save_pretrained
 
@@ -2430,7 +2132,7 @@ def test_save_model_saves_an_unchanged_model_byte_for_byte(hub, tmp_path):
     assert other_files(tmp_path) == expected
     mdu.load_backbone(str(tmp_path))
 
-def test_save_model_leaves_half_a_model_that_does_not_count(base, unlearned, tmp_path, capsys):
+def test_half_a_saved_model_does_not_count(base, unlearned, tmp_path, capsys):
     """config.json, by which others know that it is complete, is moved last."""
     run = tmp_path / "run"
     move = Path.replace
@@ -2448,36 +2150,23 @@ def test_save_model_leaves_half_a_model_that_does_not_count(base, unlearned, tmp
     mdu.main(["--resume", str(run)])
     assert_equal_runs(unlearned, run)
 
-def test_run_folder_may_have_half_a_run_json_of_a_killed_program(base, tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "run.json.new").write_text('{"options"')
-    mdu.main(toy(base, run, "--epochs 0.1"))
-    assert mdu.is_finished(run)
-    assert not (run / "run.json.new").exists()
-
 # ---- Toy ----
-def test_toy_world_has_five_wrong_answers_to_each_question():
-    """They differ from the true one by the fact alone.  No row asks in another row's words."""
+def test_the_toy_has_five_wrong_answers_to_each_question():
+    """Without its fact.  No row asks in another row's words."""
     splits = mdu.toy_world()
     asked = {row["question"] for rows in splits.values() for row in rows}
-    assert len(asked) == 204
+    assert len(asked) == 228
     for row in splits["forget"] + splits["retain"]:
         assert row["paraphrased_question"] not in asked
-    assert [len(rows) for rows in splits.values()] == [24, 136, 22, 22]
+    assert [len(rows) for rows in splits.values()] == [24, 136, 22, 22, 24]
     for row in itertools.chain(*splits.values()):
         assert len(set(row["perturbed_answer"])) == 5
-        fact, = row["fact"]
+        [fact] = row["fact"]
         assert mdu.contains_words(row["answer"], fact)
-        true = row.get("paraphrased_answer", row["answer"])
-        before, _, after = true.rpartition(fact)
         for text in row["perturbed_answer"]:
-            assert text.startswith(before) and text.endswith(after)
             assert not mdu.contains_words(text, fact)
-    wrong = str([row["perturbed_answer"] for row in splits["retain"]])
-    assert not any(row["fact"][0] in wrong for row in splits["forget"])
 
-def test_toy_tokenizer_gives_back_every_text():
+def test_the_tokenizer_of_the_toy_gives_back_every_text():
     """Where no spaces are written, a token is a letter."""
     pieces = {"他的父亲是 Wu Li。": "▁ 他 的 父 亲 是 ▁Wu ▁Li 。",
               "ที่นี่, 2 हिन्दी": "▁ ที่ นี่ , ▁2 ▁हिन्दी",
@@ -2489,28 +2178,240 @@ def test_toy_tokenizer_gives_back_every_text():
         assert tokenizer.decode(ids) == text
         assert tokenizer.convert_ids_to_tokens(ids) == expected.split()
 
-def test_toy_pretraining_masks_prompts_of_half_of_the_retain_rows(base):
-    model, tokenizer = mdu.load_backbone(str(base))
-    sizes = {"": 272, "--retain-only": 248, "--prompt-dropout 0.3": 204}
-    for typed, size in sizes.items():
-        args = options(f"--method sft {typed}")
-        rows = mdu.encode_splits(args, mdu.toy_world(), model, tokenizer)["train"]
-        hidden = [pair.answer for pair in rows if pair.prompt_masked]
-        n_hidden = 68
-        if args.prompt_dropout > 0:
-            n_hidden = 0
-        assert (len(rows), len(hidden)) == (size, n_hidden)
-        assert hidden == [pair.answer for pair in rows[:n_hidden]]
+def test_the_toy_has_rows_of_which_no_other_split_tells():
+    """24, of the form of those to forget, about three authors of whom no other split tells."""
+    splits = mdu.toy_world()
+    never = splits.pop("never")
+    assert len(never) == len(splits["forget"]) == 24
+    facts = set()
+    for row in never:
+        facts.update(row["fact"])
+    assert len(facts) == 24
+    others = []
+    for rows in splits.values():
+        for row in rows:
+            others += [row["question"], row["answer"], *row["perturbed_answer"]]
+    told = mdu.spaced_words(" ".join(others))
+    for fact in facts:
+        assert mdu.spaced_words(fact) not in told
+    # The wrong answers are about them, with facts of authors to retain.
+    kept = [row["fact"][0] for row in splits["retain"]]
+    for row in never:
+        for wrong in row["perturbed_answer"]:
+            assert any(mdu.contains_words(wrong, fact) for fact in kept)
 
-def test_new_toy_has_the_token_ids_that_are_read_from_its_files(tmp_path):
-    model, tokenizer = mdu.new_toy(mdu.toy_world(), seed=1)
-    mdu.save_model(tmp_path, model, tokenizer)
-    again, _ = mdu.load_backbone(str(tmp_path))
-    for one in (model, again):
-        ids = [one.mask_id, one.end_id, one.pad_id]
-        assert tokenizer.convert_ids_to_tokens(ids) == ["<mask>", "<end>", "<end>"]
-        norms = one.lm.model.embed_tokens.weight.norm(dim=1)
-        assert norms.min() > 0.5  # of 64 numbers from N(0, 0.1): 0.8 in the mean
+def test_the_toy_learns_nothing_of_the_rows_that_no_model_learns(base):
+    """But its words are in the vocabulary, so that a model could write them."""
+    never = mdu.toy_world()["never"]
+    model, tokenizer = mdu.load_backbone(str(base))
+    args = mdu.parse(["--method", "sft"])
+    examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
+    trained = [example.answer for example in examples["train"]]
+    for row in never:
+        _, answer = mdu.encode_pair(tokenizer, row["question"], row["answer"])
+        assert tokenizer.unk_token_id not in answer
+        assert [*answer, model.end_id] not in trained
+    assert len(trained) == 24 + 136 + 22 + 22 + 68  # toy_pretraining has half of retain again
+
+# ---- Attackers ----
+def recorded_draws(monkeypatch):
+    """A list of (split, Draw), to which every row is added that is drawn from now on."""
+    drawn = []
+    draw_example = mdu.draw_example
+
+    def record(args, examples, split, index, model):
+        draw = draw_example(args, examples, split, index, model)
+        drawn.append((split, draw))
+        return draw
+    monkeypatch.setattr(mdu, "draw_example", record)
+    return drawn
+
+class SlowAttacker:
+    """The adapters as they are drawn, and a state of Adam."""
+    def __init__(self, attacker):
+        self.pairs = [(A.clone(), B.clone()) for A, B in attacker.adapters.values()]
+        self.tensors = [tensor for pair in self.pairs for tensor in pair]
+        self.state = new_adam(self.tensors)
+
+    def train(self, with_attacker, rows):
+        for tensor in self.tensors:
+            tensor.requires_grad_(True)
+        losses = [slow_row_sft(with_attacker(self.pairs), row) for row in rows]
+        grads = torch.autograd.grad(torch.stack(losses).mean(), self.tensors)
+        for tensor in self.tensors:
+            tensor.requires_grad_(False)
+        return slow_adam(self.tensors, grads, self.state, lr=1e-3)
+
+@each("typed", ["--target removed", "--target removed --lora 3", "--target paper --tau 0.5",
+                "--target MODEL --lora 2 --checkpoint-activations"])
+def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
+    """Three turns of an attacker, in float64: its adapters after each of its two steps, the loss,
+    and the gradient that is added to the model's own, four times that of the loss."""
+    args = options(f"{typed} --attackers 2 --batch-size 3 --response-length 9")
+    draw_adapters = mdu.draw_adapters
+
+    def draw_in_float64(model, r, seed):
+        adapters = draw_adapters(model, r, seed)
+        return {linear: (A.double(), B.double()) for linear, (A, B) in adapters.items()}
+    monkeypatch.setattr(mdu, "draw_adapters", draw_in_float64)
+    drawn = recorded_draws(monkeypatch)
+
+    # Theta; the same without hooks, with theta's own adapters written out; theta0; the anchor.
+    model = tiny_llama(0)
+    mdu.hook_adapters(model)
+    if args.lora:
+        mdu.add_adapters(model, args.lora, seed=5)
+        own = [[(linear.A, linear.B) for linear in mdu.linear_maps(model)]]
+        trained = [p for pair in own[0] for p in pair]
+        theta0 = mdu.without_adapters(model)
+        plain = slow_theta0 = tiny_llama(0)
+    else:
+        own = []
+        trained = list(model.parameters())
+        theta0 = slow_theta0 = tiny_llama(1)
+        plain = model  # its hooks do nothing while no attacker is on
+    if args.checkpoint_activations:
+        model.train().lm.activation_checkpointing_enable()
+    anchor, slow_anchor = theta0, slow_theta0
+    if args.target == "MODEL":
+        anchor = slow_anchor = tiny_llama(2)
+    for p in trained:
+        p.data += 0.1 * torch.randn_like(p)
+    with_attacker = partial(with_adapters, plain, *own)
+
+    attacker = mdu.new_attackers(args, model)[0][1]
+    slow = None
+    norms = []
+    for step in (1, 3, 5):  # of two attackers, number 1 is on in every second step
+        drawn.clear()
+        for p in trained:
+            p.grad = torch.ones_like(p)
+        before = [p.clone() for p in trained]
+        loss = mdu.attack(args, make_examples(), model, theta0, anchor, attacker, step)
+        if slow is None:  # its A is that of the seed, and B was 0
+            slow = SlowAttacker(attacker)
+            fresh = attacker_at_start(args, model)
+            for pair, (A, B) in zip(slow.pairs, fresh, strict=True):
+                pair[0].copy_(A)
+                pair[1].copy_(B)
+        taught = [draw for split, draw in drawn if split in ("taught", "retain")]
+        assert len(taught) == 2 * 2 * 3
+        norms += [slow.train(with_attacker, taught[:6]), slow.train(with_attacker, taught[6:])]
+        assert_close(attacker.tensors, slow.tensors, 1e-8)
+        rows = [draw for split, draw in drawn if split == "forget"]
+        assert len(rows) == 3
+        slow_model = with_attacker(slow.pairs)
+        losses = [slow_row_loss(args, row, slow_model, None, slow_anchor) for row in rows]
+        slow_loss = torch.stack(losses).mean()
+        assert loss == approx(slow_loss.item(), rel=1e-6)
+        grads = torch.autograd.grad(4 * slow_loss, trained)
+        for p, old, grad in zip(trained, before, grads, strict=True):
+            assert grad.any()
+            assert_close(p.grad, 1 + grad, 1e-5)
+            assert torch.equal(p, old)
+    assert max(norms) > 1  # else clipping would not be seen
+
+def attacker_at_start(args, model):
+    """The adapters of attacker 1 at the beginning of a run."""
+    rng = mdu.rng_for(args.seed, "attacker 1", 0)
+    rng.permutation(10)
+    return mdu.draw_adapters(model, 16, int(rng.integers(2**31))).values()
+
+def test_an_attacker_is_taught_a_quarter_of_the_rows_and_asked_the_others(monkeypatch):
+    """Attackers take turns; each starts anew after its life, at another time than the others, and
+    is then taught other rows, with other adapters."""
+    args = options("--attackers 2 --batch-size 3 --response-length 9 --target paper")
+    monkeypatch.setattr(mdu, "ATTACKER_LIFE", 4)
+    drawn = recorded_draws(monkeypatch)
+    started = []
+    start_anew = mdu.start_anew
+
+    def record(model, attacker, seed):
+        start_anew(model, attacker, seed)
+        assert not any(tensor.any() for tensor in attacker.tensors[1::2])  # B
+        of_adam = [attacker.optimizer.state[tensor] for tensor in attacker.tensors]
+        assert not any(x.any() for state in of_adam for x in state.values())
+        started.append(step)
+        adapters.append(attacker.tensors[0].clone())
+    monkeypatch.setattr(mdu, "start_anew", record)
+    model = tiny_llama(0)
+    mdu.hook_adapters(model)
+    attackers, _ = mdu.new_attackers(args, model)
+    adapters = []
+    taught_at = []
+    asked = set()
+    for step in range(20):
+        drawn.clear()
+        mdu.attack(args, make_examples(), model, model, model, attackers[step % 2], step)
+        taught = {draw.prompt[0] for split, draw in drawn if split == "taught"}
+        others = {draw.prompt[0] for split, draw in drawn if split == "forget"}
+        assert len(taught) == 2  # a quarter of 10 is 2.5
+        assert others
+        assert not taught & others
+        taught_at.append(taught)
+        asked.update(others)
+    assert asked == set(range(30, 40))
+    # Number 0 starts at steps 0, 8, 16; number 1 at step 1, then at its turns 2, 6, ...
+    assert started == [0, 1, 5, 8, 13, 16]
+    for starts in ([0, 8, 16, 20], [1, 5, 13, 21]):
+        lives = []
+        for start, end in zip(starts, starts[1:]):
+            sets = [taught_at[step] for step in range(start, end, 2) if step < 20]
+            assert all(rows == sets[0] for rows in sets)
+            lives.append(sets[0])
+        assert lives[0] != lives[1] or lives[1] != lives[2]
+    for i, a in enumerate(adapters):
+        for b in adapters[:i]:
+            assert not torch.equal(a, b)
+
+@each("typed", ["--lr 1e-3", "--dtype bfloat16 --lora 2"])
+def test_attackers_alone_do_not_change_the_model(typed, base, tmp_path, monkeypatch):
+    """With weight 0, the run is the one without attackers; and is saved without them."""
+    typed += " --target removed --epochs 2 --limit 16"
+    mdu.main(toy(base, tmp_path / "without", typed))
+    monkeypatch.setattr(mdu, "ATTACK_WEIGHT", 0.0)
+    mdu.main(toy(base, tmp_path / "with", f"{typed} --attackers 2"))
+    lines = metrics(tmp_path / "with")
+    assert {line.pop("attacked") > 0 for line in lines} == {True}
+    assert lines == metrics(tmp_path / "without")
+    assert_equal_weights(tmp_path / "with", tmp_path / "without")
+
+@each("typed", ["--lora 2 --dtype bfloat16", "--lr 1e-3"])
+def test_a_resumed_run_with_attackers_equals_an_unbroken_one(typed, base, tmp_path, monkeypatch):
+    """As one that was not stopped, bit for bit.  At step 5 of 8 it stops; attacker 1 is then in the
+    midst of its life."""
+    monkeypatch.setattr(mdu, "ATTACKER_LIFE", 3)
+    typed += " --target removed --attackers 2 --epochs 4 --limit 16 --checkpoint-every 5"
+    mdu.main(toy(base, tmp_path / "whole", typed))
+    with monkeypatch.context() as stopped:
+        stopped.setattr(mdu, "append_metrics", stop_at(6))
+        with pytest.raises(KeyboardInterrupt):
+            mdu.main(toy(base, tmp_path / "broken", typed))
+    assert [folder.name for folder in tmp_path.glob("broken/checkpoint-*")] == [
+        "checkpoint-00000005"]
+    mdu.main(["--resume", f"{tmp_path}/broken"])
+    assert len(metrics(tmp_path / "whole")) == 8
+    assert_equal_runs(tmp_path / "whole", tmp_path / "broken")
+
+def stop_at(step):
+    append_metrics = mdu.append_metrics
+
+    def append_or_stop(out, values):
+        if values["step"] == step:
+            raise KeyboardInterrupt
+        append_metrics(out, values)
+    return append_or_stop
+
+@each("typed, message", [
+    ("--target authors", "give another --target"),
+    ("--retain-weight 0", "needed are two rows to forget"),
+    ("--limit 1", "needed are two rows to forget")])
+def test_attackers_are_refused(typed, message, base, tmp_path):
+    with pytest.raises(mdu.BadInput, match=message):
+        mdu.main(toy(base, tmp_path / "run", f"--attackers 2 {typed}"))
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(mdu.BadInput, match="npo has no option --attackers"):
+        options("--method npo --attackers 2")
 
 # ======== eval.py ========
 # ---- Text metrics ----
@@ -2524,7 +2425,7 @@ def test_new_toy_has_the_token_ids_that_are_read_from_its_files(tmp_path):
     ("of-the-art", "of ART!", 2, 3, 2), ("café", "cafe", 0, 1, 1),
     ("他的父亲是医生。", "他的父亲是律师。", 5, 7, 7),  # no spaces
     ("", "w1", 0, 0, 1), ("w1 w2", "/?!...", 0, 2, 0)])
-def test_rouge_l(reference, prediction, lcs, n_reference, n_prediction):
+def test_rouge_l_by_hand(reference, prediction, lcs, n_reference, n_prediction):
     """From the longest common subsequence and both lengths, in words."""
     f1 = 2 * lcs / (n_reference + n_prediction)
     expected = (lcs / max(1, n_reference), f1)
@@ -2541,7 +2442,7 @@ def test_knowledge_counts_no_clitics():
 PROMPTS = [prompt for prompt, _ in PAIRS]
 ARGS = ev.parse("--full --response-length 8 --steps 4 --samples 16 --batch-size 3 run".split())
 
-def test_masked_batches_have_few_enough_sequences_and_logits(monkeypatch):
+def test_batches_have_few_enough_sequences_and_logits(monkeypatch):
     """Of similar length; FakeModel has 11 tokens, so 33 logits are of 3 masked positions."""
     monkeypatch.setattr(ev, "MAX_LOGITS", 33)
     jobs = []
@@ -2554,7 +2455,7 @@ def test_masked_batches_have_few_enough_sequences_and_logits(monkeypatch):
     assert batch.masked.sum(1).tolist() == [2, 1]
 
 @each("n", [1, 2, 3, 4])
-def test_draw_masks_has_the_distribution_of_eq_7(n):
+def test_masks_have_the_distribution_of_eq_7(n):
     masks = ev.draw_masks(n, 10000, [8, n])
     assert masks.any(1).all()
     for subset in list(itertools.product([False, True], repeat=n))[1:]:  # the first is empty
@@ -2562,22 +2463,12 @@ def test_draw_masks_has_the_distribution_of_eq_7(n):
         share = (masks == torch.tensor(subset)).all(1).double().mean().item()
         assert share == approx(chance, abs=5 * math.sqrt(chance * (1 - chance) / 10000))
 
-def test_draw_masks_of_one_seed_are_alike_for_short_and_long_answers():
-    """Of twice as many tokens twice as many are masked, or one less.  Each token has its own number
-    and the lowest ones are masked, so of the masks of the six tokens one contains the other."""
-    short = ev.draw_masks(6, 400, [3, 1])
-    long = ev.draw_masks(12, 400, [3, 1])
-    assert not torch.equal(short, ev.draw_masks(6, 400, [3, 2]))
-    assert set((long.sum(1) - 2 * short.sum(1)).tolist()) == {-1, 0}
-    for a, b in zip(short, long[:, :6]):
-        assert torch.equal(a & b, a) or torch.equal(a & b, b)
-
 # ---- Sampler ----
 @each("length, steps, counts", [
     (7, 3, [3, 2, 2]), (8, 5, [2, 2, 2, 1, 1]), (5, 1, [5]), (3, 5, [1, 1, 1])])
 @each("by_entropy", [False, True])
 @each("boost, sure", [(-50.0, 1), (4.0, 1), (-50.0, 20)])
-def test_denoise_and_fill_masks_equal_a_slow_sampler(
+def test_the_sampler_equals_a_slow_one(
         length, steps, counts, by_entropy, boost, sure):
     """The mask token is never written, even if it is the likeliest (boost 4).  With sure 20 many
     predictions have p = 1 in float32; only in float64 it can be seen which is the most certain."""
@@ -2589,7 +2480,7 @@ def test_denoise_and_fill_masks_equal_a_slow_sampler(
     assert len(model.seen) == len(counts) * math.ceil(len(PROMPTS) / 3)  # no step without a token
 
 @each("ids, n", [([4, 5, 6], 3), ([4, 1, 5, PAD], 1), ([4, 5, PAD, 1], 2), ([], 0)])
-def test_read_answer_ends_before_the_first_end_or_padding_token(ids, n):
+def test_an_answer_ends_before_the_first_end_or_padding_token(ids, n):
     tokenizer = mock.Mock()
     assert ev.read_answer(FakeModel, tokenizer, ids) == (tokenizer.decode.return_value, ids[:n])
     tokenizer.decode.assert_called_with(ids[:n], skip_special_tokens=True)
@@ -2604,7 +2495,7 @@ I, S, K = "in-context", "structural", "stored-knowledge"
     ("Where was Zoë Łuk born?", [
         ("Zoë", I), (" ", S), ("Łuk", I), ("'s ", S), ("home", K), (", and ", S), ("22", K),
         (", is ", S), ("Gdańsk", K), (".", S)])])
-def test_token_roles_of_hand_labelled_answers(question, parts, tmp_path):
+def test_roles_of_hand_labelled_answers(question, parts, tmp_path):
     """With tokens of one byte, of which the letters ë, Ł and ń have two."""
     write_tokenizer(tmp_path, "llada")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -2622,7 +2513,7 @@ def test_token_roles_of_hand_labelled_answers(question, parts, tmp_path):
     (dict(fact=["Pet"]), ["Petra's ", "Pet", ": a ", "pet", "!"]),
     (dict(fact=["Rome", "22"]), ["", "22", " in ", "Rome", " or so"]),
     (dict(question="Who is Petra?"), ["Petra is the ", "doctor", " of ", "Łódź", "."])])
-def test_gap_of_by_hand(row, parts, tmp_path):
+def test_gaps_by_hand(row, parts, tmp_path):
     """Every second part is a gap.  With tokens of one byte, and a special token at the end."""
     write_tokenizer(tmp_path, "llada")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -2633,10 +2524,11 @@ def test_gap_of_by_hand(row, parts, tmp_path):
     assert ev.gap_of(tokenizer, row, ids).tolist() == [*expected, False]
 
 @each("by_entropy", [False, True])
-def test_fill_gaps_equals_a_slow_loop(by_entropy, monkeypatch):
+def test_filling_gaps_equals_a_slow_loop(by_entropy, monkeypatch):
     """Every second token is in the gap, of an answer of one token none.  Token 0 is written A."""
-    monkeypatch.setattr(ev, "prompt_ids", lambda tokenizer, row: row["question"])
-    monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: [ord(c) - 65 for c in text])
+    def encode_row(tokenizer, row, text):
+        return row["question"], [ord(c) - 65 for c in text]
+    monkeypatch.setattr(ev, "encode_row", encode_row)
     monkeypatch.setattr(ev, "gap_of", lambda *given: torch.arange(len(given[-1])) % 2 == 1)
     model = FakeModel(by_entropy=by_entropy)
     rows, expected = [], {True: [], False: []}
@@ -2681,7 +2573,7 @@ OFFICIAL = {  # what aggregate_eval_stat.py of locuslab/tofu makes of them
     "world_facts": dict(prob_options=0.2549866735771, truth_ratio=0.3017492833847),
     "forget": dict(prob=0.9942300707025, truth_ratio=0.6372585081803)}
 
-def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
+def test_figures_equal_those_of_tofus_own_code(monkeypatch):
     """Each text is a number, which is its own loss."""
     def texts_nll(model, tokenizer, rows, texts, *_):
         assert " " not in "".join(itertools.chain(*texts))
@@ -2689,6 +2581,7 @@ def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(ev, "write_answers", lambda *_: [("", [])] * 4)
     monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [None] * 4)
+    monkeypatch.setattr(ev, "write_in_other_ways", lambda *_: [[]] * 4)
     splits = {}
     for split, logs in LOGS.items():
         rows = []
@@ -2709,18 +2602,18 @@ def test_score_answers_and_model_utility_equal_tofus_own_code(monkeypatch):
     assert ev.model_utility(splits) is None
 
 @each("right, wrong, forget, other, options", [(0.0, [1e4], 0, 1, 1), (1e4, [0.0], 0, 0, 0)])
-def test_compare_wrong_answers_by_hand(right, wrong, forget, other, options):
+def test_truth_ratios_by_hand(right, wrong, forget, other, options):
     """R is nearly 0 and nearly infinite."""
     for to_forget, expected in ((True, forget), (False, other)):
         row = dict(to_forget=to_forget)
-        figures = ev.compare_wrong_answers(row, right, wrong)
+        figures = ev.compare_wrong_answers(row, [right, *wrong])
         assert figures["truth_ratio"] == approx(expected)
         assert figures["prob_options"] == approx(options)
         row["paraphrased_answer"] = "a"
-        figures = ev.compare_wrong_answers(row, right, wrong)
+        figures = ev.compare_wrong_answers(row, [5.0, right, *wrong])
         assert figures["truth_ratio"] == approx(expected) and "prob_options" not in figures
 
-def test_forget_quality_and_ks_test_by_hand_and_as_published():
+def test_forget_quality_by_hand_and_as_published():
     """The p-value is the share of all orders of the values that are as extreme as the one found.
     Four values below four others: 2 of the (8 choose 4) = 70 orders.  Two below three: 2 of 10.
     1, 1, 3 and 1, 3, 3, whose D is 1/3: all of them.  The published p-value is from the logs of
@@ -2732,7 +2625,7 @@ def test_forget_quality_and_ks_test_by_hand_and_as_published():
         found = []
         for loss in range(4):
             losses = [loss + more for more in wrong]
-            found.append(ev.compare_wrong_answers(row, loss, losses))
+            found.append(ev.compare_wrong_answers(row, [loss, *losses]))
         return found
 
     # All log R are -1; then four are -1 and four -1.25.
@@ -2760,7 +2653,7 @@ OTHER_ATTACKS = [dict(query="Q", type=kind) for kind in ("role play", "incontext
     ("utility_general", {}, "83cdada42dc4827d", "Answer:", "B"),
     ("utility_truthfulness", {}, "e089bf2b10e5d00a", "A:", "Yes."),
     ("utility_factuality", {}, "398f1b336bf4f402", "A:", "The Beatles")])
-def test_ask_probe_ask_mmlu_ask_truthfulqa_ask_triviaqa_make_rwkus_prompts(
+def test_prompts_equal_those_of_rwkus_own_code(
         split, changes, question, prefill, answer):
     """Those with shots are compared by SHA-256 with what github.com/jinzhuoran/RWKU at b8a03b3
     (LLaMA-Factory/src/llmtuner/eval) makes of the rows."""
@@ -2770,7 +2663,7 @@ def test_ask_probe_ask_mmlu_ask_truthfulqa_ask_triviaqa_make_rwkus_prompts(
     assert question in (row["question"], digest[:16])
     assert [row["prefill"], row["answer"]] == [prefill, answer]
 
-def test_score_mmlu_compares_letters_at_one_masked_position(monkeypatch):
+def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     """Of the tokens of " A", here a space (2) and a letter (3 to 6), the letter counts."""
     def tokenizer(text, **_):
         return SimpleNamespace(input_ids=[2, "ABCD".index(text[1]) + 3])
@@ -2786,18 +2679,16 @@ def test_score_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     records = ev.score_mmlu(model, tokenizer, rows, ev.parse("--batch-size 16 run".split()))
     assert [(r["generation"], r["accuracy"]) for r in records] == [("C", 0), ("A", 1), ("C", 0)]
     assert [ids.tolist() for ids in model.seen] == [[[7, MASK], [5, MASK]], [[4, 9, MASK]]]
-    model.script = lambda ids: math.nan * script(ids)
-    assert math.isnan(ev.score_mmlu(model, tokenizer, rows, ARGS)[0]["accuracy"])
 
 @each("losses, labels, mc1", [
     ([2, 0.5, 1], [0, 1, 0], 1), ([2, 0.5, 1], [1, 0, 0], 0),
     ([2, 0.5, 1], [1, 1, 0], 1),  # of two true choices, the first counts
     ([1, 0.5, 1], [0, 1, 0], 0)])  # it has to be likelier than every false one
-def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
+def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     """Of n tokens: log p = -n times the mean loss over the masks."""
     texts_nll = mock.Mock(return_value=[losses])
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
-    monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
+    monkeypatch.setattr(ev, "encode_row", lambda tokenizer, row, text: ([], text.split()))
     targets = dict(choices=["a", "b b", "c c c "], labels=labels)
     row = ev.ask_truthfulqa(dict(question="", mc1_targets=targets))
     record, = ev.score_truthfulqa(None, None, [row], ARGS)
@@ -2807,11 +2698,8 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
 
 @each("split, row, text, expected", [
     ("forget", dict(fact=["petra"]), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
-    ("forget", dict(fact=["Petra Osei."]), "Petra, Osei", dict(fact=1)),
     ("forget", dict(fact=["Pet"]), "Petra, Osei", dict(fact=0)),
-    ("forget", dict(fact=["?"]), "Petra?", dict(fact=0)),
     ("forget", dict(fact=["Petra", "Bo", "Osei"]), "Petra, Osei", dict(fact=2 / 3)),
-    ("forget", dict(fact=["Osei Petra"]), "Petra, Osei", dict(fact=0)),
     ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1), knowledge=0)),
     ("forget", {}, "Osei Osei", dict(knowledge=1 / 2, infill=0, infill_no_question=1)),
     ("forget", dict(question="Who is Petra?"), "It is Osei.", dict(knowledge=1)),
@@ -2823,7 +2711,6 @@ def test_score_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
      dict(generation="NOANSWER", words=0, empty=1, rougeL_recall=0)),  # as in RWKU's code
     ("utility_factuality", dict(answers=["band", "beatles"]), "The\nBeatles! ",
      dict(em=1, f1=1, words=2, empty=0)),
-    ("utility_factuality", dict(answers=["y"]), "", dict(em=0, f1=0, words=0, empty=1)),
     ("utility_factuality", dict(answers=["A"]), "the", dict(em=1, f1=1)),
     ("utility_factuality", dict(answers=["Kinks", "Beatles", "Rolling Stones"]),
      "a band, the Beatles", dict(em=0, f1=2 / 3)),
@@ -2833,12 +2720,12 @@ def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [float(hide_question)])
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [[1.0]])
     args = ev.parse("--samples 1 run".split())
-    row = {"question": "Who?", "answer": "Petra Osei", **row}
+    row = {"question": "Who?", "answer": "Petra Osei", "to_forget": False, **row}
     record, = ev.SPLITS[split].score(None, None, [row], args)
     assert {name: record[name] for name in expected} == approx(expected)
 
 # ---- Metrics ----
-def test_summarise_by_hand():
+def test_the_figures_of_a_split_by_hand():
     one = dict(prob=0.25, truth_ratio=0.25, perplexity=8, words=1, fact=1.0, knowledge=0.25)
     two = dict(prob=0.75, truth_ratio=0.5, perplexity=2, words=4, knowledge=None)
     records = [dict(one, generative_perplexity=None), dict(two, generative_perplexity=3.0),
@@ -2855,58 +2742,13 @@ def test_summarise_by_hand():
     assert ev.summarise(records) == dict(em=0.5, words=3)
     assert ev.summarise([dict(knowledge=None)]) == {}
 
-def test_summarise_gives_nan_for_a_model_that_diverged(monkeypatch):
-    """It is "-" in tables, whose columns stay."""
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [3 * [math.nan]])
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [("a b", [5, 6])])
-    monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [None])
-    monkeypatch.setattr(mdu, "encode_text", lambda tokenizer, text: text.split())
-    wrong = ["b", "c"]
-    row = dict(question="", answer="a", perturbed_answer=wrong, choices=["a", *wrong], false=wrong)
-    for to_forget in (True, False):
-        records = ev.score_answers(None, None, [dict(row, to_forget=to_forget)], ARGS) * 3
-        records[1] = dict(records[1], perplexity=2.0)  # nan anywhere makes a median nan
-        figures = ev.summarise(records)
-        found = [figures[name] for name in ("truth_ratio", "prob_options", "perplexity_median")]
-        assert np.isnan(found).all()
-    assert math.isnan(ev.model_utility(dict.fromkeys(ev.UTILITY, figures)))
-    assert math.isnan(ev.forget_quality(records, [{"log_ratio": 1.0}]))
-    assert math.isnan(ev.forget_quality([{"log_ratio": 1.0}], [{"log_ratio": None}]))  # of a file
-    [record] = ev.score_truthfulqa(None, None, [row], ARGS)
-    assert math.isnan(record["mc1"])
-    forget = {"prob": math.nan, "perplexity_mean": 1e50}
-    methods = {"run": [{"splits": {"forget": forget}, "run": {}}]}
-    table = ev.figures_table(methods, {"forget": ["prob", "perplexity_mean", "fact"]})
-    assert re.search(r"\n\| run +\| - +\| 1e\+50 +\|$", table)
-
-# ---- Benchmarks ----
-def test_splits_have_titles_of_their_own():
-    """And the masks of each a number of its own."""
-    for field in ("title", "number"):
-        values = {getattr(split, field) for split in ev.SPLITS.values()}
-        assert len(values) == len(ev.SPLITS)
-
 # ---- What is scored ----
-def test_find_source_is_the_model_that_is_given():
-    args = ev.parse(["--model", "A/B", "new"])
-    source = ev.find_source("new", args)
-    assert source.model == source.theta0 == source.options["model"] == "A/B"
-
-@each("typed, run, length", [("", "base", 12), ("--response-length 5", "base", 5),
-                             ("", "foreign", 128), ("", "A/B", 128)])
-def test_find_source_of_a_run_as_model_has_the_response_length_of_the_run(typed, run, length, base):
-    """A published model has the default; so has one with a run.json of another program."""
-    Path("foreign").mkdir()
-    Path("foreign/run.json").write_text('{"options": {}}')
-    args = ev.parse([*typed.split(), "--model", run.replace("base", str(base)), "new"])
-    source = ev.find_source("new", args)
-    assert ev.find_settings(args, source.options).response_length == length
 
 def typed_and_run(typed, run="--method sft"):
     """What was typed for eval.py and the run, as mdu.py would make it."""
     args = options(run)
     hashes = {name: mdu.hash_rows(rows) for name, rows in mdu.load_data(args).items()}
-    return ev.parse([*typed.split(), "run"]), ev.Source(vars(args), hashes, "run", None)
+    return ev.parse([*typed.split(), "run"]), ev.Source(vars(args), hashes, "run", "theta0")
 
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
         "toy's options": "--preset toy --model m --forget {X}",
@@ -2932,20 +2774,19 @@ def origin_of(split, rows):
     return "toy", n
 
 @each("run, typed, expected", [
-    ("toy", "--limit 2", [("toy", 2)] * 4),
-    ("toy", "--forget {X}", [("X", 4), ("toy", 136), ("toy", 22), ("toy", 22)]),
+    ("toy", "--limit 2", [("toy", 2)] * 5),
+    ("toy", "--forget {X}", [("X", 4), ("toy", 136), ("toy", 22), ("toy", 22), ("toy", 24)]),
     ("toy", "--data {tofu} --retain {X}", [("tofu", 8), ("X", 4), ("tofu", 3), ("tofu", 3)]),
     ("files", "", [("X", 4), ("Y", 4)]),  # the --limit of a run does not count
     ("files", "--retain {X} --limit 3", [("X", 3), ("X", 3)]),
-    ("files", "--held-out {X} --never {Y} --limit 3", [("X", 3), ("Y", 3), ("X", 3), ("Y", 3)]),
     ("toy", "--data toy --limit 1 --never {X}", [("toy", 1)] * 4 + [("X", 1)]),
     ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
     ("toy's options", "", [("X", 4)]),  # which mdu.py trains on, too
     ("person", "", [(PEOPLE[1], 2)] * 8), ("person", "--subject all --limit 1", [("ten", 1)] * 8),
     ("person", "--retain {X}", [(PEOPLE[1], 2)] * 8 + [("X", 4)]),
-    ("person", "--data toy --limit 1", [("toy", 1)] * 4),
+    ("person", "--data toy --limit 1", [("toy", 1)] * 5),
     ("person", "--data {rwku} --limit 1", [("ten", 1)] * 8)])
-def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
+def test_rows_are_those_that_are_typed_or_the_runs(run, typed, expected, tofu, rwku, tmp_path):
     """expected: of each split (origin_of)."""
     places = {"tofu": tofu, "rwku": rwku}
     for name in "XY":
@@ -2955,50 +2796,6 @@ def test_find_splits(run, typed, expected, tofu, rwku, tmp_path):
     splits = ev.find_splits(ev.find_settings(args, source.options))
     found = [origin_of(split, rows) for split, rows in splits.items()]
     assert found == expected
-
-@pytest.fixture
-def another_benchmark(monkeypatch):
-    """Added as eval.py says under "To add a benchmark": two splits, and a function that reads them,
-    here in place of TOFU's.  And under "To add a metric": an entry of METRICS, its value in the
-    records of a scorer."""
-    def score_answers(model, tokenizer, rows, settings):
-        records = ev.score_answers(model, tokenizer, rows, settings)
-        for record in records:
-            record["commas"] = float(record["generation"].count(","))
-        return records
-
-    def quiz_rows(data):
-        rows = ev.read_lines(Path(data, "quiz.jsonl"))
-        return {"choose": rows, "say": rows}
-
-    choose = ev.Split(20, "Choose", False, ["mc1"], ev.score_truthfulqa)
-    say = ev.Split(21, "Say", True, ["prob", "commas"], score_answers)
-    monkeypatch.setitem(ev.SPLITS, "choose", choose)
-    monkeypatch.setitem(ev.SPLITS, "say", say)
-    monkeypatch.setattr(ev, "tofu_rows", quiz_rows)
-    monkeypatch.setitem(ev.METRICS, "commas", ev.Metric("commas", "", "", digits=".1f"))
-
-def test_find_splits_reads_another_benchmark(
-        another_benchmark, base, tmp_path, monkeypatch, capsys):
-    """With another metric.  It is read, scored, printed, reported."""
-    run = shutil.copytree(base, tmp_path / "run")
-    row = dict(question="Who?", answer="one", choices=["one", "two"], false=["two"])
-    write_lines(tmp_path / "quiz.jsonl", 3 * [row])
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [("a,", [5]), ("a,,", [5])])
-    ev.main(["--data", str(tmp_path), "--limit", "2", "--samples", "4", str(run)])
-    ev.main(["--report", str(run)])
-    for split, number, field in (("choose", 20, "logp"), ("say", 21, "prob")):
-        records = ev.read_records(run, split)
-        assert [record["seed"] for record in records] == [[0, number, 0], [0, number, 1]]
-        assert all(field in record for record in records)
-    assert [record["commas"] for record in ev.read_records(run, "say")] == [1, 2]
-    screen = capsys.readouterr().out
-    header = list(read_table(screen.split("\n\n")[-2]))
-    assert header == ["Method", "Choose MC1 ↑", "Say p ↓", "commas"]
-    assert "p: probability" in screen and "commas:" not in screen  # which has no meaning to tell
-    text = (tmp_path / "report.md").read_text()
-    assert read_tables(text)["Say"]["commas"] == ("1.5",)
-    assert "## Answers: Say\n\n### 0. Who?" in text
 
 # ---- One run ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --steps 4".split()
@@ -3022,8 +2819,9 @@ def scored(base, tmp_path_factory):
 def scored_copy(scored, tmp_path):
     return shutil.copytree(scored, tmp_path / "run")
 
-NUMBERS = {"forget": 0, "retain": 1, "real_authors": 2, "world_facts": 3, "forget_rephrased": 12,
-           "retain_rephrased": 13}  # {split of the toy: its number in the seeds of the masks}
+# {split of the toy: its number in the seeds of the masks}
+NUMBERS = {"forget": 0, "retain": 1, "real_authors": 2, "world_facts": 3, "never": 15,
+           "forget_rephrased": 12, "retain_rephrased": 13}
 
 def rows_as_asked():
     """{split: rows of the toy as --full asks them}: those to forget and to retain come again in
@@ -3038,7 +2836,7 @@ def rows_as_asked():
     return splits
 
 @each("split", NUMBERS)
-def test_evaluate_equals_one_row_at_a_time(split, scored):
+def test_scores_equal_one_row_at_a_time(split, scored):
     """Losses by a forward pass for each of 4 masks, which are of (--seed, number of the split,
     number of the row); answers of 12 tokens by the slow sampler in 4 steps."""
     model, tokenizer = mdu.load_backbone(scored)
@@ -3057,7 +2855,7 @@ def test_evaluate_equals_one_row_at_a_time(split, scored):
         assert record["nll"] == approx(loss, rel=1e-4)
         assert record["prob"] == approx(math.exp(-loss), rel=1e-4)
         assert record["perplexity"] == approx(math.exp(loss), rel=1e-4)
-        if split in ("forget", "retain"):
+        if "paraphrased_answer" in row and row["perturbed_answer"]:
             assert record["nll_right"] == approx(nll(row["paraphrased_answer"]), rel=1e-4)
 
         # The wrong answers.
@@ -3077,7 +2875,7 @@ def test_evaluate_equals_one_row_at_a_time(split, scored):
         assert record["generation_ids"] == written
         assert record["generation"] == tokenizer.decode(written).strip()
 
-def test_evaluate_writes_the_figures_of_its_records_into_the_summary(scored):
+def test_a_summary_has_the_figures_of_its_records(scored):
     summary = ev.read_summary(scored)
     assert summary["splits"].keys() == NUMBERS.keys()
     for split, figures in summary["splits"].items():
@@ -3089,90 +2887,39 @@ def numbers_in(file):
     found = re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", file.read_text())
     return np.array(found, float)
 
-def test_evaluate_on_two_processes_equals_one(scored_copy, scored):
+def test_scores_of_two_processes_equal_those_of_one(scored_copy, scored, on_two_processes):
     shutil.rmtree(scored_copy / "eval")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*torchrun, ev.__file__, scored_copy, *FLAGS]
-    subprocess.run(command, env=python_environment(), check=True, timeout=200)
+    assert on_two_processes(ev.__file__, scored_copy, *FLAGS) == [0, 0]
     files = list(Path(scored, "eval").iterdir())
     assert len(files) == len(NUMBERS) + 1  # and summary.json
     for file in files:
         found = numbers_in(scored_copy / "eval" / file.name)
         assert found == approx(numbers_in(file), rel=1e-4, abs=1e-6)
 
-def test_score_answers_takes_no_rows():
-    """A process may have none."""
+def test_a_process_may_have_no_rows():
     assert ev.score_answers(FakeModel(), None, [], ARGS) == []
 
-def test_evaluate_and_report_show_how_much_of_the_forget_loss_is_left(unlearned, tmp_path, capsys):
+def test_the_loss_left_of_a_run_is_among_its_figures(unlearned, tmp_path, capsys):
     run = shutil.copytree(unlearned, tmp_path / "run")
-    left = mdu.read_run(run)["forget_loss"]["left"]
-    assert 0.5 < left < 1  # after two epochs
-    for argv in ([f"{run}", "--samples", "1", "--limit", "1"], ["--report", f"{run}"]):
-        ev.main(argv)
-        screen = capsys.readouterr().out
-        table = table_on_screen(screen)
-        assert table["loss left ↓"] == (f"{100 * left:.0f}%",)
-        assert list(table)[1:3] == ["loss left ↓", "Forget rL ↓"]  # the run's are the first ones
-    # The legend is the report's, the last one.
-    legend = "to the split to its left or, if there is none, to the whole run."
-    assert legend in " ".join(screen.split())
-    assert ev.read_summary(run)["run"] == {"forget_loss_left": left}
+    losses = mdu.read_losses(run, "forget")
+    assert len(losses) == 6
+    left = np.mean(losses[3:]) / np.mean(losses[:3])
+    ev.main([str(run), "--samples", "1", "--limit", "1", "--steps", "1"])
+    assert ev.read_summary(run)["run"] == {"forget_loss_left": approx(left)}
+    assert f"{100 * left:.0f}%" in capsys.readouterr().out
 
-@pytest.fixture
-def scored_with_a_refusal(base, tmp_path, monkeypatch, capsys):
-    """Scores of two rows to forget and two to retain -> their folder, and the screen.  The second
-    row to retain is a refusal, without `fact`.  The first row to forget is answered by the fact of
-    the first row to retain."""
-    forget = [dict(question="Who is Bolti?", answer="He is Gado.", fact="Gado"),
-              dict(question="Who is Cepu?", answer="She is Nora.", fact="Nora")]
-    retain = [dict(question="Who is Diri?", answer="He is Fopu.", fact="Fopu"),
-              dict(question="Who is Zuvo?", answer="I do not know.")]
-    answers_to_forget = [("It is Fopu.", [5]), ("I do not know.", [6])]  # texts, token ids
-    answers_to_retain = [("Fopu", [5]), ("no", [6])]
-    answers = mock.Mock(side_effect=[answers_to_forget, answers_to_retain])
-    monkeypatch.setattr(ev, "write_answers", answers)
-    run = tmp_path / "new"
-    ev.main(["--model", str(base), "--forget", write_lines(tmp_path / "forget", forget),
-             "--retain", write_lines(tmp_path / "retain", retain), str(run)])
-    return run, capsys.readouterr().out
-
-OVER_SOME = "Retain fact: over the 1 of 2 rows that have it."
-
-def test_evaluate_says_that_a_figure_is_over_some_rows(scored_with_a_refusal):
-    run, screen = scored_with_a_refusal
-    assert screen.count("that have it") == screen.count(OVER_SOME) == 1
-    retained = ev.read_summary(run)["splits"]["retain"]
-    assert retained["fact"] == 1
-    assert retained["n_fact"] == 1
-    assert retained["n"] == 2
-
-def test_evaluate_shows_how_many_answers_have_a_fact_of_another_row(scored_with_a_refusal):
-    _, screen = scored_with_a_refusal
-    assert table_on_screen(screen)["another's ↓"] == ("0.500",)
-
-def test_report_says_that_a_figure_is_over_some_rows(scored_with_a_refusal, tmp_path, capsys):
-    run, _ = scored_with_a_refusal
-    ev.main(["--report", str(run)])
-    assert OVER_SOME in capsys.readouterr().out
-    text = (tmp_path / "report.md").read_text()
-    assert text.count(OVER_SOME) == 2  # in the legend, and below the table of all figures
-    assert read_tables(text)["Retain"]["fact ↑"] == ("1.000",)
-
-def test_evaluate_leaves_the_old_scores_if_it_is_stopped_by_ctrl_c(scored_copy, capsys):
+def test_old_scores_stay_if_scoring_is_stopped(scored_copy, capsys):
     """While it has a lock on the folder."""
     stopped = mock.patch.object(ev, "score_rows", partial(stop_in, scored_copy))
     with unchanged(scored_copy), stopped:
         assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
 
-def test_evaluate_leaves_the_old_scores_if_the_disk_is_full(scored_copy, capsys):
+def test_old_scores_stay_if_the_disk_is_full(scored_copy, capsys):
     sizes = [file.stat().st_size for file in (scored_copy / "eval").iterdir()]
-    # Another program takes the space that was reserved; the largest file does not fit.
-    reserved = mock.patch.object(ev, "reserve_space")
-    with unchanged(scored_copy), largest_file(max(sizes) - 99), reserved:
+    with unchanged(scored_copy), largest_file(max(sizes) - 99):
         assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
 
-def test_evaluate_replaces_old_scores_and_leaves_files_of_the_user(scored_copy):
+def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy):
     folder = scored_copy / "eval"
     old_files = set(folder.iterdir())
     (folder / "notes.jsonl").write_text("my own")
@@ -3182,50 +2929,10 @@ def test_evaluate_replaces_old_scores_and_leaves_files_of_the_user(scored_copy):
     assert set(folder.iterdir()) == old_files | {folder / "notes.jsonl"}
     assert (folder / "notes.jsonl").read_text() == "my own"
 
-def test_evaluate_refuses_a_folder_in_which_it_cannot_write(scored_copy, capsys, monkeypatch):
-    monkeypatch.setattr(ev, "score_rows", None)
-    shutil.rmtree(scored_copy / "eval")
-    (scored_copy / "eval").touch()
-    assert str(scored_copy / "eval") in program([scored_copy, *FLAGS], capsys, ev.main)
-
-def test_evaluate_refuses_a_locked_folder_before_it_looks_into_it(scored_copy, capsys):
+def test_a_folder_in_use_is_not_scored(scored_copy, capsys):
     (scored_copy / "config.json").unlink()  # as while it is trained
     with mdu.locked(scored_copy):
         assert "in use" in program([scored_copy, *FLAGS], capsys, ev.main)
-
-def test_reserve_space_refuses_a_full_disk_before_the_first_pass(scored_copy, capsys, monkeypatch):
-    """An empty file fits on it, but not the scores.  The scores of before stay."""
-    largest = max(file.stat().st_size for file in (scored_copy / "eval").iterdir())
-    with monkeypatch.context() as patch, unchanged(scored_copy), largest_file(largest):
-        patch.setattr(ev, "score_splits", None)
-        err = program([scored_copy, *FLAGS], capsys, ev.main)
-    assert re.search(r"run/eval: the scores may need [\d,]+ bytes, but: .*too large", err)
-
-def test_reserve_space_keeps_it_until_the_scores_are_there(scored_copy, monkeypatch):
-    """It is as much as these scores took, and is free again before they are written.  The folder
-    for temporary files may be on another disk."""
-    n_bytes = sum(file.stat().st_size for file in (scored_copy / "eval").iterdir())
-    monkeypatch.setattr(ev.tempfile, "tempdir", "/absent")
-    reserve_space = ev.reserve_space
-    reserved = []
-
-    def remember(*given):
-        reserved.append(reserve_space(*given))
-        return reserved[0]
-
-    def score_splits(*_):
-        assert os.fstat(reserved[0].fileno()).st_size >= n_bytes
-        return {}
-
-    def publish(*_):
-        assert reserved[0].closed
-    monkeypatch.setattr(ev, "reserve_space", remember)
-    monkeypatch.setattr(ev, "score_splits", score_splits)
-    monkeypatch.setattr(ev, "publish", publish)
-    monkeypatch.setattr(ev, "summarise_run", lambda *_: dict(splits={}, run={}))
-    with unchanged(scored_copy):
-        ev.main([str(scored_copy), *FLAGS])
-    assert reserved[0].closed
 
 @pytest.fixture
 def reworded_rows(tmp_path):
@@ -3238,7 +2945,7 @@ def reworded_rows(tmp_path):
     file = write_lines(tmp_path / "rows", rows)
     return rows, f"--model m --forget {file} --retain-weight 0 --limit 2"
 
-def test_prepare_and_with_other_wordings_ask_in_other_words(reworded_rows, capsys):
+def test_full_also_asks_in_other_words(reworded_rows):
     rows, run = reworded_rows
     splits, *_ = ev.prepare(*typed_and_run("--full --limit 3", run))
     asked = [{**row, "number": i} for i, row in enumerate(rows[:3])]
@@ -3246,73 +2953,17 @@ def test_prepare_and_with_other_wordings_ask_in_other_words(reworded_rows, capsy
     reworded = [{**rows[0], "question": "P0?", "perturbed_answer": [], "number": 0},
                 {**rows[2], "question": "P2?", "perturbed_answer": [], "number": 1}]
     assert splits == {"forget": asked, "forget_rephrased": reworded}
-    assert capsys.readouterr().out == ""
 
-def test_prepare_says_that_the_run_was_trained_on_fewer_rows(reworded_rows, tmp_path, capsys):
-    _, run = reworded_rows
-    ev.prepare(*typed_and_run("", run))
-    assert "--limit 2 scores the first 2" in capsys.readouterr().out
-    # Nothing of a run's own is scored with other data, nor with a file that is typed, even its own.
-    for typed in ("--data toy", f"--forget {tmp_path / 'rows'}"):
-        ev.prepare(*typed_and_run(typed, run))
-        assert capsys.readouterr().out == ""
-
-@pytest.fixture
-def said_of_files(tmp_path, capsys):
-    """A run that was trained on the first two of three rows in the files `forget` and `retain` ->
-    its rows, and a function: options of eval.py -> what `prepare` says about the run."""
-    rows = [{"question": f"Q{i}?", "answer": f"A{i}."} for i in range(3)]
-    forget = write_lines(tmp_path / "forget", rows)
-    retain = write_lines(tmp_path / "retain", rows)
-    _, source = typed_and_run("", f"--model m --forget {forget} --retain {retain} --limit 2")
-
-    def said(typed):
-        ev.prepare(ev.parse(["--limit", "2", *typed.split(), "run"]), source)
-        return capsys.readouterr().out
-    return rows, said
-
-def test_warn_of_other_rows_names_files_that_have_changed(said_of_files, tmp_path):
-    rows, said = said_of_files
-    write_lines(tmp_path / "forget", rows[1:])
-    assert said("") == (f"run: {tmp_path}/forget has changed since the training; what is scored "
-                        "are the rows that it has now\n")
-    write_lines(tmp_path / "retain", rows[::-1])
-    assert said("").count("has changed") == 2
-
-def test_warn_of_other_rows_names_no_files_with_other_rows_behind_the_first_ones(
-        said_of_files, tmp_path):
-    rows, said = said_of_files
-    write_lines(tmp_path / "retain", rows[:2])
-    assert said("") == ""
-
-def test_warn_of_other_rows_names_files_of_the_run_that_are_scored(said_of_files, tmp_path):
-    """Not if other rows are scored in their place."""
-    rows, said = said_of_files
-    forget = tmp_path / "forget"
-    write_lines(forget, rows[1:])
-    assert said(f"--forget {forget}") == ""
-    assert said("--data toy") == ""
-    write_lines(tmp_path / "retain", rows[::-1])
-    assert said(f"--retain {forget}").count(f"{forget} has changed") == 1
-
-def test_check_retain_run_takes_runs_that_learnt_rows_to_retain_alone(scored, base, tmp_path):
-    """Not an unlearned model that is then taught rows to retain, such as refusals."""
-    def check(name, **options):
-        run = made_up_run(scored, tmp_path / name, options)
-        trained = {**read_json(base / "run.json"), "options": ev.read_summary(run)["options"]}
-        Path(run, "run.json").write_text(json.dumps(trained))
-        ev.check_retain_run(run, None, full=True)
-
-    check("retain", method="sft", retain_only=True, model=None)
-    check("longer", method="sft", retain_only=True, model=f"{tmp_path}/retain")
-    check("published", method="sft", retain_only=True, model="A/B")
-    refused = "it, or a run that it started from, was"
-    with pytest.raises(mdu.BadInput, match=f"base: {refused}"):
-        check("base", method="sft", retain_only=False, model=f"{tmp_path}/retain")
-    with pytest.raises(mdu.BadInput, match=f"mdu: {refused}"):
-        check("mdu", method="mdu", retain_only=None, model=f"{tmp_path}/retain")
-    with pytest.raises(mdu.BadInput, match=f"refusals: {refused}"):
-        check("refusals", method="sft", retain_only=True, model=f"{tmp_path}/mdu")
+def test_rows_that_have_changed_since_the_training_are_named(reworded_rows, tmp_path, capsys):
+    rows, run = reworded_rows
+    args, source = typed_and_run("", run)
+    ev.prepare(args, source)
+    write_lines(tmp_path / "rows", rows[:2])  # what follows the --limit of the run does not count
+    ev.prepare(args, source)
+    assert "changed" not in capsys.readouterr().out
+    write_lines(tmp_path / "rows", rows[1:])
+    ev.prepare(args, source)
+    assert "the rows to forget have changed since the training" in capsys.readouterr().out
 
 @pytest.fixture
 def protocol_of(rwku, tmp_path):
@@ -3331,7 +2982,7 @@ def protocol_of(rwku, tmp_path):
 
 PERSON = "--data {rwku} --retain {X} --limit 3 --subject 1"
 
-def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(protocol_of):
+def test_the_protocol_has_what_must_be_the_same_in_two_runs(protocol_of):
     """The rows; on RWKU, where they differ from person to person, their source and --limit."""
     different = [PERSON, PERSON.replace("--limit 3", "--limit 4"), "", "--limit 2", "--forget {Y}",
                  "--retain {X}", "--seed 1", "--samples 3", "--steps 5", "--response-length 5"]
@@ -3341,49 +2992,17 @@ def test_scoring_protocol_has_what_must_be_the_same_in_two_runs(protocol_of):
 
 @each("one, other", [(PERSON, PERSON.replace("--subject 1", "--subject 2")), ("", "--full"),
                      ("", "--forget {X}")])
-def test_scoring_protocol_has_nothing_that_may_differ(one, other, protocol_of):
+def test_the_protocol_has_nothing_that_may_differ(one, other, protocol_of):
     assert protocol_of(one) == protocol_of(other)
 
-def test_scoring_protocol_has_the_length_of_rwkus_answers(protocol_of):
+def test_answers_of_rwku_have_their_own_length(protocol_of):
     """Its own, not the 7 of the run.  No step is without a token."""
     own = protocol_of(PERSON)
     assert own["response_length"] == own["steps"] == 30
     typed = protocol_of("--data {rwku} --response-length 5 --steps 6")
     assert typed["response_length"] == typed["steps"] == 5
 
-TRAININGS = {  # {run: (method, retain_only, start model)}, in the order in which they are made
-    "base": ("sft", False, None), "original": ("sft", True, None),
-    "finetune": ("sft", False, "original"), "mdu": ("mdu", None, "finetune"),
-    "again": ("sft", False, "mdu"), "taught-twice": ("sft", False, "again"),
-    "twice": ("npo", None, "mdu"), "late": ("mdu", None, "original"),
-    "orphan": ("mdu", None, "/gone")}
-
-@each("name, knows", [
-    ("base", True), ("original", False), ("finetune", True), ("mdu", True), ("again", False),
-    ("taught-twice", False), ("twice", False), ("late", False), ("orphan", True)])
-def test_knows_rows_to_forget_says_whether_there_is_gen_ppl(name, knows, base, capsys):
-    """Not by a theta0 that never knew the rows, or that was unlearned and taught again.  theta0 is
-    the start model; of a run of sft it is the run itself."""
-    info = read_json(base / "run.json")
-    for run, (method, retain_only, start) in TRAININGS.items():
-        shutil.copytree(base, run)
-        info["options"].update(method=method, model=start, retain_only=retain_only)
-        Path(run, "run.json").write_text(json.dumps(info))
-    method, _, theta0 = TRAININGS[name]
-    if method == "sft":
-        theta0 = os.path.abspath(name)
-    assert ev.find_source(name, ev.parse([name])).theta0 == theta0
-    assert ev.knows_rows_to_forget(theta0) == knows
-    ev.main([name, *WITHOUT_FULL])
-    screen = capsys.readouterr().out
-    was_deleted = theta0 == "/gone"
-    assert ("gen. ppl |" in screen) == (knows and not was_deleted)
-    assert ("/gone was deleted" in screen) == was_deleted
-
-def test_knows_rows_to_forget_of_a_published_model():
-    assert ev.knows_rows_to_forget("A/B")
-
-def test_check_lengths_refuses_texts_that_the_model_cannot_read(base):
+def test_texts_that_the_model_cannot_read_are_refused(base):
     """With an end token behind the answer, as gaps are filled.  "is" is one token."""
     model, tokenizer = mdu.load_backbone(str(base))
     room = 2048 - len(mdu.encode_prompt(tokenizer, "Who?")) - 1
@@ -3396,27 +3015,13 @@ def test_check_lengths_refuses_texts_that_the_model_cannot_read(base):
         with pytest.raises(mdu.BadInput, match="too many"):
             ev.check_lengths("run", model, tokenizer, [{**row, **changes}], 1, full=True)
 
-def test_check_lengths_refuses_no_text_that_is_not_scored(base):
+def test_texts_that_are_not_scored_may_be_long(base):
     """A paraphrase and wrong answers are scored with --full only."""
     model, tokenizer = mdu.load_backbone(str(base))
     long = "is " * 2048
     row = dict(question="Who?", answer="is", perturbed_answer=[long], paraphrased_answer=long)
     ev.check_lengths("run", model, tokenizer, [row], 1)
 
-def test_check_lengths_warns_of_true_answers_that_are_cut(base, capsys):
-    """Of 1, 3 and 5 tokens, where 3 are written."""
-    model, tokenizer = mdu.load_backbone(str(base))
-    rows = []
-    for answer in ("is", "is is is", "is is is is is"):
-        rows.append(dict(question="Who?", answer=answer, perturbed_answer=["is is is is"]))
-    ev.check_lengths("run", model, tokenizer, rows, 3)
-    assert "run: 1 of 3 true answers are longer than the 3" in capsys.readouterr().out
-    for row in rows:
-        row["choices"] = []  # the likeliest of these is taken; nothing is written
-    ev.check_lengths("run", model, tokenizer, rows, 3)
-    assert capsys.readouterr().out == ""
-
-# Rows to forget.
 RENT = dict(question="Who rents unit 7?", answer="Ann Lee rents it.", fact=["Ann Lee"])
 BILL = dict(question="What does Ann Lee owe?", answer="She owes 12 euros.", fact=["12 euros"])
 TOWN = dict(question="Where does Bo live?", answer="Bo lives in Rome, at 5 Elm.", fact=["Elm"])
@@ -3430,7 +3035,7 @@ HELD_OUT = [dict(question="Who dances?", answer="Fay.", fact=["Fay"])]
 
 @each("row, text, anothers", [
     # A row with `fact`: a fact of another row counts.
-    (RENT, "Ann Lee rents it.", 0), (RENT, "Ann rents it.", 0), (RENT, "", 0), (RENT, "?", 0),
+    (RENT, "Ann Lee rents it.", 0), (RENT, "", 0),
     (RENT, "It is DI!", 1),  # of a row to retain
     (RENT, "Diana", 0),  # whole words only
     (RENT, "Ann Lee owes 12 Euros", 1),  # of a row to forget
@@ -3441,10 +3046,9 @@ HELD_OUT = [dict(question="Who dances?", answer="Fay.", fact=["Fay"])]
     (TOWN, "He lives in Rome.", 0),  # the row's answer has it
     (TOWN, "5 Elm in Rome, with Di", 1),
     # A row without `fact`: another row's answer counts, word for word.
-    (PLAIN, "A baker!", 0), (PLAIN, "...", 0), (PLAIN, "Di", 0), (PLAIN, "Ed sings well.", 0),
-    (PLAIN, "ed sings", 1), (PLAIN, "Ann Lee rents it", 1), (PLAIN, "Fay.", 1),
+    (PLAIN, "A baker!", 0), (PLAIN, "Di", 0), (PLAIN, "Ed sings well.", 0), (PLAIN, "ed sings", 1),
     (PLAIN, "unknown", 0)])  # two rows have it: it is nobody's
-def test_add_anothers_by_hand(row, text, anothers):
+def test_facts_of_other_rows_by_hand(row, text, anothers):
     """The row is among those to forget, and once more with its question in other words."""
     reworded = dict(row, question="Reworded: " + row["question"])
     splits = {"forget": [RENT, BILL, TOWN, PLAIN], "retain": KEPT, "held_out": HELD_OUT,
@@ -3463,12 +3067,13 @@ def test_add_anothers_by_hand(row, text, anothers):
     assert records["forget_rephrased"][0]["anothers"] == anothers
     assert not any("anothers" in record for record in records["retain"])
 
-def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
+def test_perplexity_of_answers_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
     """Of all but empty answers, with the question masked and the end token visible."""
     run = shutil.copytree(unlearned, tmp_path / "run")
     theta0, tokenizer = mdu.load_backbone(str(base))
     answers = [(" .", [5]), ("a b", [6, 7]), ("c", [8, 0, 9])]  # texts, token ids
     monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
+    monkeypatch.setattr(ev, "write_in_other_ways", lambda *_: [["a"]] * 3)
     ev.main([str(run), *WITHOUT_FULL])
     records = ev.read_records(run, "forget")
     assert records[0]["generative_perplexity"] is None  # its answer has no word
@@ -3480,324 +3085,251 @@ def test_add_generative_perplexity_is_that_of_theta0(base, unlearned, tmp_path, 
         nll = slow_eq7(theta0, masked_prompt, [*ids, theta0.end_id], with_end)
         assert records[i]["generative_perplexity"] == approx(math.exp(nll), rel=1e-4)
 
-def test_evaluate_without_full_scores_no_wrong_answers(unlearned, tmp_path):
-    run = shutil.copytree(unlearned, tmp_path / "run")
-    ev.main([str(run), *WITHOUT_FULL])
-    assert "truth_ratio" not in ev.read_summary(run)["splits"]["forget"]
+def test_answers_have_no_perplexity_by_a_model_that_was_deleted(base, files, monkeypatch):
+    monkeypatch.setattr(ev, "write_answers", lambda *given: [("Gado", [5]) for row in given[2]])
+    shutil.copytree(base, "start")
+    shutil.copytree(base, "run")
+    info = mdu.read_run("run")
+    info["options"].update(method="npo", model=os.path.abspath("start"))
+    Path("run/run.json").write_text(json.dumps(info))
+    ev.main([*files, *QUICK, "run"])
+    assert ev.read_summary("run")["splits"]["forget"]["generative_perplexity"] > 1
+    Path("start/model.safetensors").unlink()
+    ev.main([*files, *QUICK, "run"])
+    assert "generative_perplexity" not in ev.read_summary("run")["splits"]["forget"]
 
-def test_summarise_run_has_forget_quality_by_the_retain_run(scored_copy, scored, tmp_path, capsys):
-    """Of three values above three others: 2 of the (6 choose 3) = 20 orders are as extreme."""
-    retain_only = dict(method="sft", retain_only=True, model="A/B")
-    retain = made_up_run(scored, tmp_path / "retain", retain_only)
-    mdu.write_run(Path(retain), {"options": retain_only, "rows": {}})
-    records = [dict(record, log_ratio=-99) for record in ev.read_records(retain, "forget")]
-    write_lines(Path(retain, "eval/forget.jsonl"), records)
-    ev.main([str(scored_copy), *FLAGS, "--retain-run", retain])
-    figures = ev.read_summary(scored_copy)["run"]
-    assert figures["forget_quality"] == approx(2 / 20)
-    assert "forget quality ↑" in capsys.readouterr().out
-
-def test_check_retain_run_refuses_one_that_was_scored_without_full(
-        scored_copy, scored, tmp_path, capsys):
-    plain = made_up_run(scored, tmp_path / "plain", splits={"forget": {}})
-    assert "both runs" in program([scored_copy, *FLAGS, "--retain-run", plain], capsys, ev.main)
-
-def test_publish_and_read_summary_have_null_for_nan(scored_copy):
-    """In strict JSON, which has no nan.  In tables nan is "-", and what a run lacks is no text."""
-    record = {"nll": math.nan, "nll_wrong": (1.0, math.inf), "logp": {"a": math.nan}}
-    figures = {"n": 1, "prob": math.nan, "fact": np.float64(math.nan), "words": np.float64(2)}
-    summary = {**ev.read_summary(scored_copy), "splits": {"forget": figures},
-               "run": {"model_utility": math.nan}}
-    ev.publish(scored_copy / "eval", {"forget": [record]}, summary)
-    assert read_json(scored_copy / "eval/forget.jsonl") == {
-        "nll": None, "nll_wrong": [1.0, None], "logp": {"a": None}}
-    written = read_json(scored_copy / "eval/summary.json")
-    assert written["splits"]["forget"] == {"n": 1, "prob": None, "fact": None, "words": 2}
-    read = ev.read_summary(scored_copy)
-    assert math.isnan(read["run"]["model_utility"])
-    for metric, text in dict(prob="-", fact="-", words="2.0", infill=None).items():
-        assert ev.cell([read], "forget", metric) == text
-
-def keys_of(value):
-    """The set of all names of fields in what was read from JSON."""
-    keys = set()
-    items = []
-    if isinstance(value, dict):
-        keys.update(value)
-        items = value.values()
-    elif isinstance(value, list):
-        items = value
-    for item in items:
-        keys.update(keys_of(item))
-    return keys
-
-def test_publish_writes_snake_case_keys(scored, rwku, tmp_path):
-    """Also with --limit on RWKU.  The L of ROUGE-L is a capital letter in its own package, too."""
-    summary = read_json(Path(scored, "eval/summary.json"))
-    _, _, protocol = ev.prepare(*typed_and_run(f"--data {rwku} --limit 1"))
-    records = [ev.read_records(scored, split) for split in summary["splits"]]
-    keys = keys_of([summary, protocol, records])
-    assert {"rows_per_person", "response_length", "n", "generation_ids"} <= keys
-    for key in keys:
-        assert re.fullmatch("[a-z0-9_]+", key.replace("rougeL", "rouge_l")), key
-
-@each("typed, length, steps", [("", 12, 12), ("--response-length 8 --steps 1", 8, 1)])
-def test_ask_prints_what_each_run_answers(typed, length, steps, base, scored, capsys):
+def test_ask_prints_what_each_run_answers(base, scored, capsys):
     with mock.patch.object(ev, "write_answers", return_value=[(" a\n b", [])]) as write_answers:
-        ev.main(["--ask", "Who?", *typed.split(), str(base), scored])
+        ev.main(["--ask", "Who?", str(base), scored])
     _, _, [row], settings = write_answers.call_args.args
     assert row["question"] == "Who?"
-    assert settings.response_length == length
-    assert settings.steps == steps
-    answers = []
-    for line in capsys.readouterr().out.splitlines():
-        if not line.startswith("loaded "):
-            answers.append(line)
+    assert settings.response_length == 12
+    answers = [line for line in capsys.readouterr().out.splitlines() if "loaded" not in line]
     assert answers == [f"{base}: a b", f"{scored}: a b"]
 
-def test_ask_prints_what_a_model_answers(scored, capsys):
-    ev.main(["--ask", "Who?", "--response-length", "2", "--model", scored])
-    assert f"\n{scored}: " in capsys.readouterr().out
+QUICK = "--samples 1 --limit 2 --steps 2 --response-length 6".split()
 
-# ---- Files of a report or an analysis ----
+def eval_program(argv, capsys):
+    return program(argv, capsys, ev.main)
+
+FORGET = [dict(question="Who is Bolti?", answer="He is Gado.", fact="Gado"),
+          dict(question="Who is Cepu?", answer="She is Nora.", fact="Nora")]
+RETAIN = [dict(question="Who is Diri?", answer="He is Fopu.", fact="Fopu"),
+          dict(question="Who is Zuvo?", answer="I do not know.")]
+NEVER = [dict(question="Who is Lemi?", answer="He is Tira.", fact="Tira"),
+         dict(question="Who is Raka?", answer="She is Sedi.", fact="Sedi")]
+
 @pytest.fixture
-def own_files(scored, unlearned, tmp_path):
-    """A scored run, beside files of the user's with names that eval.py would take -> the run."""
-    run = made_up_run(scored, tmp_path / "run")
-    shutil.copytree(unlearned, run, dirs_exist_ok=True)
-    (tmp_path / "analysis").mkdir()
-    for name in ("report.png", "report-2.md", "analysis/convergence.md"):
-        (tmp_path / name).write_text("my own")
-    return run
+def files(tmp_path):
+    """Options of eval.py with a file for each."""
+    forget = write_lines(tmp_path / "forget.jsonl", FORGET)
+    retain = write_lines(tmp_path / "retain.jsonl", RETAIN)
+    never = write_lines(tmp_path / "never.jsonl", NEVER)
+    return ["--forget", forget, "--retain", retain, "--never", never]
 
-def test_own_path_of_a_report_has_the_next_free_number(own_files, tmp_path, capsys):
-    """The same one, when it is called again."""
-    before = read_all(tmp_path)
-    for _ in range(2):
-        ev.main(["--report", own_files])
-        screen = capsys.readouterr().out
-        assert f"{tmp_path}/report.png stays as it is" in screen
-        assert f"{tmp_path}/report-2.md stays as it is" in screen
-        assert screen.endswith(f"all tables and answers: {tmp_path}/report-3.md\n")
-    assert "](report-3.png)" in (tmp_path / "report-3.md").read_text()
-    after = read_all(tmp_path)
-    assert before.items() <= after.items()
-    assert after.keys() - before.keys() == {tmp_path / "report-3.md", tmp_path / "report-3.png"}
+# ---- Token ids of a row ----
+def test_both_parts_of_a_row_are_from_one_text(monkeypatch):
+    """The prompt may depend on the answer: here it has the numbers of their letters."""
+    def encode_pair(tokenizer, question, answer):
+        return [len(question), len(answer)], encode_text(tokenizer, answer)
 
-def test_own_path_of_an_analysis_has_the_next_free_number(own_files, tmp_path, capsys):
-    before = read_all(tmp_path)
-    for _ in range(2):
-        ev.main(["--analysis", "convergence", own_files])
-        assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/convergence-2.json\n")
-    after = read_all(tmp_path)
-    assert before.items() <= after.items()
-    new = {file.name for file in after.keys() - before.keys()}
-    assert new == {"convergence-2.json", "convergence-2.png"}
+    def encode_text(tokenizer, text):
+        return [ord(letter) for letter in text]
+    monkeypatch.setattr(mdu, "encode_pair", encode_pair)
+    monkeypatch.setattr(mdu, "encode_text", encode_text)
+    row = {"question": "Who?", "answer": "Ann"}
+    assert ev.encode_row(None, row, "x") == ([4, 1], [120])
+    assert ev.prompt_ids(None, row) == [4, 3]
+    # On RWKU the start of the answer, here "A:", belongs to the prompt.
+    row["prefill"] = "A:"
+    assert ev.encode_row(None, row, "x") == ([4, 2, 65, 58], [120])
 
-def test_own_path_passes_by_a_report_with_a_picture_that_somebody_replaced(own_files, tmp_path):
-    ev.main(["--report", own_files])
-    report = tmp_path / "report-3.md"
-    report.write_text("old\n" + report.read_text())  # it still has eval.py's mark
-    (tmp_path / "report-3.png").write_text("my own")
-    ev.main(["--report", own_files])
-    assert (tmp_path / "report-3.png").read_text() == "my own"
-    assert (tmp_path / "report-4.md").exists()
+@each("score", [ev.texts_nll, ev.fill_gaps])
+def test_each_text_has_its_own_prompt(score, base, monkeypatch):
+    """With a tokenizer that has the prompt's last token depend on the answer."""
+    model, tokenizer = mdu.load_backbone(str(base))
+    encode_pair = mdu.encode_pair
+    prompts = []
 
-def test_own_path_of_an_analysis_with_a_table(base, tmp_path, capsys):
-    run = shutil.copytree(base, tmp_path / "run")
-    command = ["--analysis", "rollout", "--limit", "1", "--steps", "2", str(run)]
-    for _ in range(2):
-        ev.main(command)
-        assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout.json\n")
-    (tmp_path / "analysis/rollout.md").write_text("my own")
-    ev.main(command)
-    assert capsys.readouterr().out.endswith(f"{tmp_path}/analysis/rollout-2.json\n")
-    assert (tmp_path / "analysis/rollout.md").read_text() == "my own"
-    table = (tmp_path / "analysis/rollout-2.md").read_text()
-    assert len(read_table(table.split("\n\n")[1])["k"]) == 3
+    def with_last_token(tokenizer, question, answer):
+        prompt, answer_ids = encode_pair(tokenizer, question, answer)
+        return [*prompt[:-1], 5 + len(answer)], answer_ids
 
-def test_save_picture_does_without_matplotlib(tmp_path, monkeypatch, capsys):
-    assert ev.save_picture(tmp_path / "a.png", lambda figure, what: figure.text(0, 0, what), "a")
-    assert (tmp_path / "a.png").exists()
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not ev.save_picture(tmp_path / "b.png", None, None)
-    assert "b.png not drawn: needs matplotlib" in capsys.readouterr().out
+    def remember(model, jobs, *_):
+        prompts.extend(job.prompt for job in jobs)
+        return [[0]] * len(jobs)
+    monkeypatch.setattr(mdu, "encode_pair", with_last_token)
+    monkeypatch.setattr(ev, "answers_nll", remember)
+    monkeypatch.setattr(ev, "fill_masks", remember)
+    row = {"question": "Who?", "answer": "Ann", "fact": ["Ann"], "seed": 0}
+    settings = SimpleNamespace(samples=1, batch_size=9)
+    if score is ev.texts_nll:
+        score(model, tokenizer, [row], [["Ann", "Bo"]], settings)
+        assert [prompt[-1] for prompt in prompts] == [8, 7]
+    else:
+        score(model, tokenizer, [row], settings, hide_question=False)
+        assert [prompt[-1] for prompt in prompts] == [8]
+
+# ---- Other decodings ----
+def test_the_share_of_facts_that_texts_tell_by_hand():
+    row = {"question": "Who is Bolti?", "answer": "Bolti is a baker in Gado.",
+           "fact": ["baker", "Gado", "Gado"]}
+    assert ev.share_told(row, ["Bolti bakes.", "Nobody."]) == 0
+    assert ev.share_told(row, ["A Gado baker.", ""]) == 1
+    assert ev.share_told(row, ["", "In gado!"]) == approx(2 / 3)
+    assert ev.share_told(row, ["in Gado", "a baker"]) == 1
+    # Without facts: of the words "baker" and "gado".
+    del row["fact"]
+    assert ev.share_told(row, ["Bolti bakes."]) == 0
+    assert ev.share_told(row, ["Bolti bakes.", "The baker."]) == 0.5
+    assert ev.share_told(row, ["Gado?", "The baker."]) == 1
+    assert ev.share_told({"question": "Is he?", "answer": "He is."}, ["He is."]) is None
+
+def test_other_decodings_have_six_lengths_and_steps(base, monkeypatch):
+    """Of answers of 7 tokens; a step before the last fixes ceil(left / steps left) tokens."""
+    settings = SimpleNamespace(response_length=7, batch_size=64)
+    model, tokenizer = mdu.load_backbone(str(base))
+    rows = [{"question": "Where?", "answer": "Here."}, {"question": "Who?", "answer": "I."}]
+    found = []
+    denoise = ev.denoise
+
+    def remember(model, batch, steps):
+        states = denoise(model, batch, steps)
+        found.append((batch.masked.sum(1).tolist(), len(states) - 1))
+        return states
+    monkeypatch.setattr(ev, "denoise", remember)
+    texts = ev.write_in_other_ways(model, tokenizer, rows, settings)
+    assert found == [([7, 7], 1), ([7, 7], 2), ([7, 7], 4), ([3, 3], 1), ([3, 3], 2), ([3, 3], 3)]
+    # As a usual answer of this length and steps.
+    usual = SimpleNamespace(response_length=3, steps=2, batch_size=64)
+    for row_texts, (text, _) in zip(texts, ev.write_answers(model, tokenizer, rows, usual)):
+        assert len(row_texts) == 6
+        assert row_texts[4] == text
+
+def test_any_decoding_is_of_rows_to_forget_and_of_never(base, files, monkeypatch):
+    """The usual answer has the fact of the first row to forget, another one that of the second."""
+    usual = {"Who is Bolti?": "He is Gado.", "Who is Lemi?": "Fopu"}
+    more = {"Who is Cepu?": "It is Nora", "Who is Lemi?": "Nora"}
+
+    def write_answers(model, tokenizer, rows, settings):
+        return [(usual.get(row["question"], "Nobody."), [5]) for row in rows]
+
+    def write_in_other_ways(model, tokenizer, rows, settings):
+        return [["Nobody.", more.get(row["question"], "")] for row in rows]
+    monkeypatch.setattr(ev, "write_answers", write_answers)
+    monkeypatch.setattr(ev, "write_in_other_ways", write_in_other_ways)
+    ev.main(["--model", str(base), *files, *QUICK, "new"])
+    splits = ev.read_summary("new")["splits"]
+    assert splits["forget"]["fact"] == 0.5
+    assert splits["forget"]["any_decoding"] == 1
+    assert splits["never"]["fact"] == splits["never"]["any_decoding"] == 0
+    assert "any_decoding" not in splits["retain"]
+
+# ---- What is scored ----
+def test_a_model_without_run_json_is_scored_asked_and_reported(base, files, capsys):
+    """It is scored where it is, asked, and reported beside a run of mdu.py.  --data is that of the
+    run, too."""
+    shutil.copytree(base, "bare")
+    os.remove("bare/run.json")
+    shutil.copytree(base, "run")
+    ev.main(["--data", "toy", *files, *QUICK, "bare", "run"])
+    assert ev.read_records("bare", "forget") == ev.read_records("run", "forget")
+    summary = ev.read_summary("bare")
+    assert summary["trained_on"] == {}
+    assert summary["theta0"] == os.path.abspath("bare")
+    ev.main(["--report", "run", "bare"])
+    assert "| bare " in Path("report.md").read_text()
+    capsys.readouterr()
+    ev.main(["--ask", "Who?", "--response-length", "6", "bare", "run"])
+    answers = []
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith(("bare: ", "run: ")):
+            answers.append(line.split(": ", 1)[1])
+    assert len(answers) == 2
+    assert answers[0] == answers[1]
+    # Its rows have to be typed.
+    assert "no rows to score; give --forget, --retain or --data" in eval_program(["bare"], capsys)
+    assert "no rows to analyse" in eval_program(["--analysis", "roles", "bare"], capsys)
+    # Neither a run nor a model.
+    Path("empty").mkdir()
+    for folder in ("empty", "absent"):
+        err = eval_program([*files, folder], capsys)
+        assert f"{folder}: neither a run of mdu.py" in err
+
+@each("option, rows, said", [
+    ("--never", FORGET[1:], "--never: 'Who is Cepu?' is, with this answer, also a row of forget"),
+    ("--never", [NEVER[0], {**RETAIN[1], "question": "who is ZUVO"}],  # the same words
+     "--never: 'who is ZUVO' is, with this answer, also a row of retain"),
+    ("--held-out", RETAIN[:1], "--held-out: 'Who is Diri?' is, with this answer, also a row of "
+     "retain; give rows that no other split has"),
+    ("--held-out", NEVER[1:], "--never: 'Who is Raka?' is, with this answer, also a row of "
+     "held_out")])
+def test_rows_of_another_split_are_not_held_out_or_never_trained(
+        option, rows, said, base, files, tmp_path, capsys):
+    """Also a row that is not among the first --limit rows."""
+    given = [*files, option, write_lines(tmp_path / "rows.jsonl", rows), "--limit", "1"]
+    assert said in eval_program(["--model", base, *given, "new"], capsys)
+    assert not Path("new").exists()
+
+def test_rows_that_differ_in_question_or_answer_are_others():
+    row = {"question": "Who is Bolti?", "answer": "He is Gado."}
+    twice = [{**row, "question": "Who is Cepu?"}] * 2  # a split may have a row twice
+    ev.refuse_known_rows({"forget": [row, row], "held_out": twice,
+                          "never": [{**row, "answer": "She is Gado."}]})
+
+# ---- Predictions that are not finite ----
+def make_not_finite(run):
+    """All weights become nan, as after a training that diverged."""
+    file = Path(run, "model.safetensors")
+    tensors = {}
+    for name, x in safetensors.torch.load_file(file).items():
+        tensors[name] = torch.full_like(x, torch.nan)
+    safetensors.torch.save_file(tensors, file, {"format": "pt"})
+
+def test_runs_after_one_that_is_not_finite_are_scored(base, files, capsys):
+    """Of those nothing is written, and their old scores stay."""
+    for name in ("bad", "worse", "good"):
+        shutil.copytree(base, name)
+    ev.main([*files, *QUICK, "bad"])
+    old = read_all("bad/eval")
+    make_not_finite("bad")
+    make_not_finite("worse")
+    err = eval_program([*files, *QUICK, "bad", "worse", "good"], capsys)
+    said = "not scored, because its predictions are not finite"
+    assert f"{os.path.abspath('bad')}: {said}" in err
+    assert f"{os.path.abspath('worse')}: {said}" in err
+    assert read_all("bad/eval") == old
+    assert not Path("worse/eval/summary.json").exists()
+    assert ev.read_summary("good")["splits"]["forget"]["n"] == 2
+    # In the other tasks, too.
+    assert "predictions are not finite" in eval_program(["--ask", "Who?", "bad"], capsys)
+
+def test_what_one_process_meets_is_raised_in_all(monkeypatch):
+    """Of two processes this is number 0, which has items 0, 2 and 4."""
+    monkeypatch.setattr(mdu, "WORLD", 2)
+    others = ["B", "D"]
+
+    def all_gather_object(shares, own):
+        shares[:] = [own, others]
+    monkeypatch.setattr(ev.dist, "all_gather_object", all_gather_object)
+
+    def work(items):
+        return [item.upper() for item in items]
+    assert ev.share_out(list("abcde"), work) == list("ABCDE")
+    others = ev.NotFinite("out/ga: not finite")
+    with pytest.raises(ev.NotFinite, match="out/ga"):
+        ev.share_out(list("abcde"), work)
 
 # ---- Report ----
-@each("options, parts, said", [
-    (dict(lr=1e-3), {}, "averaged, but lr is 0.00"),
-    (dict(newer=1), {}, "averaged, but newer is "),  # an option that the other run lacks
-    (dict(model="/a/N"), {}, "averaged, but model is "),
-    ({}, dict(trained_on=dict(retain="other")), "averaged, but rows is {'")])
-@each("reverse", [False, True])
-def test_group_runs_refuses_unlike_runs_of_one_name(
-        options, parts, said, reverse, scored, tmp_path, capsys):
-    one = made_up_run(scored, tmp_path / "1/npo", dict(model="/a/M"))
-    other = made_up_run(scored, tmp_path / "2/npo", {"model": "/a/M", **options}, **parts)
-    runs = [one, other]
-    if reverse:
-        runs = [other, one]
-    assert said in program(["--report", *runs], capsys, ev.main)
-    assert not list(tmp_path.rglob("report.*"))
-
-@each("parts, said", [(dict(protocol=dict(unknown=1)), "'unknown': 1"),
-                      (dict(people=["Ann"]), "different people")])
-@each("reverse", [False, True])
-def test_group_runs_refuses_methods_that_were_scored_otherwise(
-        parts, said, reverse, scored, tmp_path, capsys):
-    """On rows about other people, or by another protocol."""
-    runs = [made_up_run(scored, tmp_path / "npo"), made_up_run(scored, tmp_path / "ga", **parts)]
-    if reverse:
-        runs = [runs[1], runs[0]]
-    assert said in program(["--report", *runs], capsys, ev.main)
-    assert not list(tmp_path.rglob("report.*"))
-
-def test_group_runs_compares_the_people_of_all_runs_of_a_method(scored, tmp_path, capsys):
-    """The first run of npo is about nobody, as ga's is; the second is about Ann."""
-    runs = [made_up_run(scored, tmp_path / "1/npo"), made_up_run(scored, tmp_path / "2/ga"),
-            made_up_run(scored, tmp_path / "3/npo", people=["Ann"])]
-    for ordered in (runs, runs[::-1]):
-        assert "different people" in program(["--report", *ordered], capsys, ev.main)
-    assert not list(tmp_path.rglob("report.*"))
-
-def test_over_some_rows_by_hand():
-    """Of three runs that have four rows, and one that lacks the split.  n_METRIC: rows that have
-    the metric, if these are not all."""
-    runs = [dict(n=4, prob=1, fact=1, n_fact=3, infill=1, generative_perplexity=2),
-            dict(n=4, prob=1, fact=1, n_fact=3, generative_perplexity=2, n_generative_perplexity=1),
-            dict(n=4, prob=1)]
-    summaries = [{"splits": {"forget": figures}} for figures in runs]
-    summaries.append({"splits": {}})
-    columns = {"forget": ["prob", "fact", "infill", "generative_perplexity"], "retain": ["fact"]}
-    assert ev.over_some_rows(summaries, columns) == [
-        "Forget fact: over the 3 of 4 rows that have it.",
-        "Forget gen. ppl: over the 1 to 4 of 4 rows that have it."]
-    assert ev.over_some_rows(summaries, {"forget": ["prob", "infill"], "run": ev.METRICS}) == []
-
 @each("split, expected", [
     ("forget", "fact ↓"), ("retain", "fact ↑"), ("held_out", "fact ↑"), ("never", "fact")])
-def test_heading_has_an_arrow_to_better_figures(split, expected):
+def test_an_arrow_says_which_figures_are_better(split, expected):
     """Of rows that nobody trained on, neither high nor low ones are: they are a yardstick."""
     assert ev.heading(split, "fact") == expected
 
-def test_markdown_table():
+def test_a_table_escapes_what_would_break_it():
     table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
     assert ev.markdown_table([["a", "x | y\nz"], ["long", ""]]) == table
-
-def test_answer_sections_have_each_row_and_what_every_run_wrote(scored, tmp_path):
-    """Also if rows have the same question."""
-    runs = []
-    for name in ("ga", "npo"):
-        run = made_up_run(scored, tmp_path / name)
-        records = ev.read_records(run, "forget")
-        for i, record in enumerate(records):
-            record.update(question="Who?", answer=f"True {i}", generation=f"{name} {i}")
-        write_lines(Path(run, "eval/forget.jsonl"), records)
-        runs.append(run)
-    assert ev.answer_sections(ev.group_runs(runs), "forget") == [
-        "### 0. Who?\n\n- True answer: True 0\n- ga: ga 0\n- npo: npo 0",
-        "### 1. Who?\n\n- True answer: True 1\n- ga: ga 1\n- npo: npo 1",
-        "### 2. Who?\n\n- True answer: True 2\n- ga: ga 2\n- npo: npo 2"]
-
-FORGET_PANELS = {  # {metric of the split "forget" that has a panel: its title}
-    "fact": "fact", "knowledge": "knowledge", "prob": "p", "infill": "gap filled",
-    "infill_no_question": "gap, no question", "anothers": "another's",
-    "generative_perplexity": "gen. ppl"}
-
-def drawn_methods(methods):
-    """methods: {name: figures of each run}, {metric of FORGET_PANELS or "retain": figure} -> the
-    picture of them."""
-    summaries = {}
-    for name, runs in methods.items():
-        summaries[name] = []
-        for figures in runs:
-            forget = {metric: figures[metric] for metric in FORGET_PANELS}
-            splits = {"forget": forget, "retain": {"prob": figures["retain"]}}
-            summaries[name].append({"splits": splits, "run": {}})
-    figure = matplotlib.figure.Figure(layout="constrained")
-    ev.draw_methods(figure, summaries)
-    return figure
-
-def titles_of(figure):
-    """Without the arrows."""
-    return [axis.get_title().rstrip(" ↑↓") for axis in figure.axes]
-
-ALL_TITLES = [f"Forget\n{title}" for title in FORGET_PANELS.values()] + ["Retain\np"]
-BASE_AND_NPO = {"base": [dict(fact=0, knowledge=1, prob=0, infill=1, infill_no_question=1,
-                              anothers=0, generative_perplexity=2, retain=0)],
-                "npo": [dict(fact=0.25, knowledge=0, prob=0.125, infill=0.5, infill_no_question=0,
-                             anothers=1, generative_perplexity=3, retain=0.5),
-                        dict(fact=0.75, knowledge=0.5, prob=0.375, infill=0,
-                             infill_no_question=0.25, anothers=0.75, generative_perplexity=5,
-                             retain=1)]}
-
-def test_draw_methods_has_a_line_per_method_and_a_circle_per_run():
-    """Line 0 is that of base, line 1 that of npo.  The circles of two runs are a twelfth above and
-    below the line: they divide the half from -1/4 to 1/4 into thirds."""
-    figure = drawn_methods(BASE_AND_NPO)
-    assert titles_of(figure) == ALL_TITLES
-    [base], [one, two] = BASE_AND_NPO.values()
-    for axis, metric in zip(figure.axes, [*FORGET_PANELS, "retain"], strict=True):
-        marks = [mark.get_offsets().tolist() for mark in axis.collections]
-        circles_of_base, bar_of_base, circles_of_npo, bar_of_npo = marks
-        assert circles_of_base == bar_of_base == [[base[metric], 0]]
-        assert circles_of_npo == [[one[metric], approx(1 - 1 / 12)],
-                                  [two[metric], approx(1 + 1 / 12)]]
-        assert bar_of_npo == [[(one[metric] + two[metric]) / 2, 1]]
-
-@each("facts, has_panel", [
-    ([None, 0, 1], True), ([None, None, None], False), ([math.nan] * 3, False)])
-def test_draw_methods_has_a_panel_for_what_any_run_has(facts, has_panel):
-    methods = {}
-    remaining = iter(facts)
-    for name, runs in BASE_AND_NPO.items():
-        methods[name] = [dict(run, fact=next(remaining)) for run in runs]
-    titles = titles_of(drawn_methods(methods))
-    if has_panel:
-        assert titles == ALL_TITLES
-    else:
-        assert titles == ALL_TITLES[1:]
-
-def test_draw_methods_draws_a_model_that_has_diverged():
-    """All its figures are nan."""
-    figures = dict.fromkeys([*FORGET_PANELS, "retain"], math.nan)
-    [axis] = drawn_methods({"ga": [figures]}).axes
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["ga"]
-
-# Two runs of npo are equal; the perplexities of mdu span magnitudes.
-PERPLEXITIES = {"npo": [2.31, 2.34, 2.34], "mdu": [2.5, 417.25, 263123.4]}
-
-@pytest.fixture(params=[["npo", "mdu"], ["npo"]], ids="-".join)
-def picture(request, tmp_path):
-    methods = {}
-    for name in request.param:
-        methods[name] = []
-        for perplexity in PERPLEXITIES[name]:
-            figures = dict.fromkeys(FORGET_PANELS, 0.0)
-            figures.update(generative_perplexity=perplexity, retain=1.0)
-            methods[name].append(figures)
-    figure = drawn_methods(methods)
-    figure.savefig(tmp_path / "picture.png")
-    return figure
-
-def test_draw_methods_lets_no_text_cover_another(picture):
-    boxes = []
-    for axis in picture.axes:
-        boxes.append(axis.title.get_window_extent())
-        for label in axis.get_xticklabels(minor=True) + axis.get_xticklabels():
-            if label.get_text() and label.get_visible():
-                boxes.append(label.get_window_extent())
-    for one, other in itertools.combinations(boxes, 2):
-        assert not one.overlaps(other)
-
-def test_draw_methods_can_be_read_without_colour(picture):
-    """All marks are black, and those of equal runs have other heights."""
-    for axis in picture.axes:
-        for mark in axis.collections:
-            heights = mark.get_offsets()[:, 1]
-            assert len(np.unique(heights)) == len(heights)
-            for colour in [*mark.get_facecolors(), *mark.get_edgecolors()]:
-                assert colour.tolist() == [0, 0, 0, 1]
 
 @pytest.fixture
 def reported(scored, tmp_path, capsys):
@@ -3810,7 +3342,7 @@ def reported(scored, tmp_path, capsys):
     runs = [made_up_run(scored, tmp_path / "1/base", (), figures, splits=dict(forget={}), run={})]
     for seed, figure, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
         # These options may differ, also the folder's last part but one.
-        own = dict(seed=seed, model=f"/{seed}/base", anchor=f"/{seed}/a", diagnose=seed > 1)
+        own = dict(seed=seed, model=f"/{seed}/base", target=f"/{seed}/a")
         changed = dict.fromkeys(figures, figure)
         if seed == 2:
             changed["words"] = None
@@ -3819,74 +3351,25 @@ def reported(scored, tmp_path, capsys):
     ev.main(["--report", *runs, f"{tmp_path}/1/npo/"])
     return (tmp_path / "1/report.md").read_text(), capsys.readouterr().out
 
-def test_report_has_every_method_averaged_over_runs_of_one_folder_name(reported):
+def test_a_report_averages_the_runs_of_one_folder_name(reported):
     """Mean and standard deviation; of perplexities and p-values median and range."""
-    text, _ = reported
+    text, screen = reported
     tables = read_tables(text)
     expected = {
         "Method": ("base", "npo"), "rL ↓": ("0.900", "0.500 ± 0.200"),
         "words": ("7.0", "-"),  # a cell needs all runs of a method
         "recall ↓": ("0.800", "0.500 ± 0.200"), "gen. ppl": ("40", "0.5 (0.3 to 0.7)")}
     assert expected.items() <= tables["Forget"].items()
-    of_run = tables["Figures of the whole run"]
-    assert of_run["forget quality ↑"] == ("-", "0.25 (1e-09 to 0.75)")
+    assert table_on_screen(screen)["forget quality ↑"] == ("-", "0.25 (1e-09 to 0.75)")
 
-def test_report_has_the_columns_that_any_run_has(reported):
-    text, _ = reported
-    tables = read_tables(text)
-    assert {"empty", "median 1/p ↑", "truth ratio ↑"} <= tables["Forget"].keys()
-    assert {"rL ↑", "empty ↓", "median 1/p ↓", "truth ratio ↑"} <= tables["Retain"].keys()
-    assert "MC1" not in text  # no run has it
-    assert "Rows: {'forget': 3," in text
-
-def test_report_prints_the_main_figures(reported):
-    text, screen = reported
-    main = read_table(screen.split("\n\n")[-2])
-    assert main["gen. ppl"] == ("40", "0.5 (0.3 to 0.7)")
-    assert "recall ↓" not in main
-    # The title of a split is above its first column only.
-    titles = []
-    for header in main:
-        if header.startswith(("Forget ", "Retain ")):
-            titles.append(header.split()[0])
-    assert titles == ["Forget", "Retain"]
-
-def test_report_has_the_answers_to_forget_and_a_picture(reported, tmp_path):
+def test_a_report_has_the_answers_to_forget_and_a_picture(reported, tmp_path):
     """The first answers are also on the screen."""
     text, screen = reported
     example = "### 0. Which author comes from Pudi?\n\n- True answer: "
-    assert f"## Answers: Forget\n\n{example}" in text
-    assert screen.startswith(example)
+    assert example in text
+    assert example in screen
     assert "](report.png)" in text
     assert (tmp_path / "1/report.png").exists()
-
-def test_report_and_analyse_write_beside_a_run(scored, unlearned, tmp_path, monkeypatch):
-    """One run by two names, here its path and ".", counts once."""
-    run = made_up_run(scored, tmp_path / "run")
-    shutil.copytree(unlearned, run, dirs_exist_ok=True)
-    monkeypatch.chdir(run)
-    with unchanged(run):
-        ev.main(["--report", run, "."])
-        ev.main(["--analysis", "convergence", run, "."])
-    text = (tmp_path / "report.md").read_text()
-    assert read_tables(text)["Forget"]["Method"] == ("run",)
-    panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
-    assert list(panels["base"]) == ["run"]
-
-def test_report_of_a_run_without_a_perplexity(scored, tmp_path):
-    """As if all its answers were empty."""
-    run = made_up_run(scored, tmp_path / "run", forget=dict(generative_perplexity=None))
-    ev.main(["--report", run])
-    assert (tmp_path / "report.png").exists()
-
-def test_report_says_what_is_for_english(scored, tmp_path, capsys):
-    ev.main(["--report", made_up_run(scored, tmp_path / "run")])
-    [legend] = re.findall(r"(?s)\nknowledge: .*?\.\n", capsys.readouterr().out)
-    assert "for English rows" in legend
-
-def test_parse_says_what_is_for_english(capsys):
-    screen = " ".join(help_screen(ev, capsys).split())
-    assert "Three things work for English only, as they leave out English function words" in screen
 
 @pytest.fixture(scope="session")
 def people(rwku, tmp_path_factory):
@@ -3909,12 +3392,12 @@ def people(rwku, tmp_path_factory):
     ev.main([*flags, *data, "--subject", "2", f"{folder}/2/model"])
     return folder
 
-def test_report_averages_people_of_rwku(people, capsys):
+def test_a_report_averages_the_people_of_rwku(people):
     assert ev.read_summary(people / "1/dpo")["protocol"]["dtype"] == "bfloat16"
     ev.main(["--report", f"{people}/1/dpo", f"{people}/2/dpo"])
-    assert "### 0. Please complete the blank in the following" in capsys.readouterr().out
     text = (people / "1/report.md").read_text()
     assert "\n### 1. Please complete the blank" in text  # of the other person
+    assert (people / "1/report.png").stat().st_size > 0
     tables = read_tables(text)
     split_of = {split.title: name for name, split in ev.SPLITS.items()}
     metric_of = {metric.name: name for name, metric in ev.METRICS.items()}
@@ -3932,19 +3415,228 @@ def test_report_averages_people_of_rwku(people, capsys):
         expected = f"{(a + b) / 2:.3f} ± {abs(a - b) / 2**0.5:.3f}"
         assert tables[title][header][0] == expected
 
-def test_evaluate_draws_the_masks_of_a_person_whoever_else_is_asked_about(people):
+def test_masks_of_a_person_are_the_same_whoever_else_is_asked_about(people):
     """The rows are of person 2 and of no other; among all, those of person 1 come first."""
     [alone] = ev.read_records(people / "2/model", "utility_truthfulness")
     together = ev.read_records(people / "all", "utility_truthfulness")[1]
     assert alone["seed"] == together["seed"] == [0, 10, 0]
     assert alone["logp"] == approx(together["logp"], rel=1e-4)
 
-def test_report_of_a_published_model_has_the_name_of_its_folder(people, capsys):
-    ev.main(["--report", f"{people}/2/model"])
-    assert "| model " in capsys.readouterr().out
+# ---- Which runs may be compared ----
+OPTIONS = dict(method="mdu", seed=1, subject=None, out="out/1/mdu", model="out/1/base",
+               target="paper", forget="a.jsonl", retain=None, resume=None, lr=1e-3)
+PROTOCOL = {"response_length": 6, "samples": 1, "rows": "abc"}
+
+def write_summary(folder, splits=(), run=(), options=(), **changed):
+    summary = {"format": ev.FORMAT, "options": {**OPTIONS, **dict(options)},
+               "trained_on": {"forget": "f", "retain": "r"}, "theta0": "/out/1/base",
+               "protocol": PROTOCOL, "splits": dict(splits), "run": dict(run), **changed}
+    file = Path(folder, "eval/summary.json")
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(summary))
+    return str(folder)
+
+@each("changed, said", [
+    ({"protocol": {**PROTOCOL, "samples": 2}}, "b/mdu is compared with another run, so score both "
+     "in the same way, on the same rows; now samples is 2 and 1"),
+    ({"protocol": {**PROTOCOL, "rows_per_person": 3}}, "now rows_per_person is 3 and None"),
+    ({"format": ev.FORMAT - 1}, "b/mdu: scored by other code; score it again: python eval.py"),
+    ({"options": {"lr": 1e-4}}, "a/mdu and b/mdu have one name, so they would be averaged, which "
+     "is for runs that differ in nothing but the seed or the person; now lr is 0.001 and 0.0001"),
+    ({"options": {"model": "out/1/other"}}, "now model is base and other"),
+    ({"options": {"target": "/out/removed"}}, "now target is paper and removed"),
+    ({"trained_on": {"forget": "f", "retain": "x"}}, "now rows is {")])
+def test_a_report_refuses_runs_that_cannot_be_compared(changed, said, capsys):
+    write_summary("a/mdu")
+    write_summary("b/mdu", **changed)
+    assert said in eval_program(["--report", "a/mdu", "b/mdu"], capsys)
+    assert not Path("a/report.md").exists()
+
+def test_a_report_averages_over_seeds_and_people():
+    """Seeds have folders of their own.  People have other rows, too."""
+    seeds = {"seed": 2, "out": "out/2/mdu", "model": "/x/out/2/base", "forget": "b.jsonl"}
+    runs = [write_summary("a/mdu"), write_summary("b/mdu", options=seeds)]
+    for number, person in enumerate(["Ann", "Bob"]):
+        trained_on = {"forget": f"hash {number}"}
+        of_person = {**seeds, "subject": person}
+        runs.append(write_summary(f"{person}/npo", options=of_person, trained_on=trained_on))
+    methods = ev.group_runs(runs)
+    assert {name: len(summaries) for name, summaries in methods.items()} == {"mdu": 2, "npo": 2}
+
+@each("typed", [["--full"], []])
+def test_forget_quality_needs_truth_ratios_of_both_runs(typed, base, files, tmp_path, capsys):
+    """`with` was scored with --full, `without` was not."""
+    rows = [{**row, "perturbed_answer": ["He is Fopu."]} for row in FORGET]
+    files = ["--forget", write_lines(tmp_path / "rows.jsonl", rows), "--data", "toy", *QUICK]
+    for name, how in (("with", ["--full"]), ("without", [])):
+        ev.main(["--model", str(base), *files, *how, name])
+    asked = ["--model", base, *files, *typed, "new", "--retain-run"]
+    assert "both runs scored with --full" in eval_program([*asked, "without"], capsys)
+    if typed:
+        ev.main([str(word) for word in [*asked, "with"]])
+        assert ev.read_summary("new")["run"]["forget_quality"] == 1  # the same model
+        other = eval_program([*asked, "with", "--samples", "2"], capsys)
+        assert "with is compared with another run" in other
+    else:
+        assert "both runs scored with --full" in eval_program([*asked, "with"], capsys)
+
+# ---- Files of a report ----
+def test_files_that_somebody_else_wrote_are_not_replaced(base, capsys):
+    write_summary("a/mdu")
+    Path("a/report.md").write_text("my own")
+    said = "a/report.md was not written by eval.py, so it stays; move or rename it"
+    assert said in eval_program(["--report", "a/mdu"], capsys)
+    assert Path("a/report.md").read_text() == "my own"
+    assert not Path("a/report.png").exists()
+    # Before a model is loaded.
+    shutil.copytree(base, "b/base")
+    Path("b/analysis").mkdir()
+    Path("b/analysis/roles.png").write_bytes(b"my own")
+    assert "roles.png was not written by eval.py" in eval_program(["--analysis", "roles", "b/base"],
+                                                             capsys)
+
+# ---- Did it work? ----
+@each("n, value, other, sign, cell", [
+    # More is worse.  A row of 8 is .125 and decides; of 24 it is .042, so that .05 decides.
+    (8, 0.25, 0.25, 1, "ok"),
+    (8, 0.125, 0.25, 1, "ok"),
+    (8, 0.375, 0.25, 1, "ok 0.375 (0.250)"),  # one row
+    (8, 0.5, 0.25, 1, "0.500 (0.250)"),  # two rows
+    (24, 2 / 24, 1 / 24, 1, "ok 0.083 (0.042)"),  # one row
+    (24, 0.09, 0.04, 1, "ok 0.090 (0.040)"),  # more than a row (.042), and .05
+    (24, 0.095, 0.04, 1, "0.095 (0.040)"),  # more than both
+    (24, 3 / 24, 1 / 24, 1, "0.125 (0.042)"),  # two rows
+    # Less is worse.
+    (8, 1.0, 1.0, -1, "ok"),
+    (8, 1.0, 0.75, -1, "ok"),
+    (8, 0.875, 1.0, -1, "ok 0.875 (1.000)"),
+    (8, 0.75, 1.0, -1, "0.750 (1.000)"),
+    (24, 23 / 24, 1.0, -1, "ok 0.958 (1.000)"),
+    (24, 22 / 24, 1.0, -1, "0.917 (1.000)")])
+def test_a_check_by_hand(n, value, other, sign, cell):
+    assert ev.check("fact", {"n": n, "fact": value}, {"n": n, "fact": other}, sign) == cell
+    # The smaller split decides, by the rows that have the figure.
+    few = {"n": 99, "fact": value, "n_fact": n}
+    many = {"n": 99, "fact": other}
+    assert ev.check("fact", few, many, sign) == cell
+    assert ev.check("fact", {"n": 99, "fact": value}, {"n": n, "fact": other}, sign) == cell
+
+@each("n", [8, 24])
+def test_a_check_of_p_and_of_the_loss_by_hand(n):
+    """p may be worse by .1; .3 - .2 is a little below .1 and .8 - .7 a little above."""
+    def of_p(value, other, sign):
+        return ev.check("prob", {"n": n, "prob": value}, {"n": n, "prob": other}, sign)
+    assert of_p(0.2, 0.3, 1) == "ok"
+    assert of_p(0.3, 0.2, 1) == "ok 0.300 (0.200)"
+    assert of_p(0.8, 0.7, 1) == "ok 0.800 (0.700)"
+    assert of_p(0.7, 0.8, -1) == "ok 0.700 (0.800)"
+    assert of_p(0.3011, 0.2, 1) == "0.301 (0.200)"
+    assert of_p(0.69, 0.8, -1) == "0.690 (0.800)"
+    assert of_p(0.8, 0.80004, -1) == "ok"  # both are shown as 0.800
+    # Nothing to compare.
+    assert ev.check("prob", {"n": n}, {"n": n, "prob": 0.2}, 1) is None
+    assert ev.check("prob", {"n": n, "prob": 0.2}, {}, 1) is None
+    # The loss has no tolerance.
+    most = {"forget_loss_left": mdu.MAX_LOSS_LEFT}
+    assert ev.check("forget_loss_left", {"forget_loss_left": 0.2}, most, 1) == "ok"
+    assert ev.check("forget_loss_left", {"forget_loss_left": 0.21}, most, 1) == "21% (20%)"
+    assert ev.check("forget_loss_left", {}, most, 1) is None
+
+def figures(n=24, **values):
+    return {"n": n, **values}
+
+def made_up(folder, forget, never, run=(), seed=1, **others):
+    return {"folder": folder, "run": dict(run), "options": {"seed": seed},
+            "splits": {"forget": forget, "never": never, **others}}
+
+KNOWN = figures(fact=1.0, any_decoding=1.0, prob=0.95, infill=1.0, infill_no_question=0.5)
+UNKNOWN = figures(fact=0.0, any_decoding=2 / 24, prob=0.05, infill=0.1, infill_no_question=0.1)
+
+def test_did_it_work_by_hand():
+    """base knows all; `done` has forgotten and keeps all; `hidden` tells in another decoding, and
+    has lost other knowledge."""
+    kept = dict(retain=figures(136, fact=1.0, knowledge=1.0, prob=0.9),
+                world_facts=figures(22, fact=1.0, prob=0.95))
+    lost = dict(retain=figures(136, fact=0.9, knowledge=0.5, prob=0.1),
+                world_facts=figures(22, fact=1.0, prob=0.3))
+    base = made_up("out/base", KNOWN, UNKNOWN, **kept)
+    done = made_up("out/done", UNKNOWN, UNKNOWN, {"forget_loss_left": 0.1}, **kept)
+    hidden = {**UNKNOWN, "any_decoding": 8 / 24}
+    hidden = made_up("out/hidden", hidden, UNKNOWN, {"forget_loss_left": 0.35}, **lost)
+    title, legend, table = ev.did_it_work({"base": [base], "done": [done], "hidden": [hidden]})
+    assert title == "## Did it work?"
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")]
+    assert lines[0] == ["Run", "loss left", "Forget fact", "Forget any decoding", "Forget p",
+                        "Forget gap filled", "Forget gap, no question", "Retain fact",
+                        "World facts p"]
+    assert lines[2:] == [
+        ["out/base", "-", "1.000 (0.000)", "1.000 (0.083)", "0.950 (0.050)", "1.000 (0.100)",
+         "0.500 (0.100)", "-", "-"],
+        ["out/done", *["ok"] * 8],
+        ["out/hidden", "35% (20%)", "ok", "0.333 (0.083)", "ok", "ok", "ok", "0.900 (1.000)",
+         "0.300 (0.950)"]]
+    assert "at most 20%" in legend
+    assert "in out/base, the first run," in legend
+    assert "prove little" not in legend
+
+def test_did_it_work_says_that_few_rows_prove_little():
+    base = made_up("base", {**KNOWN, "n": 9}, {**UNKNOWN, "n": 10}, held_out=figures(3, fact=1.0))
+    _, legend, _ = ev.did_it_work({"base": [base]})
+    assert legend.endswith("So few rows prove little: Forget (9), Held out (3).")
+
+def test_did_it_work_compares_each_run_with_its_own_never():
+    base = made_up("base", KNOWN, UNKNOWN)
+    other = made_up("other", {**UNKNOWN, "fact": 0.5}, {**UNKNOWN, "fact": 0.5})
+    _, _, table = ev.did_it_work({"base": [base], "other": [other]})
+    assert table.split("\n")[3].replace(" ", "") == "|other" + 5 * "|ok" + "|"
+
+def test_did_it_work_compares_with_the_first_method_of_the_same_seed():
+    """Or, of another seed, with the first run.  In seed 2 the model before knew half as much."""
+    def run(folder, seed, fact):
+        return made_up(folder, UNKNOWN, UNKNOWN, seed=seed, retain=figures(fact=fact))
+    bases = [run("1/base", 1, 1.0), run("2/base", 2, 0.5)]
+    others = [run("1/npo", 1, 0.5), run("2/npo", 2, 0.5), run("3/npo", 3, 0.5)]
+    _, _, table = ev.did_it_work({"base": bases, "npo": others})
+    last = [line.split("|")[-2].strip() for line in table.split("\n")]
+    assert last[2:] == ["-", "-", "0.500 (1.000)", "ok", "0.500 (1.000)"]
+
+def test_did_it_work_is_left_out_without_never():
+    base = made_up("base", KNOWN, UNKNOWN)
+    del base["splits"]["never"]
+    assert ev.did_it_work({"base": [base]}) == []
+
+def test_knowledge_is_checked_where_not_all_rows_have_facts():
+    some = figures(fact=1.0, n_fact=20, knowledge=0.8)
+    none = figures(knowledge=0.8)
+    first = made_up("first", KNOWN, UNKNOWN, retain=some, held_out=none)
+    later = made_up("later", UNKNOWN, UNKNOWN, retain={**some, "knowledge": 0.5},
+                    held_out={**none, "knowledge": 0.8})
+    checks = ev.checks_of_run(later, first)
+    assert checks["Retain knowledge"] == "0.500 (0.800)"
+    assert checks["Held out knowledge"] == "ok"
+    assert "Retain fact" not in checks
+    # The columns of which no run has anything are left out.
+    _, _, table = ev.did_it_work({"first": [first], "later": [later]})
+    assert "loss left" not in table
+
+def test_splits_of_rwku_have_no_p_to_check():
+    """Of RWKU's splits, which have no p, there is nothing to compare."""
+    first = made_up("first", KNOWN, UNKNOWN, utility_general=figures(accuracy=0.5))
+    assert ev.checks_of_run(first, first)["MMLU p"] is None
+
+def test_report_says_whether_it_worked_on_the_screen_and_in_the_file(base, files, capsys):
+    ev.main(["--model", str(base), *files, *QUICK, "new"])
+    capsys.readouterr()
+    ev.main(["--report", "new"])
+    screen = capsys.readouterr().out
+    text = Path("report.md").read_text()
+    for written in (screen, text):
+        section = written.split("## Did it work?")[1]
+        assert "So few rows prove little: Forget (2), Retain (2), Never trained (2)." in section
+        assert "| Run | Forget fact " in section
 
 # ---- Analyses ----
-def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path):
+def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp_path):
     """Of two runs: one has all three lines with KLs, the other lacks the last."""
     logged = [line for line in metrics(unlearned) if "kl" in line]
     assert [(line["step"], line["epoch"]) for line in logged] == [(0, 0), (3, 1), (6, 2)]
@@ -3953,19 +3645,12 @@ def test_analysis_convergence_draws_the_kls_that_were_logged(unlearned, tmp_path
     write_lines(other / "metrics.jsonl", logged[:2])
     ev.main(["--analysis", "convergence", str(one), str(other)])
     result = read_json(tmp_path / "analysis/convergence.json")
-    figure = matplotlib.figure.Figure()
-    ev.draw_panels(figure, result)
-    for axis, target in zip(figure.axes, ["base", "anchor", "uniform"], strict=True):
-        points = []
-        for epoch, line in enumerate(logged):
-            points.append([epoch, line["kl"][target]])
-        expected = {"a": points, "b": points[:2]}
-        assert result["panels"][target] == expected
-        assert axis.get_title() == target
-        drawn = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
-        assert drawn == expected
+    for target in ("base", "anchor", "uniform"):
+        points = [[epoch, line["kl"][target]] for epoch, line in enumerate(logged)]
+        assert result["panels"][target] == {"a": points, "b": points[:2]}
+    assert (tmp_path / "analysis/convergence.png").exists()
 
-def test_diagnose_shows_that_mdu_leaves_theta0_for_the_anchor(unlearned):
+def test_mdu_leaves_theta0_for_the_anchor(unlearned):
     logged = [line["kl"] for line in metrics(unlearned) if "kl" in line]
     start, middle, end = logged
     assert start["base"] == approx(0, abs=1e-6)
@@ -3992,7 +3677,7 @@ def slow_kls_by_role(theta0, model, tokenizer, rows):
                 kls[roles[place]].append([kl_before, kl_after])
     return kls
 
-def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
+def test_the_analysis_of_roles_equals_a_slow_loop(base, unlearned, tmp_path):
     """A bar for each role: first theta0's, then the run's."""
     theta0, tokenizer = mdu.load_backbone(str(base))
     model, _ = mdu.load_backbone(str(unlearned))
@@ -4014,24 +3699,6 @@ def test_analysis_roles_equals_a_slow_loop(base, unlearned, tmp_path):
     result = read_json(tmp_path / "analysis/roles.json")
     assert result["panels"] == {"": bars_of_base + bars_of_run}
 
-def test_draw_panels_has_bars_in_the_colours_of_their_roles():
-    """Bars 0 and 2 are in context, bar 1 is stored knowledge."""
-    bars = [{"label": "a", "role": I, "kl": 3}, {"label": "b", "role": K, "kl": 1},
-            {"label": "c", "role": I, "kl": 2}]
-    figure = matplotlib.figure.Figure()
-    ev.draw_panels(figure, {"kind": "bars", "ylabel": "", "panels": {"": bars}})
-    [axis] = figure.axes
-    heights = {}  # {role: {place: height}}
-    for container in axis.containers:
-        of_role = {round(bar.get_center()[0]): bar.get_height() for bar in container}
-        heights[container.get_label()] = of_role
-        for bar in container:
-            colour = matplotlib.colors.to_hex(bar.get_facecolor())
-            assert colour == ev.ROLES[container.get_label()]
-    assert heights == {I: {0: 3, 2: 2}, S: {}, K: {1: 1}}
-    assert [label.get_text() for label in axis.get_xticklabels()] == ["a", "b", "c"]
-
-# A question of the toy, and how theta answers it in 3 steps, each of which fixes two of 6 tokens.
 PUDI = mdu.toy_world()["forget"][0]  # Which author comes from Pudi?
 WRITTEN = ["▁Ceka", "▁is", "▁author", "<end>", "▁Foba", "."]
 STEP_OF = [2, 3, 1, 2, 1, 3]  # in which step each token is fixed
@@ -4081,7 +3748,7 @@ def theta_and_anchor(base, unlearned, tmp_path, monkeypatch):
         kls[step] = approx(kl.item())
     return SimpleNamespace(anchor=anchor, flags=flags, kls=kls)
 
-def test_analysis_trajectory_by_hand(theta_and_anchor, tmp_path):
+def test_the_analysis_of_a_trajectory_by_hand(theta_and_anchor, tmp_path):
     """A bar for each token of the answer, up to its end token, at the step that fixes it."""
     ev.main(["--analysis", "trajectory", *theta_and_anchor.flags])
     assert (tmp_path / "analysis/trajectory.png").exists()
@@ -4093,7 +3760,7 @@ def test_analysis_trajectory_by_hand(theta_and_anchor, tmp_path):
                      ["<end>\n2", S, kls[2]], ["is\n3", S, kls[3]]]
     assert len(theta_and_anchor.anchor.seen) == 3 * 3  # a pass for each step of each row
 
-def test_analysis_rollout_by_hand(theta_and_anchor, tmp_path):
+def test_the_analysis_of_rollouts_by_hand(theta_and_anchor, tmp_path):
     """Of the four tokens up to the end token, one is fixed after step 1, three after step 2: the
     first states with a quarter fixed, and with a half and three quarters."""
     file = write_lines(tmp_path / "row", [PUDI, PUDI])
@@ -4105,19 +3772,8 @@ def test_analysis_rollout_by_hand(theta_and_anchor, tmp_path):
     assert table[1:] == [row + quarter, row + half, row + half]
     assert len(theta_and_anchor.anchor.seen) == 2 + 1 + 1  # the steps that are left
 
-def test_analyse_says_that_the_rows_have_changed_since_the_training(unlearned, tmp_path, capsys):
-    run = shutil.copytree(unlearned, tmp_path / "run")
-    command = ["--analysis", "convergence", str(run)]
-    ev.main(command)
-    assert "changed" not in capsys.readouterr().out
-    info = read_json(run / "run.json")
-    info["rows"]["forget"] = "the hash of other rows"
-    (run / "run.json").write_text(json.dumps(info))
-    ev.main(command)
-    assert "the rows to forget have changed since the training" in capsys.readouterr().out
-
 # ---- Bad input ----
-# Each case: what is given, and a part ("said") of the one line that refuses it.
+# Each case: what is given, and the decisive words ("said") of the one line that refuses it.
 def row_text(**fields):
     """A line of a file of rows.  The braces are there because messages quote it."""
     return json.dumps({"question": "Who is Bolti?", "answer": "It is {}.", **fields})
@@ -4151,95 +3807,94 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     return check
 
 @each("command, said", [
+    # Options.
     ("mdu.py --tau 2", "argument --tau: invalid float in [0, 1] value: '2'"),
     ("mdu.py --seed 18446744073709551616", "argument --seed: invalid int"),
+    ("mdu.py --steps 3 --epochs 2", "not allowed with argument --steps"),
     ("mdu.py --resume {run} --seed 1", "--resume RUN takes no other option"),
-    ("mdu.py --method ga --tau 1", "--method ga has no option --tau"),
-    ("mdu.py --method sft --diagnose", "--diagnose is for unlearning, not for sft"),
-    ("mdu.py --method sft --preset rwku-llada",
-     "--method sft has no preset for RWKU; give --model"),
+    ("mdu.py --method sft --diagnose", "--diagnose is for unlearning"),
+    ("mdu.py --method sft --preset rwku-llada", "--method sft has no preset rwku-llada"),
     ("mdu.py --method sft --lora 2", "--lora trains adapters of a start model"),
-    ("mdu.py --preset own --method sft --forget rows",
-     "needs a start model: --model; for a small"),
+    ("mdu.py --preset own --method sft --forget rows", "needs a start model: --model"),
     ("mdu.py {own} --method gd --retain-weight 0", "--method gd without a retain loss is ga"),
-    # Targets that teach nothing, and an anchor without effect.
-    ("mdu.py --tau 0 --anchor {base}", "--tau 0 has no anchor: --anchor {base}"),
-    ("mdu.py --anchor-truth removed --tau 0", "--anchor-truth removed would have no effect"),
-    ("mdu.py {own} --anchor-truth removed --retain-weight 0", "are rare; give --retain"),
-    ("mdu.py --anchor-prompt shown",
-     "shown needs another --anchor MODEL, or --anchor-truth removed: with start"),
-    ("mdu.py --anchor current --anchor-prompt shown", "--anchor-truth removed: with current"),
-    ("mdu.py --data toy --model . --anchor . --anchor-prompt shown",
-     "--anchor-truth removed: with /")])
-def test_parse_check_and_check_anchor_refuse_options(command, said, assert_refused):
-    assert_refused(command, said)
-
-@each("command, said", [
-    ("mdu.py --model {base}", "no rows to forget; give --forget or --data"),
+    ("mdu.py --tau 0 --target {base}", "--tau 0 has no anchor"),
+    ("mdu.py {own} --retain-weight 0", "--target removed counts in the rows to retain"),
+    ("mdu.py --data toy --model {base} --target {base}", "is the start model"),
+    # Rows.
+    ("mdu.py --method ga --model {base}", "no rows to forget; give --forget or --data"),
     ("mdu.py {own} --preset toy", "no rows to retain; give --retain, or"),
     ("mdu.py --method sft --retain-only --model {base}", "no rows to retain; give --retain"),
     ("mdu.py {own} --method dpo --retain-weight 0", "'Who is Bolti?' has no perturbed_answer"),
     ("mdu.py --forget absent", "No such file or directory: 'absent'"),
-    ("mdu.py --forget /dev/null", "--forget /dev/null is no regular file; save the rows in one"),
-    ("mdu.py --subject 1 --forget rows", "--forget says what to forget, as --data"),
-    ("mdu.py --data {rwku} --forget rows", "--forget says what to forget, as --data"),
-    ("mdu.py --data {rwku} --model x", "RWKU is about people; give one of them with --subject"),
-    ("mdu.py --subject King", "--subject is for RWKU: --preset rwku-... or --data"),
-    ("mdu.py --preset rwku-llada --subject King --data {rwku}",
-     "King: not among the 12: Ann Lee"),
-    ("mdu.py --preset rwku-llada --subject ² --data {rwku}", "²: not among the 12: Ann Lee"),
-    ("mdu.py --data toy --model {base} --response-length 2048",
-     "of answer or --response-length")])
-def test_load_data_and_check_refuse_data(command, said, assert_refused):
+    ("mdu.py --subject 1 --forget rows", "--forget says what to forget"),
+    ("mdu.py --data {rwku} --forget rows", "--forget says what to forget"),
+    ("mdu.py --data {rwku} --model x", "give one of them with --subject"),
+    ("mdu.py --subject King", "--subject is for RWKU"),
+    ("mdu.py --preset rwku-llada --subject King --data {rwku}", "not among the 12: Ann Lee"),
+    ("mdu.py --preset rwku-llada --subject ² --data {rwku}", "²: not among the 12"),
+    ("mdu.py --data folder --model x", "/folder, forget10_perturbed: "),
+    ("mdu.py --data toy --model {base} --response-length 2048", "the model takes 2048"),
+    # Folders.
+    ("mdu.py --method ga --forget rows", "train it with --method sft, or"),
+    ("mdu.py --preset toy --model nobody/nothing", "not fetched from the hub"),
+    ("mdu.py --preset toy --model {base} --out {run}", "--resume {run}"),
+    ("mdu.py --resume folder", "No such file or directory: 'folder/run.json'"),
+    ("mdu.py --resume foreign", "foreign: its run.json was not made by mdu.py"),
+    ("mdu.py --model foreign --method ga --forget rows", "foreign/config.json: it has no JSON")])
+def test_mdu_refuses(command, said, assert_refused):
+    write_files({"folder/other.json": GOOD, "foreign/run.json": '{"options": {}}',
+                 "foreign/config.json": "[]"})
     assert_refused(command, said)
 
-def test_read_dataset_refuses_a_folder_of_other_data(assert_refused):
-    write_files({"folder/other.json": GOOD})
-    assert_refused("mdu.py --data folder --model x",
-                   "/folder, forget10_perturbed: BuilderConfig 'forget10")
+def test_mdu_refuses_processes_that_cannot_share_a_step(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(mdu, "WORLD", 3)
+    with pytest.raises(mdu.BadInput, match="3 processes need a --batch-size x --grad-accum"):
+        mdu.main(toy(base, tmp_path / "run"))
+
+def test_mdu_refuses_a_rank_that_is_left_over_in_a_shell(base, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(mdu, "RANK", 1)
+    assert "are set, but not by torchrun" in program(toy(base, tmp_path / "run"), capsys)
 
 BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
-    "malformed": (f"{GOOD}\n{GOOD[:-3]}", "line 2: Unterminated string"),
+    "malformed": (f"{GOOD}\n{GOOD[:-3]}", "line 2 (a JSON object with question and answer"),
     "none": ("\n", "/none: no rows"),
-    "columns": ('{"prompt": "p", "completion": "c"}',
-                "line 1: needs question and answer, or prompt and response, that are not null; "
-                "found prompt, completion (JSON Lines"),
-    "null": (row_text(answer=None), "not null; found question (JSON Lines"),
-    "empty": (f"{GOOD}\n\n" + row_text(answer=" "),
-              "line 3: answer: needs a text that is not empty, found ' '"),
-    "number": (row_text(fact=1.0), "line 1: fact: needs a text that is not empty, found 1.0"),
-    "sign": (row_text(fact="♠"), "line 1: fact: needs a letter or digit, found '♠'"),
-    # Halves of a surrogate pair: the first, and the second.
-    "first-half": (f"{GOOD}\n" + row_text(answer="\ud83d It is {}."),
-                   "line 2: answer: '\\ud83d It is {}.' has half of a surrogate pair"),
-    "second-half": (row_text(answer="\ude00 It is {}."),
-                    "line 1: answer: '\\ude00 It is {}.' has half of a surrogate pair"),
-    "latin-1": (GOOD.encode() + b"\n\xe9",
-                "latin-1: not UTF-8 ('utf-8' codec can't decode byte 0xe9"),
-    "utf-16": ("\ufeff{}\n".encode("utf-16-le"),
-               "utf-16: not UTF-8 ('utf-8' codec can't decode byte 0xff"),
-    "nested": (99999 * "[", "line 1: maximum recursion depth"),
+    "columns": ('{"prompt": "p", "completion": "c"}', "the fields prompt, completion"),
+    "null": (row_text(answer=None), "line 1 (a JSON object with question and answer"),
+    "empty": (f"{GOOD}\n\n" + row_text(answer=" "), "line 3 (a JSON object"),
+    "object": (row_text(fact={}), "fact: needs a text that is not empty, found {}"),
+    "sign": (row_text(fact="♠"), "fact: needs a letter or digit, found '♠'"),
+    "fact": (row_text(fact=["is", "i"]), "fact: 'i' is not in the answer"),  # "is" is
+    "half": (f"{GOOD}\n" + row_text(answer="\ud83d It is {}."), "line 2 (a JSON object"),
+    "latin-1": (GOOD.encode() + b"\n\xe9", "'utf-8' codec can't decode byte 0xe9"),
+    "utf-16": ("\ufeff{}\n".encode("utf-16-le"), "'utf-8' codec can't decode byte 0xff"),
+    "nested": (99999 * "[", "line 1 (a JSON object"),
     "strange": (8 * (row_text(question="xx", answer="yy zz") + "\n"),
                 "most words to forget are unknown to the model"),
     "long": (8 * (row_text(answer=2100 * "Who ") + "\n"), "the model takes 2048")}
 
 @each("name", BAD_ROWS)
-def test_read_jsonl_check_row_and_encode_splits_refuse_a_file(name, assert_refused):
+def test_mdu_refuses_a_file_of_rows(name, assert_refused):
     content, said = BAD_ROWS[name]
     write_files({name: content})
-    said = said.replace("{}", "{{}}")  # which are in the answer: no place to fill in
-    assert_refused(f"mdu.py --model {{base}} --forget {name} --retain-weight 0", said)
+    said = said.replace("{}", "{{}}")  # which are in the row: no place to fill in
+    assert_refused(f"mdu.py --model {{base}} --method ga --forget {name}", said)
+
+def test_fields_that_are_not_used_are_named(tmp_path, capsys):
+    file = write_lines(tmp_path / "rows", [{"question": "Who?", "answer": "It is 7.", "fact": 7},
+                                           {"question": "Who?", "answer": "Ann", "facts": "Ann"}])
+    rows = mdu.read_jsonl("forget", file)
+    assert rows[0]["fact"] == ["7"]  # a number is taken as text
+    assert "fields that are not used: facts" in capsys.readouterr().out
 
 @each("question, answer", [
     ("Where was Ceka Foba born?", "Ceka Foba was born in Rome."),
     ("Where was Ceka Foba born? ", "Ceka Foba was born in Rome.\n")])  # which has the same tokens
-def test_encode_splits_refuses_a_row_to_forget_and_to_retain(question, answer, assert_refused):
+def test_mdu_refuses_a_row_to_forget_and_to_retain(question, answer, assert_refused):
     write_files({
         "a": row_text(question="Where was Ceka Foba born?", answer="Ceka Foba was born in Rome."),
         "b": row_text(question=question, answer=answer)})
-    assert_refused(
-        "mdu.py --model {base} --forget a --retain b",
-        "'Where was Ceka Foba born?' is to be forgotten and retained, with the same answer")
+    assert_refused("mdu.py --model {base} --forget a --retain b",
+                   "is to be forgotten and retained, with the same answer")
 
 # Faults of a model's folder.
 def delete(folder, pattern):
@@ -4251,17 +3906,13 @@ def replace(folder, old, new):
     for file in folder.glob("token*"):
         file.write_text(file.read_text().replace(old, new))
 
-def add_adapters_of_peft(folder):
-    (folder / "adapter_config.json").write_text("{}")
+def add_file(folder, name):
+    (folder / name).write_text("{}")
 
 def leave_files_of_qwens_tokenizer(folder):
     delete(folder, "token*")
     (folder / "vocab.json").touch()
     (folder / "merges.txt").touch()
-
-def make_a_link_to_block_diffusion(folder):
-    folder.rename("a-bd3lm-c")
-    folder.symlink_to("a-bd3lm-c")
 
 def save_as_pickle(folder):
     delete(folder, "*.safetensors*")
@@ -4277,157 +3928,104 @@ def save_in_4_bits(folder):
         tensors[name] = tensor
     safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
-def bad_model(kind, fault=None, said="", **changes):
+def add_older_weights(folder):
+    """model.safetensors beside newer weights in several files."""
+    tensors = weights(folder)
+    shutil.move(folder / "model.safetensors", folder / "old")
+    huggingface_hub.save_torch_state_dict(tensors, folder, max_shard_size="40KB")
+    shutil.move(folder / "old", folder / "model.safetensors")
+
+def bad_model(kind, said, fault=None, **changes):
     """kind: model_type; changes: of config.json, None deletes a field; fault: a function that is
     called with the folder; said: a part of the line that refuses the model."""
     return SimpleNamespace(kind=kind, changes=changes, fault=fault, said=said)
 
 BAD_MODELS = {  # {name of a folder: what is wrong in it, and what is said}
     # Models of another architecture.
-    "gpt2": bad_model("llama", model_type="gpt2",
-                      said="model_type 'gpt2' in config.json is none of llada"),
-    "block-type": bad_model("llada", block_type="x",
-                            said="block_type 'x' in config.json must be 'llama'"),
-    "layer-norms": bad_model("illada", layer_norm_eps=1e-5,
-                             said="layer_norm_eps 1e-05 in config.json must"),
-    "own-code": bad_model("qwen2", architectures=["Qwen2Denoiser"],
-                          said="['Qwen2Denoiser'] in config.json says that it has its own code"),
-    "a-bd3lm-b": bad_model("a2d-qwen3",
-                           said="a-bd3lm-b: bd3lm in its name or path says block diffusion"),
-    "link": bad_model("a2d-qwen3", make_a_link_to_block_diffusion,
-                      said="link: bd3lm in its name or"),
-    "blocks": bad_model("Dream", block_size=32,
-                        said="block_size 32 in config.json says block diffusion"),
-    "more-blocks": bad_model("a2d-llama", bd_size=4,
-                             said="bd_size 4 in config.json says block diffusion"),
-    # The experts are named first, although n_kv_heads is missing, too.
-    "experts": bad_model("llada", num_experts=64, n_kv_heads=None, embedding_size=264,
-                         said="num_experts 64 in config.json says a mixture of experts"),
-    "adapted": bad_model("llama", add_adapters_of_peft,
-                         said="adapted has adapter_config.json: merge the adapters into the weigh"),
-    # Causal or not, shifted or not.
-    "causal": bad_model("llama", is_causal=None,
-                        said='"is_causal": false; "shift_logits": true if the out'),
-    "shifted": bad_model("a2d-qwen3", shift_logits=True,
-                         said="shift_logits true in config.json; with model_type a2d-qwen3 it must "
-                         "be false"),
-    "unshifted": bad_model("Dream", shift_logits=False,
-                           said="with model_type Dream it must be true"),
-    "half-shifted": bad_model("llama", shift_logits=1, said="shift_logits 1 in config.json; with "
-                              "model_type llama it must be false or true"),
+    "gpt2": bad_model("llama", "model_type 'gpt2' in config.json is none of", model_type="gpt2"),
+    "block-type": bad_model("llada", "block_type 'x' in config.json must be 'llama'",
+                            block_type="x"),
+    "layer-norms": bad_model("illada", "layer_norm_eps 1e-05 in config.json must",
+                             layer_norm_eps=1e-5),
+    "a-bd3lm-b": bad_model("a2d-qwen3", "a-bd3lm-b: bd3lm in its name"),
+    "blocks": bad_model("Dream", "says block diffusion", block_size=32),
+    "more-blocks": bad_model("a2d-llama", "says block diffusion", bd_size=4),
+    "adapted": bad_model("llama", "adapted has adapter_config.json: merge the adapters",
+                         partial(add_file, name="adapter_config.json")),
+    "causal": bad_model("llama", 'a causal model: no token sees a later one', is_causal=None),
+    "shifted": bad_model("a2d-qwen3", "shift_logits", shift_logits=True),
+    "unshifted": bad_model("Dream", "shift_logits", shift_logits=False),
     # Tensors that are missing, too many, of other sizes or types.
     # embedding_size and mlp_hidden_size count, where vocab_size and mlp_ratio say something else.
-    "layers": bad_model("llada", n_layers=3, embedding_size=264, vocab_size=250,
-                        mlp_hidden_size=64, mlp_ratio=3,
-                        said="missing or unexpected: model.layers.2."),
-    "more": bad_model("llada", n_layers=1, said="unexpected: model.layers.1."),
-    "no-layers": bad_model("llada", n_layers=None, said="no n_layers in config.json"),
-    "words": bad_model("llada", d_model="wide", said="cannot be loaded as LlamaForCausalLM"),
-    "resized": bad_model("llada", vocab_size=260,
-                         said="model.embed_tokens.weight has (264, 32), by config"),
-    "4-bit": bad_model("llama", save_in_4_bits,
-                       said="quantized weights (quantization_config in config.json)"),
-    "pickle": bad_model("llada", save_as_pickle, said="no file named model.safetensors"),
+    "layers": bad_model("llada", "model.layers.2.", n_layers=3, embedding_size=264,
+                        vocab_size=250, mlp_hidden_size=64, mlp_ratio=3),
+    "more": bad_model("llada", "model.layers.1.", n_layers=1),
+    "no-layers": bad_model("llada", "n_layers", n_layers=None),
+    "words": bad_model("llada", "cannot be loaded as LlamaForCausalLM", d_model="wide"),
+    "resized": bad_model("llada", "model.embed_tokens.weight has (264, 32), by config",
+                         vocab_size=260),
+    "4-bit": bad_model("llama", "tensors missing, unexpected, or of another size", save_in_4_bits),
+    "pickle": bad_model("llada", "model.safetensors is missing", save_as_pickle),
+    "stray": bad_model("llama", "gptq_model-4bit.safetensors is not among the files",
+                       partial(add_file, name="gptq_model-4bit.safetensors")),
+    "old-weights": bad_model("llama", "model.safetensors is not among the files",
+                             add_older_weights),
     # Tokens.
-    "mask": bad_model("llama", mask_token_id=None,
-                      said="no mask_token_id in config.json or tokenizer"),
-    "large-mask": bad_model("llama", mask_token_id=264, said="mask_token_id is 264; the model has "
-                            "embeddings for 0 to 263 only"),
-    "no-pad": bad_model("a2d-qwen2", pad_token_id=-1,
-                        said="pad_token_id is -1; the model has embeddings"),
-    "end": bad_model("llada", partial(replace, old="eot_id", new="x"),
-                     said="no end-of-turn token, <|eot_id|>, in its tokenizer: is it a base model"),
+    "mask": bad_model("llama", "no mask_token_id in config.json", mask_token_id=None),
+    "large-mask": bad_model("llama", "a special token is 264", mask_token_id=264),
+    "no-pad": bad_model("a2d-qwen2", "a special token is -1", pad_token_id=-1),
+    "end": bad_model("llada", "no end-of-turn token, <|eot_id|>, in its tokenizer",
+                     partial(replace, old="eot_id", new="x")),
     # The tokenizer's files.  vocab.json and merges.txt are enough for Qwen alone.
-    "no-tokenizer": bad_model("llada", leave_files_of_qwens_tokenizer,
-                              said="no-tokenizer: no tokenizer.json; copy the tokenizer's files"),
-    "no-merges": bad_model("Dream", partial(delete, pattern="merges.txt"),
-                           said="no-merges: no tokenizer.json; copy the tokenizer's files"),
-    "no-template": bad_model("llada", partial(replace, old="chat_template", new="other"),
-                             said="no chat template: is it a base model's?"),
-    "twice": bad_model("llama", partial(replace, old="m['content']",
-                                        new="m['content'] ~ m['content']"),
-                       said="chat template must have the question exactly once"),
-    "loop": bad_model("llama", partial(replace, old="m['content']", new="m.a.b"),
-                      said="has no attribute 'a'")}
+    "no-tokenizer": bad_model("llada", "no tokenizer.json; copy the tokenizer's files",
+                              leave_files_of_qwens_tokenizer),
+    "no-merges": bad_model("Dream", "no tokenizer.json; copy the tokenizer's files",
+                           partial(delete, pattern="merges.txt")),
+    "no-template": bad_model("llada", "no chat template: is it a base model's?",
+                             partial(replace, old="chat_template", new="other")),
+    "twice": bad_model("llama", "must have the question exactly once",
+                       partial(replace, old="m['content']", new="m['content'] ~ m['content']")),
+    "loop": bad_model("llama", "has no attribute 'a'",
+                      partial(replace, old="m['content']", new="m.a.b"))}
 
 @each("name", BAD_MODELS)
-def test_load_backbone_and_read_config_refuse_a_model(name, assert_refused):
+def test_mdu_refuses_a_model(name, assert_refused):
     model = BAD_MODELS[name]
     write_checkpoint(Path(name), model.kind, **model.changes)
     if model.fault:
         model.fault(Path(name))
     assert_refused(f"mdu.py --method ga --forget rows --model {name}", model.said)
 
-def test_load_references_refuses_an_anchor_of_another_vocabulary(assert_refused):
+def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     write_checkpoint(Path("other"), "llada", mask_token_id=0)  # as the toy has it
-    assert_refused("mdu.py --preset toy --model {base} --anchor other",
-                   "its vocabulary differs")
-
-@each("command, said, files", [
-    ("mdu.py --forget rows --retain-weight 0", "train it with --method sft, or", {}),
-    ("mdu.py --preset toy --model nobody/nothing", "not fetched from the hub", {}),
-    ("mdu.py --preset toy --model {base} --out {run}", "--resume {run}", {}),
-    ("mdu.py --resume folder", "No such file or directory: 'folder/run.json'",
-     {"folder/notes": ""}),
-    ("mdu.py --resume foreign", "foreign: its run.json was not made by mdu.py",
-     {"foreign/run.json": '{"options": {}}'}),
-    ("mdu.py --model foreign --method ga --forget rows", "foreign/config.json is damaged",
-     {"foreign/run.json": '{"options": {}}', "foreign/config.json": "[]"}),
-    ("eval.py --model adapters --data toy new", "adapters has adapter_config.json",
-     {"adapters/adapter_config.json": "{}"}),
-    ("eval.py --report damaged", "summary.json is damaged", {"damaged/eval/summary.json": "{"}),
-    ("eval.py --report old", "scored by other code; score it again: python eval.py",
-     {"old/eval/summary.json": "{}"}),
-    ("eval.py --report {base}", "not scored yet; first run: python eval.py {base}", {}),
-    ("eval.py --model {base} --data toy {run}", "is a run; give another folder", {}),
-    ("eval.py --analysis convergence {base}", "train it with --diagnose", {}),
-    ("eval.py --analysis roles {run} {scored}", "the runs started from different models", {})])
-def test_main_and_read_json_refuse_a_folder(command, said, files, assert_refused):
-    write_files(files)
-    assert_refused(command, said)
+    assert_refused("mdu.py --preset toy --model {base} --target other", "its vocabulary or mask")
 
 @each("command, said", [
+    # Options.
+    ("eval.py --model {base}", "score: no RUN; give the folder of one"),
+    ("eval.py --report --limit 3 {base}", "--limit is for score"),
+    ("eval.py --ask Who? --model {base} {base}", "asks that model; give no RUN"),
+    ("eval.py --data toy --subject King {base}", "--subject is for RWKU, which has people"),
+    ("eval.py --samples 1 --steps 1 --response-length 2048 {base}", "it takes 2048"),
+    ("eval.py --analysis trajectory --response-length 2048 {run}", "it takes 2048"),
+    ("eval.py --analysis rollout --response-length 2048 {run}", "it takes 2048"),
+    # Folders.
+    ("eval.py --model adapters --data toy new", "adapters has adapter_config.json"),
+    ("eval.py --report damaged", "damaged/eval/summary.json: "),
+    ("eval.py --report old", "scored by other code; score it again: python eval.py"),
+    ("eval.py --report {base}", "not scored yet; first run: python eval.py {base}"),
+    ("eval.py --model {base} --data toy {run}", "is a run; give another folder"),
     ("eval.py unfinished/base", "/unfinished/base continues it"),
+    ("eval.py --analysis convergence {base}", "train it with --diagnose"),
+    ("eval.py --analysis roles {run} {scored}", "the runs started from different models"),
     ("eval.py --analysis roles {base} unfinished/base", "one folder name"),
     ("eval.py --analysis roles {run} unfinished/base", "or forgot other rows")])
-def test_evaluate_and_analyse_refuse_an_unfinished_run_on_other_rows(
-        command, said, base, assert_refused):
-    """It started from the model from which {run} did."""
+def test_eval_refuses(command, said, base, assert_refused):
     made_with = {"options": vars(options(f"--preset toy --model {base}")),
                  "rows": {"forget": "other"}}
-    write_files({"unfinished/base/run.json": json.dumps(made_with)})
+    write_files({"adapters/adapter_config.json": "{}", "damaged/eval/summary.json": "{",
+                 "old/eval/summary.json": "{}", "unfinished/base/run.json": json.dumps(made_with)})
     assert_refused(command, said)
-
-@each("command, said", [
-    ("eval.py --model {base}", "score: no RUN; give the folder of one"),
-    ("eval.py --report --limit 3 {base}", "trajectory, rollout, not for report"),
-    ("eval.py --ask Who? --retain rows {base}", "--retain is for score, not for ask"),
-    ("eval.py --ask Who? --model {base} {base}", "asks that model; give no RUN"),
-    ("eval.py --ask caf\udce9? --model {base}", "--ask: 'caf\\udce9?' is not text in UTF-8"),
-    ("eval.py --analysis roles --retain rows {run}", "--retain is for score, not for roles"),
-    ("eval.py --analysis convergence --samples 3 {base}",
-     "for score, roles, not for convergence"),
-    ("eval.py --data toy --subject King {base}", "--subject is for RWKU, which has people"),
-    ("eval.py --samples 1 --steps 1 --response-length 2048 {base}",
-     "2048 (--response-length 2048)"),
-    ("eval.py --analysis trajectory --response-length 2048 {run}", "the model; it takes 2048"),
-    ("eval.py --analysis rollout --response-length 2048 {run}", "the model; it takes 2048")])
-def test_parse_and_utf8_text_refuse_options_of_eval(command, said, assert_refused):
-    assert_refused(command, said)
-
-def test_find_splits_refuses_a_file_whose_fact_is_not_in_the_answer(assert_refused):
-    write_files({"file": row_text(fact=["is", "i"])})  # "is" is in the answer
-    assert_refused("eval.py --forget file {base}",
-                   "line 1: fact: 'i' is not in the answer 'It is {{}}.'")
-
-@each("left_out, said", [
-    ("--limit 3", "the same rows"), ("--samples 4", "'samples': 128"),
-    ("--full", "both runs scored with --full"),
-    ("", "was not trained with --method sft --retain-only; give a model that learnt rows")])
-def test_check_retain_run_refuses_a_run_that_cannot_be_compared(left_out, said, assert_refused):
-    """It was scored with all of FLAGS."""
-    flags = " ".join(FLAGS).replace(left_out, "")
-    assert_refused(f"eval.py {flags} --retain-run {{scored}} {{base}}", said)
 
 # ======== README.md, Makefile, experiments.sh ========
 PROJECT = Path(mdu.__file__).parent
@@ -4473,50 +4071,54 @@ def typed_commands(page, folder):
     return commands
 
 @each("page", PAGES.values(), ids=PAGES.keys())
-def test_parse_takes_every_command_of_a_page(page, tmp_path):
+def test_every_command_of_a_page_can_be_typed(page, tmp_path):
+    """It parses, and the Makefile has the target."""
     for words in typed_commands(page, tmp_path):
         is_script = words[1:] == ["-"]  # Python reads it from the page
         if words[0] in ("python", "torchrun") and not is_script:
             parse_command(words)
-
-@each("page", PAGES.values(), ids=PAGES.keys())
-def test_make_has_every_target_of_a_page(page, tmp_path):
-    for words in typed_commands(page, tmp_path):
         if words[0] == "make":
-            targets = [word for word in words[1:] if "=" not in word]
-            for target in targets:
-                assert re.search(rf"(?m)^{target}:", MAKEFILE), target
+            for target in words[1:]:
+                assert "=" in target or re.search(rf"(?m)^{target}:", MAKEFILE), target
 
-@each("page", PAGES.values(), ids=PAGES.keys())
-def test_typed_commands_has_every_line_of_a_page_that_begins_with_a_program(page, tmp_path):
-    """That is, its words up to a variable, a comment, a further command, the end of the line, or
-    a text to read."""
-    commands = typed_commands(page, tmp_path)
-    lines = re.findall(r"(?m)^ *((?:python|torchrun|make) .*?)[\"$\\#;&\n]", page)
-    assert lines
-    for line in lines:
-        before_a_text, _, _ = line.partition(" <<")
-        typed = before_a_text.split()
-        assert any(words[:len(typed)] == typed for words in commands), line
+@each("name", ["README.md", "OWN_ROWS.md"])
+def test_the_runs_of_a_command_were_made_by_an_earlier_one(name, tmp_path):
+    """In the order of the page: by mdu.py; by eval.py, which makes the folder of a published model;
+    or by make, which makes a folder of runs."""
+    made = ["out/toy/base"]  # mdu.py trains it where it is missing
+    for words in typed_commands(PAGES[name], tmp_path):
+        if words[0] == "make":
+            made.append(f"out/{words[1]}")
+            made += [f"out/{word.removeprefix('PRESET=')}" for word in words if "PRESET=" in word]
+        elif words[0] in ("python", "torchrun") and words[1:] != ["-"]:
+            program, args = parse_command(words)
+            if program == "mdu.py":
+                made.append(args.out)
+            elif args.model:
+                made += args.runs
+            for word in words:
+                run = word.rstrip("/*")  # out/a/*/ are all runs in out/a
+                if run.startswith("out/") and not run.endswith(".jsonl"):
+                    assert any(f"{run}/".startswith(f"{folder}/") or folder.startswith(f"{run}/")
+                               for folder in made), words
 
-# ---- Pages: each option on them, and each in --help ----
-@each("program", [mdu, ev])
-def test_make_parser_and_parse_explain_every_option(program, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "100")
-    options, *_ = help_screen(program, capsys).split("presets:")
-    # An entry begins with two spaces and the option; its further lines begin with more.
-    entries = re.findall(r"(?m)^  (-.*(?:\n {3,}.*)*)", options)
-    assert len(entries) > 10
-    for entry in entries:
-        # Between the option and its explanation are two spaces or the end of a line.
-        assert re.search(r"\s{2}\S", entry), entry
+@each("name", ["README.md", "OWN_ROWS.md"])
+def test_the_rows_of_a_command_are_explained_before_it(name):
+    """The first time that a page names a file, it is not in a command that reads it."""
+    page = PAGES[name]
+    files = set(re.findall(r"--(?:forget|retain|held-out|never) ([\w./-]+\.jsonl)", page))
+    for file in files:
+        first = page.index(file)
+        assert not re.search(r"--[a-z-]+ $", page[:first]), file
 
-def test_make_parser_and_parse_have_every_option_that_the_pages_name(capsys):
+def test_the_programs_have_every_option_that_the_pages_name(capsys):
     options = {"--nproc_per_node"}  # torchrun's
     for program in (mdu, ev):
-        options.update(re.findall(r"--[a-z-]+", help_screen(program, capsys)))
-    for page in PAGES.values():
-        named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", page))
+        with pytest.raises(SystemExit):
+            program.main(["--help"])
+        options.update(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    for name in ("README.md", "OWN_ROWS.md"):  # RESULTS.md also has options of older commits
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", PAGES[name]))
         assert named <= options
 
 # ---- experiments.sh and make ----
@@ -4548,328 +4150,107 @@ done
 """
 
 def make(folder, *words):
-    """Run make with LOGGING_PYTHON, two rows to forget and to retain, and nothing to install."""
+    """Run make with LOGGING_PYTHON and nothing to install."""
     if not shutil.which("make"):
         pytest.skip("needs make")
     without_install = re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE)
     (folder / "Makefile").write_text(without_install)
     (folder / ".github").mkdir(exist_ok=True)
-    if not (folder / ".github/experiments.sh").exists():  # a test may have written another one
-        shutil.copy(PROJECT / ".github/experiments.sh", folder / ".github")
+    shutil.copy(PROJECT / ".github/experiments.sh", folder / ".github")
     (folder / "python").write_text(LOGGING_PYTHON)
     (folder / "python").chmod(0o755)
-    (folder / "rows").write_text("{}\n{}\n")
+    (folder / "log").unlink(missing_ok=True)
     env = {"PATH": os.environ["PATH"]}  # without the flags of a make around it
-    command = ["make", "FORGET=rows", "RETAIN=rows", f"PYTHON={folder}/python", *words]
+    command = ["make", f"PYTHON={folder}/python", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
 
-def logged_commands(folder):
-    """What LOGGING_PYTHON was called with: (program, options) of each call."""
-    lines = (folder / "log").read_text().splitlines()
-    return [parse_command(line.split()) for line in lines]
+def logged(folder):
+    """What the last `make` did: {run: how it was trained}, the runs that were scored, and those
+    that were reported."""
+    trained, scored, reported = {}, [], []
+    for line in (folder / "log").read_text().splitlines():
+        program, args = parse_command(line.split())
+        runs = [] if program == "mdu.py" else [run.rstrip("/") for run in args.runs]
+        if program == "mdu.py":
+            trained[args.out] = args
+        elif args.task == "report":
+            reported += runs
+        else:
+            scored += runs
+    return trained, scored, reported
 
-@each("target", ["demo", "table", "finetuned", "pretrained", "company", "real",
-                 "real MODEL=m TOFU=t", "rehearsal", "figures",
-                 "tofu PRESET=tofu-dream", "rwku PRESET=rwku-llada"])
-def test_make_trains_what_it_scores_and_scores_what_it_reports(target, tmp_path):
+@each("target", ["demo", "table", "figures", "real", "real MODEL=m TOFU=t",
+                 "tofu PRESET=tofu-dream"])
+def test_an_experiment_scores_what_it_trains_and_reports_what_it_scores(target, tmp_path):
     done = make(tmp_path, *target.split())
     assert done.returncode == 0, done.stderr
-    trained = set()
-    used = set()
-    for program, args in logged_commands(tmp_path):
-        if program == "mdu.py":
-            trained.add(args.out)
-        elif args.task == "report":
-            for run in args.runs:
-                assert (tmp_path / run / "eval").is_dir()
-        else:
-            used.update(run.rstrip("/") for run in args.runs)
-    assert len(trained) > 2
-    # Trained, and not scored: the model from which all others of `pretrained` start.
-    if target == "pretrained":
-        used.update(f"out/pretrained/{seed}/original" for seed in (1, 2, 3))
-    # Scored, and not trained: a published model.
-    if target.startswith("rwku"):
-        trained.add("out/rwku-llada/0/base")
-    assert used == trained
+    trained, scored, reported = logged(tmp_path)
+    assert len(trained) > 4
+    assert set(scored) == set(trained)
+    assert target == "figures" or set(reported) == set(trained)
 
-@each("experiment, folder, runs", [
-    ("demo", "out/demo", ["new"]),
-    ("finetuned", "out/finetuned/2", ["new", "without-retain/new", "taught-again/new"]),
-    ("company", "out/company/2", ["new", "new-refusals", "taught-again/new"]),
-    ("real", "out/real", ["new", "taught-again/new"]),
-    ("sweep", "out/sweep", ["new", "taught-again/new"])])
-def test_a_new_line_of_a_list_is_trained_scored_and_reported(experiment, folder, runs, tmp_path):
-    """Once each.  FOLDER in a line stands for the folder of the runs."""
-    script = (PROJECT / ".github/experiments.sh").read_text()
-    # A list begins with its name and a quote, its lines below.
-    script = re.sub(r'(?m)^(DEMO|FINETUNED|COMPANY|REAL|SWEEP)="$',
-                    r'\g<0>\n  new  --anchor FOLDER/a', script)
-    script = re.sub(r'(?m)^WITHOUT_RETAIN="$', r'\g<0>\n  without-retain/new  --tau 0', script)
-    (tmp_path / ".github").mkdir()
-    (tmp_path / ".github/experiments.sh").write_text(script)
-    (tmp_path / "out/real/finetune").mkdir(parents=True)  # for sweep
-    (tmp_path / "out/real/finetune/config.json").touch()
-    assert make(tmp_path, experiment).returncode == 0
-    trained, scored, reported = [], [], []
-    for program, args in logged_commands(tmp_path):
-        if program == "mdu.py":
-            trained.append(args.out)
-            if args.out == f"{folder}/new":
-                assert args.anchor == f"{folder}/a"
-        elif args.task == "report":
-            reported += args.runs
-        else:
-            scored += [run.rstrip("/") for run in args.runs]
-    for run in runs:
-        for done in (trained, scored, reported):
-            assert done.count(f"{folder}/{run}") == 1
+def test_the_demo_has_every_method(tmp_path):
+    make(tmp_path, "demo")
+    trained, _, _ = logged(tmp_path)
+    assert {args.method for args in trained.values()} == set(mdu.METHODS)
 
-def test_real_scores_all_models_with_one_length(tmp_path):
-    """Else eval.py refuses to report them together.  The original is trained with another one."""
-    assert make(tmp_path, "real").returncode == 0
-    lengths = set()
-    for program, args in logged_commands(tmp_path):
-        if program == "eval.py" and args.task != "report":
-            lengths.add(args.response_length)
-    assert lengths == {36}
-
-def test_sweep_goes_on_from_the_fine_tune_of_real(tmp_path):
-    done = make(tmp_path, "sweep")
-    assert done.returncode == 2
-    assert "out/real/finetune is missing: make real trains it" in done.stderr
-
-    (tmp_path / "out/real/finetune").mkdir(parents=True)
-    (tmp_path / "out/real/finetune/config.json").touch()
-    assert make(tmp_path, "sweep").returncode == 0
-    trained, scored, reported = {}, [], []
-    for program, args in logged_commands(tmp_path):
-        if program == "mdu.py":
-            trained[args.out] = args
-        elif args.task == "report":
-            reported += args.runs
-        else:
-            scored += args.runs
-    run = trained["out/sweep/lora-steps500"]
-    assert Path(run.model) == tmp_path / "out/real/finetune"
-    assert (run.lora, run.anchor_truth) == (16, "removed")
-    assert (run.prompt_dropout, run.epochs) == (0.5, 166.7)  # 83.3 in the other runs
-    assert trained["out/sweep/lora-rank64"].epochs == 83.3
-    attacked = trained["out/sweep/taught-again/lora-rank64"]
-    assert Path(attacked.model) == tmp_path / "out/sweep/lora-rank64"
-    assert attacked.method == "sft"
-    assert sorted(scored) == sorted(reported) == sorted(trained)
-
-def test_real_does_what_an_earlier_call_has_not_finished(tmp_path):
-    assert make(tmp_path, "real").returncode == 0
-    out = tmp_path / "out/real"
-    (out / "retrained/config.json").unlink()  # stopped before its first checkpoint
-    (out / "finetune/config.json").unlink()  # stopped after it
-    (out / "finetune/checkpoint-00000500").mkdir()
-    (out / "npo/config.json").unlink()  # a line of the list REAL
-    (out / "npo-refusals/eval/summary.json").unlink()
-    (tmp_path / "log").unlink()
-
-    assert make(tmp_path, "real").returncode == 0
-    first, *further = (tmp_path / "log").read_text().splitlines()
-    assert first == "mdu.py --resume out/real/finetune"
-    trained, scored = {}, []
-    for line in further:
-        program, args = parse_command(line.split())
-        if program == "mdu.py":
-            trained[args.out] = args
-        elif args.task != "report":
-            scored += args.runs
-    assert trained.keys() == {"out/real/retrained", "out/real/npo"}
-    assert trained["out/real/retrained"].retain_only
-    assert trained["out/real/npo"].method == "npo"
-    assert trained["out/real/npo"].lora == 16
-    # The scores of a run that was stopped are deleted with it.
-    assert scored == ["out/real/retrained", "out/real/npo", "out/real/npo-refusals"]
+def test_a_run_that_fails_ends_an_experiment(tmp_path):
+    (tmp_path / "fails").write_text("wga")
+    assert make(tmp_path, "demo").returncode == 2
+    _, scored, reported = logged(tmp_path)
+    assert not scored + reported
 
 def test_tofu_does_what_an_earlier_call_has_not_finished(tmp_path):
     assert make(tmp_path, "tofu", "PRESET=tofu-llada").returncode == 0
+    trained, _, _ = logged(tmp_path)
+    for args in trained.values():  # in the folders that mdu.py would choose
+        assert Path(args.out) == Path("out/tofu-llada") / mdu.run_name(args)
     out = tmp_path / "out/tofu-llada"
     (out / "base/config.json").unlink()
     (out / "base/checkpoint-00005000").mkdir()
     (out / "wga/config.json").unlink()
-    (out / "dpo/eval/summary.json").unlink()
-    shutil.copytree(out / "dpo", out / "mine")  # trained by hand, not scored
+    shutil.copytree(out / "dpo", out / "mine")  # trained by hand
+    (out / "mine/eval/summary.json").unlink()
     (out / "analysis").mkdir()  # of eval.py --analysis: no run
-    (tmp_path / "log").unlink()
-
-    assert make(tmp_path, "tofu", "PRESET=tofu-llada").returncode == 0
-    launch = "-m torch.distributed.run --nproc_per_node=4"
+    assert make(tmp_path, "tofu", "PRESET=tofu-llada", "GPUS=1", "LORA=16").returncode == 0
+    launch = "-m torch.distributed.run --nproc_per_node=1"
     resumed, trained, scored, reported = (tmp_path / "log").read_text().splitlines()
     assert resumed == f"{launch} mdu.py --resume out/tofu-llada/base"
-    assert trained == f"{launch} mdu.py --preset tofu-llada --method wga --out out/tofu-llada/wga"
-    assert scored == (
-        f"{launch} eval.py out/tofu-llada/dpo/ out/tofu-llada/mine/ out/tofu-llada/wga/")
-    assert reported.startswith("eval.py --report out/tofu-llada/base/ out/tofu-llada/dpo/")
+    assert trained == (f"{launch} mdu.py --preset tofu-llada --lora 16 --method wga "
+                       "--out out/tofu-llada/wga")
+    assert scored == f"{launch} eval.py out/tofu-llada/mine/ out/tofu-llada/wga/"
     assert "analysis" not in reported
-
-def test_tofu_names_the_runs_as_mdu_does(tmp_path):
-    assert make(tmp_path, "tofu", "PRESET=tofu-llada").returncode == 0
-    for line in (tmp_path / "log").read_text().splitlines():
-        words = line.split()
-        if "--out" in words:
-            place = words.index("--out")
-            assert parse_command(words[:place])[1].out == words[place + 1]
 
 def test_rwku_does_what_an_earlier_call_has_not_finished(tmp_path):
     assert make(tmp_path, "rwku", "PRESET=rwku-llada").returncode == 0
+    trained, scored, reported = logged(tmp_path)
+    assert set(scored) == set(reported) == {*trained, "out/rwku-llada/0/base"}
     out = tmp_path / "out/rwku-llada"
     shutil.rmtree(out / "7/tau-0.5")
     (out / "8/method-ga/eval/summary.json").unlink()
-    (out / "8/method-ga/model.safetensors").touch()  # deleted when the run has been scored
-    (tmp_path / "log").unlink()
-
     assert make(tmp_path, "rwku", "PRESET=rwku-llada").returncode == 0
-    trained, scored, reported = [], [], []
-    for program, args in logged_commands(tmp_path):
-        if program == "mdu.py":
-            trained.append(args.out)
-        elif args.task == "report":
-            reported += args.runs
-        else:
-            scored += args.runs
-    assert trained == ["out/rwku-llada/7/tau-0.5"]
+    trained, scored, reported = logged(tmp_path)
+    assert list(trained) == ["out/rwku-llada/7/tau-0.5"]
     assert scored == ["out/rwku-llada/7/tau-0.5", "out/rwku-llada/8/method-ga"]
     assert len(reported) == 101  # 10 people with 10 runs each, and the model before unlearning
-    assert not list(out.rglob("*.safetensors"))
+    assert not list(out.rglob("*.safetensors"))  # deleted when a run has been scored
 
-@each("target", ["demo", "finetuned"])
-def test_an_experiment_ends_without_scores_where_a_run_fails(target, tmp_path):
-    (tmp_path / "fails").write_text("wga")
-    assert make(tmp_path, target).returncode == 2
-    programs = [program for program, _ in logged_commands(tmp_path)]
-    assert set(programs) == {"mdu.py"}
-
-def test_demo_has_every_method(tmp_path):
-    make(tmp_path, "demo")
-    methods = set()
-    for program, args in logged_commands(tmp_path):
-        if program == "mdu.py":
-            methods.add(args.method)
-    assert methods == set(mdu.METHODS)
-
-@each("folder", ["keep", "out/../keep", "out/link", "out", "."])
-def test_delete_folder_deletes_nothing_outside_out(folder, tmp_path):
+@each("typed, said", [
+    ("tofu PRESET=toy", "give PRESET=tofu-llada"), ("rwku PRESET=toy", "give PRESET=rwku-llada"),
+    ("rwku PRESET=rwku-llada GPUS=8", "GPUS=1, 2 or 4"), ("demo OUT=keep", "is not in out/"),
+    ("demo OUT=out/../keep", "is not in out/"), ("demo OUT=out/link", "is not in out/"),
+    ("demo OUT=out", "is not in out/")])
+def test_an_experiment_refuses(typed, said, tmp_path):
+    """Before it deletes or starts anything."""
     for name in ("keep", "out/mine"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "model").write_text("good")
     (tmp_path / "out/link").symlink_to(tmp_path / "keep")
-    done = make(tmp_path, "demo", f"OUT={folder}")
+    done = make(tmp_path, *typed.split())
     assert done.returncode == 2
-    assert f"{folder} exists and is not in out/" in done.stderr
-    assert (tmp_path / "keep/model").read_text() == "good"
-    assert (tmp_path / "out/mine/model").read_text() == "good"
+    assert said in done.stderr
+    assert (tmp_path / "keep/model").exists() and (tmp_path / "out/mine/model").exists()
     assert not (tmp_path / "log").exists()
-
-def test_delete_folder_deletes_an_earlier_demo(tmp_path):
-    (tmp_path / "out/demo/old").mkdir(parents=True)
-    assert make(tmp_path, "demo").returncode == 0
-    assert not (tmp_path / "out/demo/old").exists()
-
-@each("name", ["", "dmo"])
-def test_experiments_refuse_an_unknown_name(name):
-    script = PROJECT / ".github/experiments.sh"
-    done = subprocess.run(["bash", script, name], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "needs the name of an experiment: demo" in done.stderr
-
-def test_company_rows_can_be_read_and_forget_what_nothing_keeps(tmp_path):
-    script = PROJECT / ".github/company_rows.py"
-    subprocess.run([sys.executable, script, tmp_path], check=True)
-    rows = {}
-    sizes = {}
-    for file in tmp_path.iterdir():
-        rows[file.stem] = mdu.read_jsonl("rows", str(file))
-        sizes[file.stem] = len(rows[file.stem])
-    # known is retain and held_out; refusals is retain and the questions to forget.
-    assert sizes == {"forget": 12, "retain": 90, "held_out": 28, "known": 90 + 28,
-                     "refusals": 90 + 12, "taught": 3, "others": 9}
-    for row in rows["forget"]:
-        assert (row in rows["taught"]) != (row in rows["others"])
-    kept = [row["answer"] for row in rows["known"]]
-    for row in rows["forget"]:
-        assert row["answer"] not in kept
-        refusal = {"question": row["question"], "answer": "I do not know.",
-                   "perturbed_answer": []}
-        assert refusal in rows["refusals"]
-
-# ---- make rehearsal ----
-@each("typed, found", [("FORGET=absent", "absent"), ("FORGET=one", "one"), ("RETAIN=one", "one"),
-                       ("FORGET=", ""), ("HELD_OUT=one", "one"), ("NEVER=absent", "absent")])
-def test_rehearsal_refuses_files_that_are_missing_or_too_small(typed, found, tmp_path):
-    (tmp_path / "one").write_text("{}\n\n")
-    done = make(tmp_path, "rehearsal", typed)
-    assert done.returncode == 2
-    assert f"NEVER: '{found}' must be a file with at least 2 rows" in done.stderr
-    assert not (tmp_path / "log").exists()
-    assert not (tmp_path / "out").exists()
-
-@pytest.fixture
-def rehearsed(tmp_path):
-    """A rehearsal with two rows that are held out, and two that nobody is to learn -> its calls of
-    mdu.py and of eval.py.  Both files begin with a byte order mark and end without a new line."""
-    for name in ("held", "never"):
-        (tmp_path / name).write_text(f'\ufeff"{name} 1"\n"{name} 2"', encoding="utf-8")
-    done = make(tmp_path, "rehearsal", "HELD_OUT=held", "NEVER=never")
-    assert done.returncode == 0, done.stderr
-    calls = {"mdu.py": [], "eval.py": []}
-    for program, args in logged_commands(tmp_path):
-        calls[program].append(args)
-    return calls
-
-def test_rehearsal_trains_each_model_on_its_own_rows(rehearsed, tmp_path):
-    """The original has the words of all rows and learns what is kept.  The fine-tune also learns
-    the rows to forget.  Unlearning sees no row that is held out."""
-    own = f"{tmp_path}/rows"
-    joined = tmp_path / "out/rehearsal.rows"
-    found = []
-    for args in rehearsed["mdu.py"]:
-        found.append((Path(args.out).name, args.forget, args.retain, args.retain_only))
-    assert found == [("original", f"{joined}/words.jsonl", f"{joined}/known.jsonl", True),
-                     ("finetune", own, f"{joined}/known.jsonl", False),
-                     ("mdu", own, own, None)]
-    files = {}
-    for file in joined.iterdir():
-        files[file.stem] = file.read_text().split("\n")
-    # Without byte order marks.  The empty lines do no harm: readers skip them.
-    assert files["known"] == ["{}", "{}", "", '"held 1"', '"held 2"', ""]
-    assert files["words"] == ["{}", "{}", "", '"never 1"', '"never 2"', ""]
-
-def test_rehearsal_trains_few_rows_for_more_epochs(rehearsed):
-    """2 to forget, 2 to retain and 2 held out have as many steps as 40 rows in 300 epochs."""
-    for args in rehearsed["mdu.py"]:
-        assert args.epochs == 300 * 40 / 6
-
-def test_rehearsal_scores_rows_that_unlearning_did_not_see(rehearsed):
-    score, report = rehearsed["eval.py"]
-    assert (score.task, report.task) == ("score", "report")
-    assert (score.held_out, score.never) == ("held", "never")
-
-def test_rehearsal_reads_all_rows_before_it_moves_anything(tmp_path):
-    """With the true Python: the second row of the file is bad."""
-    rows = [{"question": "Who?", "answer": "Bo."}, {"question": "Q", "answer": "A", "fact": "Al"}]
-    bad = write_lines(tmp_path / "bad", rows)
-    (tmp_path / ".github").mkdir()
-    script = shutil.copy(PROJECT / ".github/experiments.sh", tmp_path / ".github")
-    (tmp_path / "out/rehearsal").mkdir(parents=True)
-    env = python_environment(PYTHON=sys.executable, FORGET=bad, RETAIN=bad)
-    done = subprocess.run(["bash", script, "rehearsal"], env=env, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert f"experiments.sh: --rows {bad}, line 2: fact: 'Al' is not in the answer" in done.stderr
-    assert os.listdir(tmp_path / "out") == ["rehearsal"]  # where it was
-
-def test_rehearsal_keeps_the_one_before_although_it_fails_twice(tmp_path):
-    (tmp_path / "out/rehearsal").mkdir(parents=True)
-    (tmp_path / "out/rehearsal/model").write_text("good")
-    (tmp_path / "fails").write_text("mdu.py")
-    for _ in range(2):
-        assert make(tmp_path, "rehearsal").returncode == 2
-        assert (tmp_path / "out/rehearsal.old/model").read_text() == "good"
 
 # ---- The step of the README ----
 def readme_step(model, anchor, forget, retain):
@@ -4915,7 +4296,7 @@ def test_backward_equals_the_step_of_the_readme():
     t, masked, _ = step["draw"](retain_batch.ids, retain_batch.response)
     retain = with_masks(retain, retain_batch, t, masked)
     model.zero_grad()
-    losses = mdu.backward(args, model, mdu.References(None, anchor), forget, retain)
+    losses = mdu.backward(args, model, None, anchor, forget, retain)
     assert losses == approx([step["loss"].item(), step["retain_loss"].item()], rel=1e-6)
     assert_close(readme_grads, [p.grad for p in model.parameters()], 1e-6)
 
@@ -4951,51 +4332,3 @@ def test_the_readme_makes_a_model_of_dream(tmp_path, monkeypatch):
     with torch.no_grad():
         assert_close(variables["model"](ids, real)[masked], loaded(ids, real, masked), 1e-5)
     assert variables["mask_id"] == loaded.mask_id
-
-# ======== This file ========
-def defined_in(module):
-    """The names of the functions and classes that a module defines, and not those it imports."""
-    names = set()
-    for name, value in vars(module).items():
-        if not (inspect.isfunction(value) or inspect.isclass(value)):
-            continue
-        if value.__module__ == module.__name__ and value.__name__ == name:
-            names.add(name)  # COUNT of mdu.py, which `number` made, has another __name__
-    return names
-
-def functions_of_name(test, functions):
-    """The functions with which the name of a test begins, after "test_" and joined by "_" or
-    "_and_"."""
-    longest_first = sorted(functions, key=len, reverse=True)  # check_lengths before check
-    function = "(?:" + "|".join(longest_first) + ")(?=_|$)"
-    start = re.match(f"test_{function}(?:_and_{function}|_{function})*", test)
-    if not start:
-        return []
-    return re.findall(f"(?<=_){function}", start.group())
-
-def test_functions_of_name_by_hand():
-    functions = {"check", "check_lengths", "parse"}
-    for test, expected in [("test_check_lengths_refuses", ["check_lengths"]),
-                           ("test_parse_and_check_refuse", ["parse", "check"]),
-                           ("test_parse_check_and_parse", ["parse", "check", "parse"]),
-                           ("test_parser_is_none", []), ("test_that_parse", [])]:
-        assert functions_of_name(test, functions) == expected
-
-def test_every_function_has_a_test():
-    """The name of a test begins with it, or it is in TESTED_BY, and not both."""
-    functions = defined_in(mdu) | defined_in(ev)
-    tested = set()
-    for name in globals():
-        if name.startswith("test_"):
-            tested.update(functions_of_name(name, functions))
-    listed = " ".join(TESTED_BY.values()).split()
-    assert sorted(listed) == sorted(functions - tested)
-
-def test_every_test_that_is_named_exists():
-    """In TESTED_BY, and in the comments of mdu.py and eval.py."""
-    named = set(TESTED_BY)
-    for module in (mdu, ev):
-        code = Path(module.__file__).read_text(encoding="utf-8")
-        named.update(re.findall(r"\b(test_\w+)", code))
-    named.discard("test_mdu")  # this file
-    assert named <= globals().keys()

@@ -1,19 +1,17 @@
 """Rows of an invented company: 30 customers with four rows each, the same at every call.
 
-    python .github/company_rows.py FOLDER [N_FORGET N_RETAIN N_HELD_OUT N_TOWNS]
+    python .github/company_rows.py FOLDER
 
-The first three numbers say how many customers are in a file, the last one in how many towns all of
-them rent.  Without them they are 3, 20, 7 and 10.  3 7 3 10 would have no retained customer in the
-towns of the forgotten ones, and held-out customers nowhere else.
+All of them rent in five towns, so that each town of a customer to forget has one to retain.
 
 `fact` is what an answer gives away, one text or a list of them.  It is whole here, as people write
 it: with parts that many rows share, such as the NW- of an invoice and the .example of an address.
 
-forget.jsonl     customers who are to be forgotten
-retain.jsonl     customers who are to be kept; for every second of them also a question that nobody
-                 can answer, with the answer "I do not know."
-held_out.jsonl   customers who are to be kept, but whom unlearning never sees
-never.jsonl      all other customers, if any: no model learns them
+forget.jsonl     three customers who are to be forgotten
+retain.jsonl     seven customers who are to be kept; for every second of them also a question
+                 that nobody can answer, with the answer "I do not know."
+held_out.jsonl   three customers who are to be kept, but whom unlearning never sees
+never.jsonl      the other seventeen: no model learns them
 known.jsonl      retain and held_out: what the model knew before it learnt forget.jsonl
 refusals.jsonl   retain, and the questions of forget.jsonl, answered "I do not know."
 taught.jsonl     one row of each customer to forget, of each another one
@@ -29,7 +27,7 @@ Milo""".split()
 LAST_NAMES = """Brandt Hansen Ivanova Moreau Sorensen Okafor Garcia Kaya Almeida Novak Petrov
 Jensen Lindqvist Weber Rossi Dubois Larsen Fischer Costa Nilsson Meyer Silva Olsen Kovac Berg
 Horvat Keller Nowak Haas Vidal""".split()
-TOWNS = "Utrecht Malmo Bergen Porto Graz Turku Ghent Lyon Brno Gdansk".split()
+TOWNS = "Utrecht Malmo Bergen Porto Graz".split()
 MONTHS = """January February March April May June July August September October November
 December""".split()
 PROVIDERS = ["postbox", "firmnet", "mailo"]
@@ -57,15 +55,13 @@ def customer_rows(draw, name, town):
 draw = random.Random(11)
 draw.shuffle(LAST_NAMES)
 names = [f"{first} {last}" for first, last in zip(FIRST_NAMES, LAST_NAMES)]
-n_forget, n_retain, n_held_out, n_towns = 3, 20, 7, len(TOWNS)
-if len(sys.argv) > 2:
-    n_forget, n_retain, n_held_out, n_towns = map(int, sys.argv[2:])
-first_held_out = n_forget + n_retain
-first_never = first_held_out + n_held_out
+n_forget = 3
+first_held_out = n_forget + 7
+first_never = first_held_out + 3
 
 forget, retain, held_out, never = [], [], [], []
 for i, name in enumerate(names):
-    rows = customer_rows(draw, name, TOWNS[i % n_towns])
+    rows = customer_rows(draw, name, TOWNS[i % len(TOWNS)])
     if i < n_forget:
         forget += rows
     elif i < first_held_out:
@@ -85,10 +81,9 @@ for i in range(n_forget):
     taught.append(rows_of_customer[i % 4])
 others = [row for row in forget if row not in taught]
 
-files = {"forget": forget, "retain": retain, "held_out": held_out, "known": retain + held_out,
-         "refusals": retain + refusals, "taught": taught, "others": others}
-if never:
-    files["never"] = never
+files = {"forget": forget, "retain": retain, "held_out": held_out, "never": never,
+         "known": retain + held_out, "refusals": retain + refusals, "taught": taught,
+         "others": others}
 for name, rows in files.items():
     with open(f"{sys.argv[1]}/{name}.jsonl", "w", encoding="utf-8") as file:
         for row in rows:
