@@ -2,6 +2,7 @@
 
     python -m pytest -q test_attackers.py
 """
+import copy
 import math
 import os
 from functools import partial
@@ -388,3 +389,67 @@ def test_check_attackers_refuses(typed, message, base, tmp_path):
     assert not (tmp_path / "run").exists()
     with pytest.raises(mdu.BadInput, match="npo has no option --attackers"):
         options("--method npo --attackers 2")
+
+# ---- Does it help? ----
+def small_llama():
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, initializer_range=0.2, is_causal=False)
+    torch.manual_seed(2)
+    lm = transformers.LlamaForCausalLM(config)
+    return mdu.MaskPredictor(lm, mask_id=0, pad_id=1, end_id=1)
+
+def eight_rows(first):
+    """Of each, the second token of the answer is its fact, which no other row has."""
+    rows = []
+    for i in range(first, first + 8):
+        rows.append(mdu.Example([i, 4], [5, 20 + i, 1], [False, True, False], []))
+    return rows
+
+def train_small(typed, model, examples, steps, lr, theta0=None, attackers=()):
+    """mdu.train without its files."""
+    args = options(f"{typed} --response-length 3 --out run")
+    split = "train" if args.method == "sft" else "forget"
+    optimizer, _ = mdu.new_optimizer(dict(model.named_parameters()), lr)
+    for step in range(steps):
+        forget, retain = mdu.draw_step(args, examples, split, step, model)
+        mdu.backward(args, model, theta0, theta0, forget, retain)
+        if attackers:
+            mdu.attack(args, examples, model, theta0, theta0, attackers[step % 2], step)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+@torch.no_grad()
+def mean_p(model, rows):
+    """The mean probability of the rows' facts, with the question and nothing of the answer."""
+    p = []
+    for row in rows:
+        logits = slow_logits(model, row.prompt, row.answer, [0, 1, 2])
+        p.append(logits.softmax(-1)[1, row.answer[1]].item())
+    return np.mean(p)
+
+def test_attack_keeps_away_what_an_attack_brings_back():
+    """Two of eight rows are taught again; the facts of the other six come back to a model that
+    unlearned without attackers, and not to one that unlearned with them."""
+    forget, retain = eight_rows(6), eight_rows(14)
+    start = small_llama()
+    train_small("--method sft --batch-size 8", start, {"train": forget + retain}, 300, 1e-2)
+    assert mean_p(start, forget) > 0.9
+    back = []
+    for typed, n_attackers in (("", 0), ("--attackers 2", 2)):
+        typed += " --target removed --retain-weight 5 --prompt-dropout 0.5 --batch-size 4"
+        model = copy.deepcopy(start)
+        mdu.hook_adapters(model)
+        attackers = [mdu.new_attacker(model, number)[0] for number in range(n_attackers)]
+        train_small(typed, model, {"forget": forget, "retain": retain}, 100, 3e-3, start,
+                    attackers)
+        assert mean_p(model, forget) < 0.1
+        assert mean_p(model, retain) > 0.7
+        taught = forget[:2]
+        rows = {"train": taught + retain[:2]}
+        train_small("--method sft --batch-size 8", model, rows, 60, 1e-3)
+        assert mean_p(model, taught) > 0.9
+        back.append(mean_p(model, forget[2:]))
+    assert back[0] > 0.4
+    assert back[1] < 0.1
