@@ -187,13 +187,13 @@ class SlowAttacker:
         grads = torch.autograd.grad(torch.stack(losses).mean(), self.tensors)
         for tensor in self.tensors:
             tensor.requires_grad_(False)
-        return slow_adamw(self.tensors, grads, self.state, lr=1e-3)
+        return slow_adamw(self.tensors, grads, self.state, lr=3e-3)
 
 @each("typed", ["--target removed", "--target removed --lora 3", "--target paper --tau 0.5",
                 "--target MODEL --lora 2 --checkpoint-activations"])
 def test_attack_equals_a_slow_loop(typed, monkeypatch):
-    """Three turns of an attacker, in float64: its adapters after each of its two steps, the loss,
-    and the gradient that is added to the model's own, four times that of the loss."""
+    """Four turns of an attacker, in float64: its adapters, the loss, and the gradient that is added
+    to the model's own, four times that of the loss."""
     args = options(f"{typed} --attackers 2 --batch-size 3 --response-length 9")
     draw_adapters = mdu.draw_adapters
 
@@ -229,7 +229,7 @@ def test_attack_equals_a_slow_loop(typed, monkeypatch):
     attacker, _ = mdu.new_attacker(model, 1)
     slow = None
     norms = []
-    for step in (1, 3, 5):  # of two attackers, number 1 is on in every second step
+    for step in (1, 3, 5, 7):  # of two attackers, number 1 is on in every second step
         drawn.clear()
         for p in trained:
             p.grad = torch.ones_like(p)
@@ -242,9 +242,9 @@ def test_attack_equals_a_slow_loop(typed, monkeypatch):
                 pair[0].copy_(A)
                 pair[1].copy_(B)
         taught = [draw for split, draw in drawn if split in ("taught", "retain")]
-        assert len(taught) == 2 * 2 * 3
-        norms += [slow.train(with_attacker, taught[:6]), slow.train(with_attacker, taught[6:])]
-        assert_close(attacker.tensors, slow.tensors, 1e-8)
+        assert len(taught) == 2 * 3
+        norms.append(slow.train(with_attacker, taught))
+        assert_close(attacker.tensors, slow.tensors, 1e-6)
         rows = [draw for split, draw in drawn if split == "forget"]
         assert len(rows) == 3
         slow_model = with_attacker(slow.pairs)
