@@ -2240,7 +2240,7 @@ class SlowAttacker:
         grads = torch.autograd.grad(torch.stack(losses).mean(), self.tensors)
         for tensor in self.tensors:
             tensor.requires_grad_(False)
-        return slow_adam(self.tensors, grads, self.state, lr=1e-3)
+        return slow_adam(self.tensors, grads, self.state, lr=3e-3)
 
 @each("typed", ["--target removed", "--target removed --lora 3", "--target paper --tau 0.5",
                 "--target MODEL --lora 2 --checkpoint-activations"])
@@ -2282,7 +2282,7 @@ def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
     attacker = mdu.new_attackers(args, model)[0][1]
     slow = None
     norms = []
-    for step in (1, 3, 5):  # of two attackers, number 1 is on in every second step
+    for step in (1, 3, 5, 7):  # of two attackers, number 1 is on in every second step
         drawn.clear()
         for p in trained:
             p.grad = torch.ones_like(p)
@@ -2295,9 +2295,9 @@ def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
                 pair[0].copy_(A)
                 pair[1].copy_(B)
         taught = [draw for split, draw in drawn if split in ("taught", "retain")]
-        assert len(taught) == 2 * 2 * 3
-        norms += [slow.train(with_attacker, taught[:6]), slow.train(with_attacker, taught[6:])]
-        assert_close(attacker.tensors, slow.tensors, 1e-8)
+        assert len(taught) == 2 * 3
+        norms.append(slow.train(with_attacker, taught))
+        assert_close(attacker.tensors, slow.tensors, 1e-6)
         rows = [draw for split, draw in drawn if split == "forget"]
         assert len(rows) == 3
         slow_model = with_attacker(slow.pairs)
