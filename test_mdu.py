@@ -9,6 +9,7 @@ Tests are in the order of the code that they test: first mdu.py's, then eval.py'
     MDU_TEST_HUB=1 python -m pytest -q test_mdu.py -k pinned    # with a network: real tokenizers
 """
 import contextlib
+import copy
 import fnmatch
 import hashlib
 import io
@@ -2378,9 +2379,9 @@ def test_attackers_alone_do_not_change_the_model(typed, base, tmp_path, monkeypa
 
 @each("typed", ["--lora 2 --dtype bfloat16", "--lr 1e-3"])
 def test_a_resumed_run_with_attackers_equals_an_unbroken_one(typed, base, tmp_path, monkeypatch):
-    """As one that was not stopped, bit for bit.  At step 5 of 8 it stops; attacker 1 is then in the
-    midst of its life."""
-    monkeypatch.setattr(mdu, "ATTACKER_LIFE", 3)
+    """Bit for bit.  The checkpoint is of step 5 of 8, where both attackers are amid their
+    lives; number 1 starts anew in the last step."""
+    monkeypatch.setattr(mdu, "ATTACKER_LIFE", 5)
     typed += " --target removed --attackers 2 --epochs 4 --limit 16 --checkpoint-every 5"
     mdu.main(toy(base, tmp_path / "whole", typed))
     with monkeypatch.context() as stopped:
@@ -2412,6 +2413,69 @@ def test_attackers_are_refused(typed, message, base, tmp_path):
     assert not (tmp_path / "run").exists()
     with pytest.raises(mdu.BadInput, match="npo has no option --attackers"):
         options("--method npo --attackers 2")
+
+def small_llama():
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, initializer_range=0.2, is_causal=False)
+    torch.manual_seed(2)
+    lm = transformers.LlamaForCausalLM(config)
+    return mdu.MaskPredictor(lm, mask_id=0, pad_id=1, end_id=1)
+
+def eight_rows(first):
+    """Of each, the second token of the answer is its fact, which no other row has."""
+    rows = []
+    for i in range(first, first + 8):
+        rows.append(mdu.Example([i, 4], [5, 20 + i, 1], [False, True, False], []))
+    return rows
+
+def train_small(typed, model, examples, steps, lr, theta0=None, attackers=()):
+    """mdu.train without its files."""
+    args = options(f"{typed} --response-length 3 --out run")
+    split = "train" if args.method == "sft" else "forget"
+    optimizer, _ = mdu.new_optimizer(dict(model.named_parameters()), lr)
+    for step in range(steps):
+        forget, retain = mdu.draw_step(args, examples, split, step, model)
+        mdu.backward(args, model, theta0, theta0, forget, retain)
+        if attackers:
+            mdu.attack(args, examples, model, theta0, theta0, attackers[step % 2], step)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+@torch.no_grad()
+def mean_p(model, rows):
+    """The mean probability of the rows' facts, with the question and nothing of the answer."""
+    p = []
+    for row in rows:
+        logits = slow_logits(model, row.prompt, row.answer, [0, 1, 2])
+        p.append(logits.softmax(-1)[1, row.answer[1]].item())
+    return np.mean(p)
+
+def test_attackers_keep_away_what_an_attack_brings_back():
+    """Two of eight rows are taught again; the facts of the other six come back to a model that
+    unlearned without attackers, and not to one that unlearned with them."""
+    forget, retain = eight_rows(6), eight_rows(14)
+    start = small_llama()
+    train_small("--method sft --batch-size 8", start, {"train": forget + retain}, 300, 1e-2)
+    assert mean_p(start, forget) > 0.9
+    back = []
+    for typed, n_attackers in (("", 0), ("--attackers 2", 2)):
+        typed += " --target removed --retain-weight 5 --prompt-dropout 0.5 --batch-size 4"
+        model = copy.deepcopy(start)
+        mdu.hook_adapters(model)
+        attackers, _ = mdu.new_attackers(options(f"--attackers {n_attackers}"), model)
+        train_small(typed, model, {"forget": forget, "retain": retain}, 100, 3e-3, start,
+                    attackers)
+        assert mean_p(model, forget) < 0.1
+        assert mean_p(model, retain) > 0.7
+        taught = forget[:2]
+        rows = {"train": taught + retain[:2]}
+        train_small("--method sft --batch-size 8", model, rows, 60, 1e-3)
+        assert mean_p(model, taught) > 0.9
+        back.append(mean_p(model, forget[2:]))
+    assert back[0] > 0.4
+    assert back[1] < 0.1
 
 # ======== eval.py ========
 # ---- Text metrics ----
@@ -2775,11 +2839,11 @@ def origin_of(split, rows):
 
 @each("run, typed, expected", [
     ("toy", "--limit 2", [("toy", 2)] * 5),
-    ("toy", "--forget {X}", [("X", 4), ("toy", 136), ("toy", 22), ("toy", 22), ("toy", 24)]),
+    ("toy", "--retain {X}", [("toy", 24), ("X", 4), ("toy", 22), ("toy", 22), ("toy", 24)]),
     ("toy", "--data {tofu} --retain {X}", [("tofu", 8), ("X", 4), ("tofu", 3), ("tofu", 3)]),
     ("files", "", [("X", 4), ("Y", 4)]),  # the --limit of a run does not count
     ("files", "--retain {X} --limit 3", [("X", 3), ("X", 3)]),
-    ("toy", "--data toy --limit 1 --never {X}", [("toy", 1)] * 4 + [("X", 1)]),
+    ("toy", "--data {tofu} --limit 1 --never {X}", [("tofu", 1)] * 4 + [("X", 1)]),
     ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
     ("toy's options", "", [("X", 4)]),  # which mdu.py trains on, too
     ("person", "", [(PEOPLE[1], 2)] * 8), ("person", "--subject all --limit 1", [("ten", 1)] * 8),
@@ -2804,16 +2868,16 @@ WITHOUT_FULL = FLAGS[1:]
 @pytest.fixture(scope="session")
 def scored(base, tmp_path_factory):
     """A run that was scored with FLAGS.  Noise on its weights makes its answers differ."""
-    copy = tmp_path_factory.mktemp("scored") / "run"
-    shutil.copytree(base, copy)
+    run = tmp_path_factory.mktemp("scored") / "run"
+    shutil.copytree(base, run)
     torch.manual_seed(0)
     noisy = {}
-    for name, x in weights(copy).items():
+    for name, x in weights(run).items():
         noisy[name] = x + 0.1 * torch.randn(x.shape)
-    safetensors.torch.save_file(noisy, copy / "model.safetensors", {"format": "pt"})
-    ev.main([str(copy), *FLAGS])
-    with unchanged(copy):
-        yield str(copy)
+    safetensors.torch.save_file(noisy, run / "model.safetensors", {"format": "pt"})
+    ev.main([str(run), *FLAGS])
+    with unchanged(run):
+        yield str(run)
 
 @pytest.fixture
 def scored_copy(scored, tmp_path):
@@ -3257,6 +3321,7 @@ def test_a_model_without_run_json_is_scored_asked_and_reported(base, files, caps
         assert f"{folder}: neither a run of mdu.py" in err
 
 @each("option, rows, said", [
+    ("--never", [dict(question="Who?", answer="Ann.")], "only one file has `fact`"),
     ("--never", FORGET[1:], "--never: 'Who is Cepu?' is, with this answer, also a row of forget"),
     ("--never", [NEVER[0], {**RETAIN[1], "question": "who is ZUVO"}],  # the same words
      "--never: 'who is ZUVO' is, with this answer, also a row of retain"),
@@ -3532,7 +3597,6 @@ def test_a_check_of_p_and_of_the_loss_by_hand(n):
     assert of_p(0.7, 0.8, -1) == "ok 0.700 (0.800)"
     assert of_p(0.3011, 0.2, 1) == "0.301 (0.200)"
     assert of_p(0.69, 0.8, -1) == "0.690 (0.800)"
-    assert of_p(0.8, 0.80004, -1) == "ok"  # both are shown as 0.800
     # Nothing to compare.
     assert ev.check("prob", {"n": n}, {"n": n, "prob": 0.2}, 1) is None
     assert ev.check("prob", {"n": n, "prob": 0.2}, {}, 1) is None
