@@ -1922,6 +1922,7 @@ STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 1 --lr 1e-4
 AUTHORS = f"{STEPS} --tau 0.5 --target authors"
 LORA = f"{STEPS} --target {{target}} --lora 2 --dtype bfloat16 --lr 0.005"
 BFLOAT16 = f"{STEPS} --target removed --dtype bfloat16 --lr 0.005"
+ATTACKED = f"{STEPS} --target removed --attackers 2 --batch-size 4"
 # A program that runs mdu.main with each of the command lines that it is given.  A base model that
 # is missing is trained in a forked process.  In the last one it kills itself when the third
 # checkpoint is written and not yet complete.
@@ -2057,12 +2058,13 @@ def test_a_finished_run_is_not_resumed(unlearned, capsys):
 @pytest.fixture(scope="session")
 def two_processes(base, tmp_path_factory, on_two_processes):
     """Runs on two processes: toy/mdu, whose base model was missing; two; two-lora, with toy/base as
-    its target; two-bfloat16; killed, with the options of two -> their folder."""
+    its target; two-bfloat16; two-attackers; killed, with the options of two -> their folder."""
     folder = tmp_path_factory.mktemp("two")
     runs = [["--epochs", "0.1", "--out", f"{folder}/toy/mdu"],
             toy(base, folder / "two", AUTHORS),
             toy(base, folder / "two-lora", LORA.format(target=folder / "toy/base")),
             toy(base, folder / "two-bfloat16", BFLOAT16),
+            toy(base, folder / "two-attackers", ATTACKED),
             toy(base, folder / "killed", AUTHORS)]
     (folder / "driver.py").write_text(KILLED)
     codes = on_two_processes(folder / "driver.py", json.dumps(runs))
@@ -2081,6 +2083,11 @@ OTHER_ORDER = 5e-6
 def test_two_processes_equal_one(base, two_processes, tmp_path):
     mdu.main(toy(base, tmp_path / "one", AUTHORS))
     assert_equal_runs(two_processes / "two", tmp_path / "one", OTHER_ORDER)
+
+def test_attackers_on_two_processes_equal_those_on_one(base, two_processes, tmp_path):
+    """With one process that was told nothing of the other, they would be taught half of the rows."""
+    mdu.main(toy(base, tmp_path / "one", ATTACKED))
+    assert_equal_runs(two_processes / "two-attackers", tmp_path / "one", OTHER_ORDER)
 
 def test_a_killed_run_on_two_processes_is_resumed(two_processes, tmp_path, on_two_processes):
     """On two processes bit by bit; what two have begun one can end."""
