@@ -2085,7 +2085,7 @@ def test_two_processes_equal_one(base, two_processes, tmp_path):
     assert_equal_runs(two_processes / "two", tmp_path / "one", OTHER_ORDER)
 
 def test_attackers_on_two_processes_equal_those_on_one(base, two_processes, tmp_path):
-    """With one process that was told nothing of the other, they would be taught half of the rows."""
+    """Each passes half of the rows, and the attackers get the sum of their gradients."""
     mdu.main(toy(base, tmp_path / "one", ATTACKED))
     assert_equal_runs(two_processes / "two-attackers", tmp_path / "one", OTHER_ORDER)
 
