@@ -1922,6 +1922,7 @@ STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 1 --lr 1e-4
 AUTHORS = f"{STEPS} --tau 0.5 --target authors"
 LORA = f"{STEPS} --target {{target}} --lora 2 --dtype bfloat16 --lr 0.005"
 BFLOAT16 = f"{STEPS} --target removed --dtype bfloat16 --lr 0.005"
+ATTACKED = f"{STEPS} --target removed --attackers 2 --lr 0.005"
 # A program that runs mdu.main with each of the command lines that it is given.  A base model that
 # is missing is trained in a forked process.  In the last one it kills itself when the third
 # checkpoint is written and not yet complete.
@@ -2057,12 +2058,13 @@ def test_a_finished_run_is_not_resumed(unlearned, capsys):
 @pytest.fixture(scope="session")
 def two_processes(base, tmp_path_factory, on_two_processes):
     """Runs on two processes: toy/mdu, whose base model was missing; two; two-lora, with toy/base as
-    its target; two-bfloat16; killed, with the options of two -> their folder."""
+    its target; two-bfloat16; two-attackers; killed, with the options of two -> their folder."""
     folder = tmp_path_factory.mktemp("two")
     runs = [["--epochs", "0.1", "--out", f"{folder}/toy/mdu"],
             toy(base, folder / "two", AUTHORS),
             toy(base, folder / "two-lora", LORA.format(target=folder / "toy/base")),
             toy(base, folder / "two-bfloat16", BFLOAT16),
+            toy(base, folder / "two-attackers", ATTACKED),
             toy(base, folder / "killed", AUTHORS)]
     (folder / "driver.py").write_text(KILLED)
     codes = on_two_processes(folder / "driver.py", json.dumps(runs))
@@ -2093,8 +2095,9 @@ def test_a_killed_run_on_two_processes_is_resumed(two_processes, tmp_path, on_tw
     assert codes == [0, 0]
     assert_equal_runs(two_processes / "two", tmp_path / "on-two")
 
-@each("run, typed", [("two-lora", LORA), ("two-bfloat16", BFLOAT16)])
-def test_two_processes_in_bfloat16_are_close_to_one(run, typed, base, two_processes, tmp_path):
+@each("run, typed", [
+    ("two-lora", LORA), ("two-bfloat16", BFLOAT16), ("two-attackers", ATTACKED)])
+def test_two_processes_in_bfloat16_or_attacked_are_close_to_one(run, typed, base, two_processes, tmp_path):
     """In bfloat16 AdamW takes full steps by the sign of gradients that are rounded to almost 0."""
     mdu.main(toy(base, tmp_path / "one", typed.format(target=two_processes / "toy/base")))
     apart = distance(two_processes / run, tmp_path / "one")
