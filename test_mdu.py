@@ -2097,7 +2097,7 @@ def test_a_killed_run_on_two_processes_is_resumed(two_processes, tmp_path, on_tw
 
 @each("run, typed", [
     ("two-lora", LORA), ("two-bfloat16", BFLOAT16), ("two-attackers", ATTACKED)])
-def test_two_processes_in_bfloat16_or_attacked_are_close_to_one(run, typed, base, two_processes, tmp_path):
+def test_two_processes_are_close_to_one(run, typed, base, two_processes, tmp_path):
     """In bfloat16 AdamW takes full steps by the sign of gradients that are rounded to almost 0."""
     mdu.main(toy(base, tmp_path / "one", typed.format(target=two_processes / "toy/base")))
     apart = distance(two_processes / run, tmp_path / "one")
