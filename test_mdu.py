@@ -3672,6 +3672,13 @@ def test_did_it_work_compares_with_the_first_method_of_the_same_seed():
     last = [line.split("|")[-2].strip() for line in table.split("\n")]
     assert last[2:] == ["-", "-", "0.500 (1.000)", "ok", "0.500 (1.000)"]
 
+def test_did_it_work_says_that_a_first_run_that_passes_proves_nothing():
+    for before, says_so in ((UNKNOWN, True), (KNOWN, False)):
+        runs = {name: [made_up(name, figures, UNKNOWN)]
+                for name, figures in (("base", before), ("npo", UNKNOWN))}
+        _, legend, _ = ev.did_it_work(runs)
+        assert ("base itself passes all checks of Forget" in legend) == says_so
+
 def test_did_it_work_is_left_out_without_never():
     base = made_up("base", KNOWN, UNKNOWN)
     del base["splits"]["never"]
