@@ -2236,9 +2236,9 @@ def recorded_draws(monkeypatch):
     return drawn
 
 class SlowAttacker:
-    """The adapters as they are drawn, and a state of Adam."""
-    def __init__(self, attacker):
-        self.pairs = [(A.clone(), B.clone()) for A, B in attacker.adapters.values()]
+    """The adapters (A, B) that it starts with, and a state of Adam."""
+    def __init__(self, pairs):
+        self.pairs = list(pairs)
         self.tensors = [tensor for pair in self.pairs for tensor in pair]
         self.state = new_adam(self.tensors)
 
@@ -2254,8 +2254,8 @@ class SlowAttacker:
 @each("typed", ["--target removed", "--target removed --lora 3", "--target paper --tau 0.5",
                 "--target MODEL --lora 2 --checkpoint-activations"])
 def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
-    """Three turns of an attacker, in float64: its adapters after each of its two steps, the loss,
-    and the gradient that is added to the model's own, four times that of the loss."""
+    """Four turns of an attacker, in float64: its adapters after a step, the loss, and the gradient
+    that is added to the model's own, four times that of the loss."""
     args = options(f"{typed} --attackers 2 --batch-size 3 --response-length 9")
     draw_adapters = mdu.draw_adapters
 
@@ -2289,7 +2289,7 @@ def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
     with_attacker = partial(with_adapters, plain, *own)
 
     attacker = mdu.new_attackers(args, model)[0][1]
-    slow = None
+    slow = SlowAttacker(attacker_at_start(args, model))
     norms = []
     for step in (1, 3, 5, 7):  # of two attackers, number 1 is on in every second step
         drawn.clear()
@@ -2297,12 +2297,6 @@ def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
             p.grad = torch.ones_like(p)
         before = [p.clone() for p in trained]
         loss = mdu.attack(args, make_examples(), model, theta0, anchor, attacker, step)
-        if slow is None:  # its A is that of the seed, and B was 0
-            slow = SlowAttacker(attacker)
-            fresh = attacker_at_start(args, model)
-            for pair, (A, B) in zip(slow.pairs, fresh, strict=True):
-                pair[0].copy_(A)
-                pair[1].copy_(B)
         taught = [draw for split, draw in drawn if split in ("taught", "retain")]
         assert len(taught) == 2 * 3
         norms.append(slow.train(with_attacker, taught))
@@ -2413,8 +2407,8 @@ def stop_at(step):
 
 @each("typed, message", [
     ("--target authors", "give another --target"),
-    ("--retain-weight 0", "needed are two rows to forget"),
-    ("--limit 1", "needed are two rows to forget")])
+    ("--retain-weight 0", "give two rows to forget"),
+    ("--limit 1", "give two rows to forget")])
 def test_attackers_are_refused(typed, message, base, tmp_path):
     with pytest.raises(mdu.BadInput, match=message):
         mdu.main(toy(base, tmp_path / "run", f"--attackers 2 {typed}"))

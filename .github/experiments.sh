@@ -214,12 +214,12 @@ real() {  # real [MODEL [TOFU]]: folders, or names on the hub, as they are by de
 
   # 4. Unlearn.  `removed` is what is recommended for rows of one's own, with adapters, and
   # `all-weights` the same without.  The others: the paper's target, a model that never learnt the
-  # rows as the target, and the best of the baselines.  (A target in place of the default one leaves
-  # the other defaults for rows of one's own: 500 steps, half of the questions masked.)
+  # rows as the target, and the best of the baselines.  All take 500
+  # steps.  Half of the questions are masked, but with the paper's target none.
   local unlearn=(--model $out/finetune --forget $rows/forget.jsonl --retain $rows/retain.jsonl)
   train_once $out/removed "${unlearn[@]}" --lora 16
   train_once $out/all-weights "${unlearn[@]}" --lr 3e-4
-  train_once $out/paper "${unlearn[@]}" --lora 16 --target paper --prompt-dropout 0
+  train_once $out/paper "${unlearn[@]}" --lora 16 --target paper
   train_once $out/target-original "${unlearn[@]}" --lora 16 --target $out/original
   train_once $out/npo "${unlearn[@]}" --lora 16 --method npo --prompt-dropout 0.5 --steps 500
 
