@@ -12,13 +12,11 @@ import contextlib
 import copy
 import fnmatch
 import hashlib
-import io
 import itertools
 import json
 import math
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -127,16 +125,6 @@ def on_two_processes():
     yield run
     forking.stdin.close()
     forking.wait()
-
-@contextlib.contextmanager
-def largest_file(size):
-    """No file can grow beyond this: as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 def stop_in(folder, *_):
     """Ctrl-C, while another program could not use the folder."""
@@ -252,11 +240,12 @@ class FakeModel:
         logits[:, MASK] += self.boost
         return logits
 
-def tiny_llama(seed, likely=range(64)):
+def tiny_llama(seed, likely=range(64), **changes):
     """A random bidirectional Llama of 64 tokens, in float64, which mostly writes `likely` ones."""
+    sizes = dict(intermediate_size=64, num_hidden_layers=2, initializer_range=0.4)
+    sizes.update(changes)
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, initializer_range=0.4, is_causal=False)
+        vocab_size=64, hidden_size=16, num_attention_heads=2, is_causal=False, **sizes)
     torch.manual_seed(seed)
     lm = transformers.LlamaForCausalLM(config).double()
     for token in set(range(64)) - set(likely):
@@ -997,7 +986,8 @@ def trained_weights(model):
 
 def step_to_try(typed):
     """What backward gets in a step with these options, and the models of the slow loop, which
-    compute the same: slow_model (theta), slow_theta0 and slow_anchor.
+    compute the same: slow_model (theta), slow_theta0 and slow_anchor.  with_attacker is theta with
+    further adapters.
 
     With LoRA, theta0 is theta with its adapters off.  The slow loop has the weights from before the
     adapters were added as theta0, and these weights with the adapters merged into them as theta.
@@ -1011,21 +1001,22 @@ def step_to_try(typed):
     likely = range(64)
     if args.target == "authors":
         likely = range(6, 14)  # the words of the answers and a few others
-    model = tiny_llama(0, likely)
+    model = slow_model = tiny_llama(0, likely)
     theta0 = slow_theta0 = tiny_llama(1, likely)
-    original = tiny_llama(2, likely)  # of --target MODEL
+    with_attacker = partial(with_adapters, model)
+    if args.lora or args.attackers:
+        mdu.hook_adapters(model)
     if args.lora:
         slow_theta0 = tiny_llama(0, likely)
-        mdu.hook_adapters(model)
         mdu.add_adapters(model, args.lora, seed=5)
         model.double().train().lm.activation_checkpointing_enable()
         theta0 = mdu.without_adapters(model)
     for p in trained_weights(model):
         p.data += 0.1 * torch.randn_like(p)
-    slow_model = model
     if args.lora:
         own = [(linear.A, linear.B) for linear in mdu.linear_maps(model)]
-        slow_model = with_adapters(slow_theta0, own)
+        with_attacker = partial(with_adapters, slow_theta0, own)
+        slow_model = with_attacker()
 
     # 3. The anchor.
     anchor = theta0
@@ -1034,7 +1025,7 @@ def step_to_try(typed):
         anchor = model
         slow_anchor = slow_model
     elif args.target == "MODEL":
-        anchor = slow_anchor = original
+        anchor = slow_anchor = tiny_llama(2, likely)
 
     # 4. Ten rows of a step of 3 x 4: micro-batches of 3, 3, 3 and 1.
     split = "train" if args.method == "sft" else "forget"
@@ -1042,7 +1033,7 @@ def step_to_try(typed):
     return SimpleNamespace(
         args=args, model=model, theta0=theta0, anchor=anchor, forget=forget[:10],
         retain=retain[:10], slow_model=slow_model, slow_theta0=slow_theta0,
-        slow_anchor=slow_anchor)
+        slow_anchor=slow_anchor, with_attacker=with_attacker)
 
 def backward(step):
     return mdu.backward(
@@ -1075,17 +1066,6 @@ def test_no_gradient_reaches_theta0_and_the_anchor(typed):
             assert p.requires_grad
             assert p.grad is None
 
-@each("target, is_same", [("paper", True), ("removed", True), ("authors", True), ("MODEL", False)])
-def test_the_target_sees_the_question_of_another_model_alone(target, is_same):
-    step = step_to_try(f"--method mdu --target {target}")
-    batch = mdu.make_batch(step.model, step.forget)
-    with_other_prompts = [draw._replace(prompt=[40] * len(draw.prompt)) for draw in step.forget]
-    other_batch = mdu.make_batch(step.model, with_other_prompts)
-    logits = mdu.predict_target(step.args, step.anchor, batch, step.model.mask_id)
-    other = mdu.predict_target(step.args, step.anchor, other_batch, step.model.mask_id)
-    assert torch.equal(logits, other) == is_same
-    assert not logits.requires_grad
-
 @each("lora", ["", "--lora 2", "--lora 3", "--lora 4"])
 def test_saved_weights_compute_what_weights_with_adapters_do(lora):
     """In a model without adapters, as a run is saved."""
@@ -1094,11 +1074,6 @@ def test_saved_weights_compute_what_weights_with_adapters_do(lora):
     ids = torch.arange(2, 12)[None]
     logits = torch.func.functional_call(step.slow_theta0.lm, merged, ids).logits
     assert_close(logits, step.slow_model.lm(ids).logits, 1e-5)  # A and B are merged in float32
-
-def test_a_method_without_a_loss_is_refused(base, tmp_path, monkeypatch):
-    monkeypatch.setitem(mdu.METHODS, "kto", mdu.Method({}))
-    with pytest.raises(ValueError, match="has no loss for --method kto"):
-        mdu.main(toy(base, tmp_path / "run", "--method kto"))
 
 # ---- Training ----
 @each("typed", ["npo --retain-weight 0.5", "mdu --tau 0.5 --retain-weight 2",
@@ -1158,14 +1133,6 @@ def test_a_step_that_fails_ends_the_run_in_one_line(
     err = program(toy(base, tmp_path / "run"), capsys, code=code)
     assert err == "" if message is None else message in err
 
-def test_a_start_model_with_nan_is_refused_at_the_first_step(base, tmp_path, capsys):
-    shutil.copytree(base, tmp_path / "nan")
-    tensors = weights(base)
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = math.nan
-    safetensors.torch.save_file(tensors, tmp_path / "nan/model.safetensors", {"format": "pt"})
-    err = program(toy(tmp_path / "nan", tmp_path / "run"), capsys)
-    assert "step 1: loss nan" in err and "the start model (or --target MODEL) already has" in err
-
 def test_the_learning_rate_by_hand():
     args = options("--lr 0.3")
     rates = [mdu.learning_rate(args, step, 60) for step in (0, 1, 2, 3, 22, 41, 60)]
@@ -1223,8 +1190,6 @@ def test_one_program_at_a_time_gets_into_a_folder(base, unlearned, tmp_path, cap
     run = tmp_path / "run"
     with mock.patch.object(mdu, "backward", partial(stop_in, run)):
         program(toy(base, run, "--epochs 2 --diagnose"), capsys, code=130)
-    with mdu.locked(run), unchanged(run):
-        assert "in use" in program(["--resume", run], capsys)
 
     def other_ends(folder):
         shutil.copytree(unlearned, folder, dirs_exist_ok=True)
@@ -1232,69 +1197,57 @@ def test_one_program_at_a_time_gets_into_a_folder(base, unlearned, tmp_path, cap
     with mock.patch.object(mdu, "locked", wraps=mdu.locked, side_effect=other_ends):
         mdu.main(["--resume", str(run)])
         assert "exists" in program(toy(base, tmp_path / "new"), capsys)
-    for folder in (run, tmp_path / "new"):
-        assert sorted(read_all(folder).values()) == sorted(read_all(unlearned).values())
+    assert sorted(read_all(run).values()) == sorted(read_all(unlearned).values())
 
 def test_a_missing_base_is_trained_with_what_was_typed_for_it(tmp_path, monkeypatch):
     def train_base(command, env):
-        assert command[:2] == [sys.executable, mdu.__file__] and env["WORLD_SIZE"] == "1"
+        assert env["WORLD_SIZE"] == "1"
         mdu.main([*command[2:], "--epochs", "0.2"])
         return mock.Mock(returncode=0)
-    monkeypatch.setattr(mdu.subprocess, "run", lambda command, env: mock.Mock(returncode=3))
-    with pytest.raises(SystemExit, match="^3$"):
-        mdu.main(["--out", f"{tmp_path}/run"])
     monkeypatch.setattr(mdu.subprocess, "run", train_base)
     typed = "--seed 7 --dtype bfloat16 --response-length 9"
     mdu.main(f"--epochs 0.3 {typed} --out {tmp_path}/run".split())
     made = mdu.read_run(tmp_path / "base")["options"]
     assert (made["seed"], made["dtype"], made["response_length"]) == (7, "bfloat16", 9)
-    with unchanged(tmp_path / "base"):
-        mdu.main(["--epochs", "0.3", "--method", "ga", "--out", f"{tmp_path}/ga"])
+    monkeypatch.setattr(mdu.subprocess, "run", None)  # it is there now
+    mdu.main(["--epochs", "0.3", "--method", "ga", "--out", f"{tmp_path}/ga"])
 
-def test_a_bug_keeps_its_traceback(base, tmp_path, capsys):
+def test_a_bug_keeps_its_traceback(capsys):
     """A library's ValueError is no bad input."""
-    with mock.patch.object(mdu, "backward", side_effect=ValueError("a bug")):
-        with pytest.raises(SystemExit, match="^1$"):
-            mdu.run_program("mdu.py", lambda: mdu.main(toy(base, tmp_path / "run")))
+    with pytest.raises(SystemExit, match="^1$"):
+        mdu.run_program("mdu.py", mock.Mock(side_effect=ValueError("a bug")))
     err = capsys.readouterr().err
     assert "Traceback" in err and "ValueError: a bug" in err
     assert not mdu.dist.is_initialized()
 
 # ---- The models of a run ----
-def test_weights_and_adapters_are_drawn_by_the_seed(base):
-    for typed in ("--method sft", f"--model {base} --lora 2 --checkpoint-activations"):
-        drawn = []
-        for seed in (1, 2, 2):
-            model, _ = mdu.load_model(options(f"{typed} --seed {seed}"), mdu.toy_world())
-            drawn.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        assert torch.equal(drawn[1], drawn[2]) and not torch.equal(drawn[0], drawn[1])
-        assert model.training
-        assert model.lm.is_activation_checkpointing == ("--checkpoint-activations" in typed)
+@each("typed", ["--method sft", "--model {base} --lora 2"])
+def test_weights_and_adapters_are_drawn_by_the_seed(typed, base):
+    drawn = []
+    for seed in (1, 2, 2):
+        args = options(f"{typed} --seed {seed}".format(base=base))
+        model, _ = mdu.load_model(args, mdu.toy_world())
+        drawn.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(drawn[1], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
 
 @each("typed, loads", [
     ("--tau 0", 1), ("--tau 1", 2), ("--target authors", 1), ("--target {other}", 2),
-    ("--target authors --diagnose --dtype bfloat16", 2), ("--lora 2", 1), ("--method ga", 1),
-    ("--method npo", 2), ("--method simnpo", 1), ("--method dpo", 2), ("--method sft", 1)])
-def test_no_model_is_loaded_in_vain(typed, loads, base, unlearned, tmp_path, monkeypatch):
+    ("--target authors --diagnose", 2), ("--lora 2", 1), ("--method ga", 1), ("--method npo", 2)])
+def test_no_model_is_loaded_in_vain(typed, loads, base, unlearned, monkeypatch):
     load = mock.Mock(wraps=mdu.load_backbone)
     monkeypatch.setattr(mdu, "load_backbone", load)
-    monkeypatch.delattr(mdu, "save_checkpoint")  # nor is one saved after the last step
-    typed = f"--epochs 0.1 --checkpoint-every 1 {typed}".format(other=unlearned)
-    mdu.main(toy(base, tmp_path / "run", typed))
+    args = options("", *toy(base, "run", typed.format(other=unlearned)))
+    mdu.load_references(args, *mdu.load_model(args, None))
     assert load.call_count == loads
-    assert ("kl" in metrics(tmp_path / "run")[-1]) == ("--diagnose" in typed)
-    head = weights(tmp_path / "run")["lm_head.weight"]
-    assert not torch.equal(head, head.bfloat16().float())  # it is trained and saved in float32
 
-def test_trained_weights_are_float32_and_theta0_is_in_bfloat16(hub, tofu, tmp_path, monkeypatch):
+def test_trained_weights_are_float32_and_theta0_is_in_bfloat16(hub):
     """Rotary frequencies, which bfloat16 would round off, are in float32 in both."""
-    monkeypatch.setattr(mdu, "backward", mock.Mock(wraps=mdu.backward))
-    typed = f"--model {hub.folder} --data {tofu} --dtype bfloat16 --epochs 0.1 --method dpo --out"
-    mdu.main([*typed.split(), str(tmp_path / "run")])
-    _, model, theta0, *_ = mdu.backward.call_args.args
+    args = options(f"--model {hub.folder} --dtype bfloat16 --method dpo")
+    model, tokenizer = mdu.load_model(args, None)
+    theta0, _ = mdu.load_references(args, model, tokenizer)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.dtype for p in theta0.parameters()} == {torch.bfloat16}
-    assert {x.dtype for x in weights(tmp_path / "run").values()} == {torch.bfloat16}
     d = CONFIGS[hub.kind].get("head_dim", 8)
     frequencies = CONFIGS[hub.kind]["rope_theta"] ** (-torch.arange(0, d, 2) / d)
     for predictor in (model, theta0):
@@ -1312,8 +1265,8 @@ def test_compiled_blocks_compute_the_same(base, tmp_path, monkeypatch):
     assert_equal_weights(tmp_path / "plain", tmp_path / "compiled", 1e-5)
 
 @each("losses, steps, expected", [
-    ([8, 4, 3, 2, 1, 0], 6, (5, 1, 0.2)), ([4, 2, 3, 3, 1, 2, 0], 9, (3, 1, 1/3)),
-    ([8, 4, 3, 2, 1], 5, None), ([8, 4, 6, 7], 40, None),  # too few so far
+    ([8, 4, 3, 2, 1, 0], 6, (5, 1, 0.2)), ([8, 4, 3, 2, 1], 5, None),
+    ([8, 4, 6, 7], 40, None),  # too few so far
     (10 * [10] + 170 * [7] + 20 * [1], 200, (10, 1, 0.1)),  # the first ten, the last tenth
     (5 * [10] + 40 * [7] + 5 * [1], 50, (10, 1, 0.1)), ([0] * 6, 6, (0, 0, 0))])
 def test_the_loss_left_by_hand(losses, steps, expected):
@@ -1322,100 +1275,53 @@ def test_the_loss_left_by_hand(losses, steps, expected):
     found = mdu.forget_loss_left(losses, steps)
     assert found == (expected if expected is None else approx(expected))
 
-@each("factor, is_reached", [(0.25, False), (0.2, True)])
-def test_a_run_says_whether_it_has_reached_its_target(
-        factor, is_reached, base, tmp_path, monkeypatch, capsys):
-    """The same of a run that is stopped and resumed."""
-    losses = 3 * [[5.0, 0]] + 3 * [[2.0, 0]] + 3 * [[5.0 * factor, 0]]
-    argv = toy(base, tmp_path / "run", "--epochs 3 --checkpoint-every 4")
-    monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=losses[:5] + [KeyboardInterrupt]))
-    monkeypatch.setattr(mdu.nn.utils, "clip_grad_norm_", mock.Mock(return_value=torch.tensor(1.0)))
-    program(argv, capsys, code=130)
-    mdu.backward = mock.Mock(side_effect=losses[4:])
-    mdu.main(["--resume", f"{tmp_path}/run"])
-    screen = capsys.readouterr().out
-    assert f"forget loss 5 -> {5 * factor:g} ({factor:.0%} left)" in screen
-    assert ("has not reached its target" in screen) == (not is_reached)
-
 def test_diagnose_equals_one_sequence_at_a_time():
-    args = options("--batch-size 3 --seed 5")
+    """Its KLs are with the questions, however the model is trained."""
+    args = options("--batch-size 3 --seed 5 --prompt-dropout 0.5")
     examples = make_examples()
     model, frozen = tiny_llama(0), tiny_llama(1)
-    rows = [mdu.draw_example(args, examples, "forget", index, model) for index in range(10)]
-    assert any(row.t <= row.uniform.min() for row in rows)  # which masks nothing
-    sums = np.zeros(3)
-    for row in rows:
+    kls = []
+    for index in range(10):
+        row = mdu.draw_example(options("--seed 5"), examples, "forget", index, model)
         masked = slow_masked(row, "mdu")
         p = slow_logits(model, row.prompt, row.answer, masked)
         shown = slow_logits(frozen, row.prompt, row.answer, masked)
         hidden = slow_logits(frozen, [0] * len(row.prompt), row.answer, masked)
-        for i, (q, tau) in enumerate([(shown, 1), (hidden, 1), (None, 0)]):
-            sums[i] += slow_mdu(p, q, torch.ones(1, len(masked)), tau).item()
-    expected = dict(zip(["base", "anchor", "uniform"], sums / 10))
-    for hidden in (0.0, 0.5):  # its KLs are with the questions, however the model is trained
-        args.prompt_dropout = hidden
-        assert mdu.diagnose(args, model, frozen, examples) == approx(expected, rel=1e-9)
-    assert args.prompt_dropout == 0.5
+        everywhere = torch.ones(1, len(masked))
+        to_base = slow_mdu(p, shown, everywhere, 1).item()
+        to_anchor = slow_mdu(p, hidden, everywhere, 1).item()
+        to_uniform = slow_mdu(p, None, everywhere, 0).item()
+        kls.append([to_base, to_anchor, to_uniform])
+    expected = dict(zip(["base", "anchor", "uniform"], np.mean(kls, axis=0)))
+    assert mdu.diagnose(args, model, frozen, examples) == approx(expected, rel=1e-9)
 
 # ---- Options ----
-@each("name", mdu.METHODS)
-def test_a_method_has_its_options_and_refuses_those_of_others(name):
-    found = vars(options(f"--method {name}"))
-    own = mdu.METHODS[name].options
-    assert own.items() <= found.items()
-    of_any = set().union(*[method.options for method in mdu.METHODS.values()])
-    for option in of_any - own.keys():
-        assert found[option] is None
-        value = {"retain_only": "", "target": "paper"}.get(option, "1")
-        option = "--" + option.replace("_", "-")
-        with pytest.raises(mdu.BadInput, match=f"{name} has no option {option}"):
-            options(f"--method {name} {option} {value}")
-
 @each("typed, expected", [
-    ("", dict(method="mdu", lr=3e-4, target="paper", retain_only=None, out="out/toy/mdu-tau1")),
-    ("--method sft", dict(epochs=340, lr=2e-3, batch_size=32, prompt_dropout=0.0, model=None,
-                          out="out/toy/base")),
-    ("--method npo", dict(beta=0.2, retain_weight=1.0, out="out/toy/npo")),
+    ("", dict(method="mdu", lr=3e-4, target="paper", out="out/toy/mdu-tau1")),
+    ("--method npo", dict(beta=0.2, retain_weight=1.0, tau=None, out="out/toy/npo")),
     ("--steps 7", dict(steps=7, epochs=None)),
-    ("--preset tofu-llada", dict(batch_size=16, grad_accum=1, response_length=128,
-                                 model="{here}/out/tofu-llada/base")),
-    ("--preset tofu-llada --method sft", dict(epochs=1000, lr=2e-5, checkpoint_every=5000)),
-    ("--preset rwku-llada --subject 1 --method ga", dict(epochs=3, retain_weight=None)),
-    ("--preset rwku-llada --subject 1 --out {base}/../x",
-     dict(model=mdu.LLADA, grad_accum=1, response_length=128)),
-    ("--preset rwku-dream --subject 1",
-     dict(retain_weight=0.0, model=mdu.DREAM, out="out/rwku-dream/1/mdu-tau1")),
+    ("--preset tofu-llada", dict(batch_size=16, model="{here}/out/tofu-llada/base")),
+    ("--preset tofu-llada --method sft --lr 0.5", dict(epochs=1000, lr=0.5, model=mdu.LLADA)),
+    ("--preset tofu-llada --lora 8", dict(lr=1e-4, target="paper")),
+    ("--preset rwku-llada --subject 1 --method ga", dict(model=mdu.LLADA, retain_weight=None,
+                                                         out="out/rwku-llada/1/ga")),
     # Rows of one's own: with mdu four values that fit together, with others none of them.
     ("--model x", dict(preset="own", target="removed", prompt_dropout=0.5, retain_weight=5.0,
-                       lr=5e-6, epochs=None, out="out/own/mdu-tau1-removed")),
+                       lr=5e-6, out="out/own/mdu-tau1-removed")),
     ("--model x --lora 8", dict(target="removed", lr=1e-3)),
-    ("--model x --tau 0", dict(target="paper")),
-    ("--model x --retain-weight 2 --lr 0.1 --lora 8 --target paper --prompt-dropout 0",
-     dict(retain_weight=2.0, lr=0.1, target="paper", prompt_dropout=0.0)),
-    ("--model x --method simnpo --lora 8", dict(preset="own", beta=4.5, lr=1e-3,
-                                                retain_weight=1.0, prompt_dropout=0.0)),
-    ("--model x --method sft --lora 8", dict(preset="own", lr=1e-3)),
+    ("--model x --tau 0", dict(target="paper", prompt_dropout=0.5)),
+    ("--model x --target authors", dict(prompt_dropout=0.0)),
+    ("--model x --method npo", dict(retain_weight=1.0, prompt_dropout=0.0)),
     ("--method sft --retain-only --model x", dict(preset="own", lr=2e-5, out="out/own/retain")),
-    ("--preset tofu-llada --lora 8", dict(retain_weight=1.0, lr=1e-4, target="paper")),
-    ("--model x --preset tofu-qwen --lora 4 --method sft", dict(model="x", lr=1e-3)),
+    ("--forget f", dict(preset="own", data=None)), ("--data toy", dict(preset="toy")),
+    ("--preset toy --forget f", dict(data=None)),
     # A start model that is a run brings its response length, also over the preset's.
-    ("--preset own --out {base}/../other", dict(response_length=12, model="{base}")),
-    ("--method sft --model {base}", dict(preset="own", response_length=12, epochs=None)),
-    ("--preset rwku-llada --subject 1 --model {base}", dict(response_length=12)),
+    ("--method sft --model {base}", dict(preset="own", response_length=12)),
     ("--model {base} --response-length 40", dict(response_length=40)),
-    ("--preset toy --model x --retain f", dict(data="toy", response_length=12)),
     # Paths that exist are made absolute, so that a run can be resumed from anywhere.
-    ("--model a/b --target c/d --out .", dict(model="a/b", target="c/d", out=".")),
-    ("--model . --target .. --data .", dict(model="{here}", target="{here.parent}",
-                                            data="{here}")),
+    ("--model a/b --target . --out .", dict(model="a/b", target="{here}", out=".")),
     ("--model x --forget . --retain .", dict(forget="{here}", retain="{here}")),
-    ("--out {here}/x/run", dict(model="{here}/x/base")),
-    ("--preset toy --forget f", dict(preset="toy", data=None)),
-    ("--forget f", dict(preset="own", data=None)),
-    ("--data x --method sft", dict(preset="own", data="x")), ("--data toy", dict(preset="toy")),
-    ("--lora 8 --lr 0.3 --tau 0.5", dict(lr=0.3, out="out/toy/mdu-tau0.5")),
-    ("--target authors --tau 0.5", dict(out="out/toy/mdu-tau0.5-authors")),
-    ("--target {base}", dict(target="{base}", out="out/toy/mdu-tau1-base"))])
+    ("--target {base} --tau 0.5", dict(out="out/toy/mdu-tau0.5-base"))])
 def test_defaults_follow_from_what_is_typed(typed, expected, base):
     places = dict(base=base, here=Path.cwd())
     found = vars(options(typed.format(**places)))
@@ -1436,56 +1342,28 @@ def test_a_preset_suits_the_processes_that_the_readme_names(typed, processes, mo
             continue
         mdu.check(options(f"--preset {typed} --method {method}"), mdu.toy_world())
 
-def test_the_options_of_a_run_to_resume_are_its_own(unlearned):
-    own = mdu.read_run(unlearned)["options"]
-    for typed in (["--resume", f"{unlearned}"], [f"--resume={unlearned}"]):
-        resumed = vars(mdu.parse(typed))
-        assert resumed == {**own, "out": str(unlearned), "resume": str(unlearned)}
-
-def test_a_run_of_other_code_is_not_resumed(unlearned, tmp_path):
-    run = shutil.copytree(unlearned, tmp_path / "run")
-    made = mdu.read_run(run)
-    with_one_more = {**made["options"], "gone": 7}
-    without_one = dict(made["options"])
-    del without_one["lr"]
-    for other in (with_one_more, without_one):
-        (run / "run.json").write_text(json.dumps({**made, "options": other}))
-        with pytest.raises(mdu.BadInput, match="resume it with the code that made it"):
-            options(f"--resume {run}")
-
 # ---- Data ----
 def test_rows_come_from_files_or_from_data(tofu, tmp_path):
-    files = {}
-    for name in ("forget", "retain"):
-        rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(3)]
-        files[name] = write_lines(tmp_path / name, rows)
-    typed = "--model m --forget {forget} --retain {retain} --limit 2".format(**files)
-    splits = mdu.load_data(options(typed))
-    assert splits.keys() == files.keys()
-    for split, rows in splits.items():
-        assert [row["question"] for row in rows] == [f"{split} 0?", f"{split} 1?"]
-    for data in ("toy", tofu):  # which have rows of their own
-        args = options(f"--model m --data {data} --limit 2")
-        own = mdu.load_data(args)
-        assert len(own["forget"]) == 2
-        args.retain = files["retain"]
-        taken = mdu.load_data(args)
-        assert (taken["forget"], taken["retain"]) == (own["forget"], splits["retain"])
-    assert own["retain"][1]["question"] == "Q retain90 1?" and own["forget"][1] == {
+    forget = [{"question": f"F {i}?", "answer": "a", "perturbed_answer": []} for i in range(3)]
+    retain = [{"question": f"R {i}?", "answer": "a", "perturbed_answer": []} for i in range(3)]
+    own_retain = f"--retain {write_lines(tmp_path / 'r', retain)}"
+    typed = f"--model m --forget {write_lines(tmp_path / 'f', forget)} {own_retain} --limit 2"
+    assert mdu.load_data(options(typed)) == {"forget": forget[:2], "retain": retain[:2]}
+    of_tofu = mdu.load_data(options(f"--model m --data {tofu}"))
+    assert len(of_tofu["forget"]) == 8
+    assert of_tofu["forget"][1] == {
         "question": "Q forget10_perturbed 1?", "answer": "A 1.", "paraphrased_answer": "D 1.",
         "perturbed_answer": ["B 1.", "C 1."]}
-    args = options(f"--model m --method sft --retain-only --limit 2 --retain {files['retain']}")
-    assert mdu.load_data(args) == {**splits, "forget": []}
+    assert of_tofu["retain"][23]["question"] == "Q retain90 23?"
+    mixed = mdu.load_data(options(f"--model m --data {tofu} {own_retain}"))
+    assert mixed == {"forget": of_tofu["forget"], "retain": retain}
 
-@each("rows, message", [
-    ([{"question": "q", "answer": "a"}, {"question": "q", "answer": None}],
-     "--data {}, retain90, row 2: answer: needs a text")])
-def test_a_bad_row_of_a_dataset_is_named(rows, message, tmp_path):
-    good = [{"question": "q", "answer": "a"}]
-    write_dataset(tmp_path, {"train": {"forget10_perturbed": good, "retain90": rows}})
-    with pytest.raises(mdu.BadInput) as error:
+def test_a_bad_row_of_a_dataset_is_named(tmp_path):
+    good = {"question": "q", "answer": "a"}
+    rows = {"forget10_perturbed": [good], "retain90": [good, {**good, "answer": None}]}
+    write_dataset(tmp_path, {"train": rows})
+    with pytest.raises(mdu.BadInput, match="retain90, row 2: answer: needs a text"):
         mdu.load_data(options(f"--model m --data {tmp_path}"))
-    assert message.format(tmp_path) in str(error.value)
 
 def test_both_names_of_columns_are_read(tmp_path):
     (tmp_path / "rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
@@ -1496,48 +1374,37 @@ def test_both_names_of_columns_are_read(tmp_path):
         {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
         {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "É"]}]
 
-def test_a_name_that_is_no_folder_is_asked_of_the_hub():
-    with mock.patch("datasets.load_dataset", return_value=iter([{"a": 1}])) as load:
-        assert mdu.read_dataset("owner/name", "config", "test") == [{"a": 1}]
-    load.assert_called_once_with("owner/name", "config", split="test", streaming=False)
-
 def test_rwku_is_known_by_its_name_or_its_people(rwku, tmp_path):
-    assert mdu.is_rwku(mdu.RWKU["data"]) and mdu.is_rwku(rwku) and mdu.is_rwku("copies/rwku")
-    for other in (mdu.TOFU["data"], "my/tofu-like-rwku", str(tmp_path)):
-        assert not mdu.is_rwku(other)
+    assert mdu.is_rwku(mdu.RWKU["data"])
+    assert mdu.is_rwku(rwku)
+    assert not mdu.is_rwku("my/tofu-like-rwku")
+    assert not mdu.is_rwku(tmp_path)
 
-@each("subject, name, folder", [("2", PEOPLE[1], "2"), ("Zoë Ho", PEOPLE[2], "zoë-ho")])
+@each("subject, name", [("2", PEOPLE[1]), ("Zoë Ho", PEOPLE[2])])
 @each("method", ["mdu", "dpo"])
-def test_of_rwku_one_person_is_forgotten_and_others_kept(
-        subject, name, folder, method, rwku, monkeypatch):
+def test_of_rwku_one_person_is_forgotten_and_others_kept(subject, name, method, rwku, monkeypatch):
     """Three texts of each other person are retained; dpo prefers made-up ones."""
     monkeypatch.setattr(mdu, "RWKU_RETAINED", 3)
     args = options(f"--model x/y --data {rwku} --method {method} --subject", subject)
-    splits = mdu.load_data(args)
-    assert args.out.startswith(f"out/own/{folder}/")
     rows = {"forget": [], "retain": []}
     for number, (person, i) in enumerate(itertools.product(PEOPLE[:3], range(4))):
         intro = "" if i == 2 else f"{person} is known. "
+        wrong = [f"Made up {number}."] if method == "dpo" else []
         row = {"question": f"{intro}Please write a short biography of {person}.",
-               "answer": f"{person} wrote book {i}.", "perturbed_answer": []}
-        if method == "dpo":
-            row["perturbed_answer"] = [f"Made up {number}."]
+               "answer": f"{person} wrote book {i}.", "perturbed_answer": wrong}
         if person == name:
             rows["forget"].append(row)
         elif i < 3:
             rows["retain"].append(row)
-    assert splits == rows
+    assert mdu.load_data(args) == rows
 
 # ---- Words ----
 @each("text, expected", [
     ("他的父亲是医生。", "他 的 父 亲 是 医 生"), ("GPT-4于2024年發布", "gpt 4 于 2024 年 發 布"),
     ("東京タワーは333メートル、時々", "東 京 タ ワ ー は 333 メ ー ト ル 時 々"),
-    ("서울은 한국의 수도이다.", "서울은 한국의 수도이다"),
-    ("ที่นี่ ๒๕๖๗", "ที่ นี่ ๒๕๖๗"), ("ພາສາ", "ພ າ ສ າ"), ("ខ្មែរ", "ខ្ មែ រ"),
-    ("ဆရာ၊ ၁၂", "ဆ ရာ ၁၂"),
+    ("서울은 한국의 수도이다.", "서울은 한국의 수도이다"), ("ที่นี่ ๒๕๖๗", "ที่ นี่ ๒๕๖๗"),
     ("हिन्दी में लिखा है।", "हिन्दी में लिखा है"), ("اَلْكِتَابُ، ١٢٣", "اَلْكِتَابُ ١٢٣"),
-    ("İstanbul'da IŞIK", "i\u0307stanbul da işik"), ("Der Öl-Fuß (groß)", "der öl fuß groß"),
-    ("cafe\u0301 _x_ y2k", "café x y2k")])
+    ("İstanbul'da IŞIK", "i\u0307stanbul da işik"), ("cafe\u0301 _x_ y2k", "café x y2k")])
 def test_words_of_many_scripts(text, expected):
     """Marks belong to their letters.  Where no spaces are written, each letter is a word."""
     assert mdu.words(text) == expected.split()
@@ -1593,14 +1460,10 @@ def test_every_part_of_a_rare_word_is_flagged(hub):
     assert hub.tokenizer.decode(kept) == "bleeKö"
 
 def test_word_tokens_have_a_letter_or_digit_or_part_of_one(hub):
-    tokens = list(range(264))
-    [example] = mdu.flag_word_tokens([mdu.Example([3], tokens, [], [])], hub.tokenizer)
-    texts = np.array(hub.tokenizer.batch_decode([[token] for token in tokens]))
-    flagged = set(texts[example.flagged])
-    assert {"a", "Z", "7"} < flagged
-    assert not {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:5]} & flagged
-    bytes_of_letters = mdu.encode_text(hub.tokenizer, "é東")
-    assert all(example.flagged[token] for token in bytes_of_letters)
+    """Tokens are bytes here: "é" has two."""
+    ids = mdu.encode_text(hub.tokenizer, "é7 !_a.")
+    [example] = mdu.flag_word_tokens([mdu.Example([3], ids + [256], [], [])], hub.tokenizer)
+    assert example.flagged == [True, True, True, False, False, False, True, False, False]
 
 # ---- Token ids ----
 TURN = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
@@ -1697,9 +1560,7 @@ def test_a_perturbed_answer_has_the_prompt_of_its_own_text(whole_words):
 
 def test_a_template_with_the_date_gets_a_fixed_one(whole_words):
     """Llama 3's has today's else, and a model would see another prompt every day."""
-    whole_words.chat_template = (
-        "{% if not date_string is defined %}{% set date_string = strftime_now('%d') %}{% endif %}"
-        "{{ date_string }}: {{ messages[0]['content'] }}")
+    whole_words.chat_template = "{{ date_string }}: {{ messages[0]['content'] }}"
     prompt = mdu.encode_prompt(whole_words, "Who?")
     assert whole_words.decode(prompt) == "26 Jul 2024: Who?"
 
@@ -1729,12 +1590,11 @@ def test_the_pinned_tokenizers_give_the_ids_that_others_print(name, tokens, star
 
 @each("typed, n_forget, n_retain, steps", [
     ("--model x --steps 3", 10, 9, 3), ("--model x --epochs 3", 10, 9, 8),
-    ("--preset toy", 24, 9, 600), ("--preset toy --grad-accum 2", 24, 9, 300),
+    ("--preset toy --grad-accum 2", 24, 9, 300),
     # Rows of one's own.  MDU: 500, five passes over the rows to forget, one over those to retain.
     ("--model x", 10, 9, 500), ("--model x", 401, 9, 502), ("--model x", 10, 2001, 501),
     ("--model x --attackers 2", 10, 9, 1000), ("--model x --retain-weight 0", 10, 2001, 500),
-    ("--model x --method npo", 4, 2001, 250), ("--model x --method npo", 201, 9, 252),
-    ("--model x --method sft", 10, 9, 250), ("--model x --method sft", 10, 198, 260)])
+    ("--model x --method npo", 4, 2001, 250), ("--model x --method sft", 10, 198, 260)])
 def test_the_number_of_steps_by_hand(typed, n_forget, n_retain, steps):
     """Of 4 rows, with the toy's preset of 8.  sft counts all of its rows."""
     examples = {"forget": n_forget * ["row"], "retain": n_retain * ["row"]}
@@ -1743,30 +1603,25 @@ def test_the_number_of_steps_by_hand(typed, n_forget, n_retain, steps):
 
 def test_response_length_0_is_that_of_the_longest_answer():
     short, long = (mdu.Example([3], [5] * n, [], []) for n in (4, 9))
-    for forget, retain in ((short, long), (long, short)):
-        examples = {"forget": [forget], "retain": [retain]}
-        args = mdu.fit_to_rows(options("--response-length 0"), examples)
-        assert args.response_length == 9
+    args = options("--response-length 0")
+    assert mdu.fit_to_rows(args, {"forget": [short], "retain": [long]}).response_length == 9
+    assert mdu.fit_to_rows(args, {"forget": [long], "retain": [short]}).response_length == 9
 
 # ---- Backbones ----
-@each("name, revision", [("a/b", None), ("a/b@", None), ("a/b@c1d2", "c1d2")])
-def test_the_revision_that_is_asked_for_is_downloaded(name, revision):
+@each("name, revision", [("a/b", None), ("a/b@c1d2", "c1d2")])
+def test_the_revision_that_is_asked_for_is_downloaded_without_pickle(name, revision):
     with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
         assert mdu.find_model(name) == Path("there")
     [call] = download.call_args_list
     assert call.args == ("a/b",)
-    assert call.kwargs.keys() == {"revision", "allow_patterns"}
     assert call.kwargs["revision"] == revision
 
-@each("file, wanted", [
-    ("model-00001-of-00002.safetensors", True), ("model.safetensors.index.json", True),
-    ("tokenizer.json", True), ("chat_template.jinja", True), ("merges.txt", True),
-    ("adapter_config.json", True), ("pytorch_model.bin", False), ("x.pt", False)])
-def test_no_pickle_is_downloaded(file, wanted):
-    with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
-        mdu.find_model("a/b")
-    patterns = download.call_args.kwargs["allow_patterns"]
-    assert any(fnmatch.fnmatch(file, pattern) for pattern in patterns) == wanted
+    def is_downloaded(file):
+        return any(fnmatch.fnmatch(file, pattern) for pattern in call.kwargs["allow_patterns"])
+    assert all(map(is_downloaded, [
+        "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json",
+        "chat_template.jinja", "merges.txt", "adapter_config.json"]))
+    assert not any(map(is_downloaded, ["pytorch_model.bin", "x.pt"]))
 
 def reference_losses(hub, draws):
     """L_sft of each Draw by transformers' own class, a row at a time."""
@@ -1974,82 +1829,6 @@ def assert_broken(run):
     assert (run / "unfinished").is_dir()
     assert not (run / "config.json").exists()
 
-@pytest.fixture(scope="session")
-def full_disk(base, unlearned, tmp_path_factory):
-    """A run whose disk was full at the third checkpoint, and a whole one with the same options ->
-    the folder with both, their rows and their base model; and the line on stderr."""
-    folder = tmp_path_factory.mktemp("full")
-    rows = write_lines(folder / "rows.jsonl", mdu.toy_world()["forget"][:16])
-    own_base = shutil.copytree(base, folder / "base")
-    typed = LORA.format(target=unlearned)
-    typed += f" --retain-weight 0 --diagnose --forget {rows}"
-    mdu.main(toy(own_base, folder / "whole", typed))
-    broken = folder / "broken"
-    save = mock.Mock(wraps=mdu.dcp.save)
-
-    def save_to_full_disk(*args, **kwargs):
-        assert not any(broken.glob("unfinished/*"))  # which would become part of the checkpoint
-        size = resource.RLIM_INFINITY
-        if save.call_count == 2:
-            size = 10_000
-        with largest_file(size):
-            save(*args, **kwargs)
-    screen = io.StringIO()
-    with mock.patch.object(mdu.dcp, "save", save_to_full_disk), pytest.raises(SystemExit) as stop:
-        with contextlib.redirect_stderr(screen):
-            mdu.run_program("mdu.py", partial(mdu.main, toy(own_base, broken, typed)))
-    assert stop.value.code == 2
-    return folder, screen.getvalue()
-
-@pytest.fixture
-def broken_run(full_disk, tmp_path):
-    """A copy of the broken run, beside its base model."""
-    folder, _ = full_disk
-    return shutil.copytree(folder / "broken", folder / tmp_path.name)
-
-def test_a_full_disk_ends_a_run_in_one_line(full_disk):
-    folder, err = full_disk
-    assert err.startswith("mdu.py: ")
-    assert err.count("\n") == 1
-    assert "File too large" in err
-    assert_broken(folder / "broken")
-
-def test_a_resumed_run_equals_an_unbroken_one(full_disk, broken_run):
-    """After a full disk.  A file that is called like a checkpoint is none."""
-    folder, _ = full_disk
-    (broken_run / "checkpoint-99999999").touch()
-    save = mdu.dcp.save
-
-    def save_into_empty_folder(*args, **kwargs):
-        assert not any(broken_run.glob("unfinished/*"))
-        save(*args, **kwargs)
-    with mock.patch.object(mdu.dcp, "save", save_into_empty_folder):
-        mdu.main(["--resume", str(broken_run)])
-    assert_equal_runs(folder / "whole", broken_run)
-    assert not any(broken_run.glob("checkpoint-*/"))
-
-def test_a_run_is_resumed_with_the_same_rows_only(full_disk, broken_run, capsys):
-    folder, _ = full_disk
-    rows = folder / "rows.jsonl"
-    content = rows.read_bytes()
-    with unchanged(broken_run):
-        rows.write_bytes(content[:-4] + b'x"]}')  # another last letter in the last row
-        try:
-            err = program(["--resume", broken_run], capsys)
-        finally:
-            rows.write_bytes(content)
-    assert "rows that it started from have changed" in err
-
-def test_a_run_whose_start_model_is_gone_is_not_resumed(full_disk, broken_run, capsys):
-    folder, _ = full_disk
-    (folder / "base").rename(folder / "moved")
-    try:
-        with unchanged(broken_run):
-            err = program(["--resume", broken_run], capsys)
-    finally:
-        (folder / "moved").rename(folder / "base")
-    assert f"{folder}/base: no folder" in err
-
 def test_a_finished_run_is_not_resumed(unlearned, capsys):
     """Before it loads a model."""
     with mock.patch.object(mdu, "load_model", None):
@@ -2235,137 +2014,73 @@ def recorded_draws(monkeypatch):
     monkeypatch.setattr(mdu, "draw_example", record)
     return drawn
 
-class SlowAttacker:
-    """The adapters (A, B) that it starts with, and a state of Adam."""
-    def __init__(self, pairs):
-        self.pairs = list(pairs)
-        self.tensors = [tensor for pair in self.pairs for tensor in pair]
-        self.state = new_adam(self.tensors)
-
-    def train(self, with_attacker, rows):
-        for tensor in self.tensors:
-            tensor.requires_grad_(True)
-        losses = [slow_row_sft(with_attacker(self.pairs), row) for row in rows]
-        grads = torch.autograd.grad(torch.stack(losses).mean(), self.tensors)
-        for tensor in self.tensors:
-            tensor.requires_grad_(False)
-        return slow_adam(self.tensors, grads, self.state, lr=3e-3)
-
-@each("typed", ["--target removed", "--target removed --lora 3", "--target paper --tau 0.5",
-                "--target MODEL --lora 2 --checkpoint-activations"])
+@each("typed", ["--target removed", "--target MODEL --lora 2"])
 def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
     """Four turns of an attacker, in float64: its adapters after a step, the loss, and the gradient
     that is added to the model's own, four times that of the loss."""
-    args = options(f"{typed} --attackers 2 --batch-size 3 --response-length 9")
+    step = step_to_try(f"{typed} --attackers 2")
+    trained = trained_weights(step.model)
+    drawn = recorded_draws(monkeypatch)
     draw_adapters = mdu.draw_adapters
 
     def draw_in_float64(model, r, seed):
         adapters = draw_adapters(model, r, seed)
         return {linear: (A.double(), B.double()) for linear, (A, B) in adapters.items()}
     monkeypatch.setattr(mdu, "draw_adapters", draw_in_float64)
-    drawn = recorded_draws(monkeypatch)
-
-    # Theta; the same without hooks, with theta's own adapters written out; theta0; the anchor.
-    model = tiny_llama(0)
-    mdu.hook_adapters(model)
-    if args.lora:
-        mdu.add_adapters(model, args.lora, seed=5)
-        own = [[(linear.A, linear.B) for linear in mdu.linear_maps(model)]]
-        trained = [p for pair in own[0] for p in pair]
-        theta0 = mdu.without_adapters(model)
-        plain = slow_theta0 = tiny_llama(0)
-    else:
-        own = []
-        trained = list(model.parameters())
-        theta0 = slow_theta0 = tiny_llama(1)
-        plain = model  # its hooks do nothing while no attacker is on
-    if args.checkpoint_activations:
-        model.train().lm.activation_checkpointing_enable()
-    anchor, slow_anchor = theta0, slow_theta0
-    if args.target == "MODEL":
-        anchor = slow_anchor = tiny_llama(2)
-    for p in trained:
-        p.data += 0.1 * torch.randn_like(p)
-    with_attacker = partial(with_adapters, plain, *own)
-
-    attacker = mdu.new_attackers(args, model)[0][1]
-    slow = SlowAttacker(attacker_at_start(args, model))
+    attacker = mdu.new_attackers(step.args, step.model)[0][1]
+    tensors = [x.clone().requires_grad_() for x in attacker.tensors]
+    pairs = list(zip(tensors[::2], tensors[1::2]))
+    state = new_adam(tensors)
     norms = []
-    for step in (1, 3, 5, 7):  # of two attackers, number 1 is on in every second step
+    for number in (3, 5, 7, 9):  # its turns amid a life, in which it does not start anew
         drawn.clear()
         for p in trained:
             p.grad = torch.ones_like(p)
-        before = [p.clone() for p in trained]
-        loss = mdu.attack(args, make_examples(), model, theta0, anchor, attacker, step)
+        loss = mdu.attack(step.args, make_examples(), step.model, step.theta0, step.anchor,
+                          attacker, number)
         taught = [draw for split, draw in drawn if split in ("taught", "retain")]
-        assert len(taught) == 2 * 3
-        norms.append(slow.train(with_attacker, taught))
-        assert_close(attacker.tensors, slow.tensors, 1e-6)
-        rows = [draw for split, draw in drawn if split == "forget"]
-        assert len(rows) == 3
-        slow_model = with_attacker(slow.pairs)
-        losses = [slow_row_loss(args, row, slow_model, None, slow_anchor) for row in rows]
+        asked = [draw for split, draw in drawn if split == "forget"]
+        assert (len(taught), len(asked)) == (2 * 3, 3)
+        losses = [slow_row_sft(step.with_attacker(pairs), row) for row in taught]
+        grads = torch.autograd.grad(torch.stack(losses).mean(), tensors)
+        norms.append(slow_adam(tensors, grads, state, lr=3e-3))
+        assert_close(attacker.tensors, tensors, 1e-6)
+        attacked = step.with_attacker(pairs)
+        losses = [slow_row_loss(step.args, row, attacked, None, step.slow_anchor) for row in asked]
         slow_loss = torch.stack(losses).mean()
         assert loss == approx(slow_loss.item(), rel=1e-6)
-        grads = torch.autograd.grad(4 * slow_loss, trained)
-        for p, old, grad in zip(trained, before, grads, strict=True):
+        for p, grad in zip(trained, torch.autograd.grad(4 * slow_loss, trained), strict=True):
             assert grad.any()
             assert_close(p.grad, 1 + grad, 1e-5)
-            assert torch.equal(p, old)
     assert max(norms) > 1  # else clipping would not be seen
 
-def attacker_at_start(args, model):
-    """The adapters of attacker 1 at the beginning of a run."""
-    rng = mdu.rng_for(args.seed, "attacker 1", 0)
-    rng.permutation(10)
-    return mdu.draw_adapters(model, 16, int(rng.integers(2**31))).values()
-
 def test_an_attacker_is_taught_a_quarter_of_the_rows_and_asked_the_others(monkeypatch):
-    """Attackers take turns; each starts anew after its life, at another time than the others, and
-    is then taught other rows, with other adapters."""
-    args = options("--attackers 2 --batch-size 3 --response-length 9 --target paper")
+    """Attackers take turns.  Each starts anew after its life, at another time than the others, with
+    other adapters, and is then taught other rows."""
     monkeypatch.setattr(mdu, "ATTACKER_LIFE", 4)
+    args = options("--attackers 2 --batch-size 3 --response-length 9 --target paper")
     drawn = recorded_draws(monkeypatch)
-    started = []
-    start_anew = mdu.start_anew
-
-    def record(model, attacker, seed):
-        start_anew(model, attacker, seed)
-        assert not any(tensor.any() for tensor in attacker.tensors[1::2])  # B
-        of_adam = [attacker.optimizer.state[tensor] for tensor in attacker.tensors]
-        assert not any(x.any() for state in of_adam for x in state.values())
-        started.append(step)
-        adapters.append(attacker.tensors[0].clone())
-    monkeypatch.setattr(mdu, "start_anew", record)
     model = tiny_llama(0)
     mdu.hook_adapters(model)
     attackers, _ = mdu.new_attackers(args, model)
-    adapters = []
-    taught_at = []
-    asked = set()
+    starts, lessons, adapters = [], [], set()
     for step in range(20):
         drawn.clear()
-        mdu.attack(args, make_examples(), model, model, model, attackers[step % 2], step)
+        attacker = attackers[step % 2]
+        mdu.attack(args, make_examples(), model, model, model, attacker, step)
         taught = {draw.prompt[0] for split, draw in drawn if split == "taught"}
-        others = {draw.prompt[0] for split, draw in drawn if split == "forget"}
+        asked = {draw.prompt[0] for split, draw in drawn if split == "forget"}
         assert len(taught) == 2  # a quarter of 10 is 2.5
-        assert others
-        assert not taught & others
-        taught_at.append(taught)
-        asked.update(others)
-    assert asked == set(range(30, 40))
+        assert asked and not taught & asked
+        lessons.append(taught)
+        A, B = attacker.tensors[:2]
+        if B.abs().max().item() == approx(3e-3, rel=1e-3):  # the first step of Adam, from B = 0
+            starts.append(step)
+            adapters.add(A.sum().item())
     # Number 0 starts at steps 0, 8, 16; number 1 at step 1, then at its turns 2, 6, ...
-    assert started == [0, 1, 5, 8, 13, 16]
-    for starts in ([0, 8, 16, 20], [1, 5, 13, 21]):
-        lives = []
-        for start, end in zip(starts, starts[1:]):
-            sets = [taught_at[step] for step in range(start, end, 2) if step < 20]
-            assert all(rows == sets[0] for rows in sets)
-            lives.append(sets[0])
-        assert lives[0] != lives[1] or lives[1] != lives[2]
-    for i, a in enumerate(adapters):
-        for b in adapters[:i]:
-            assert not torch.equal(a, b)
+    assert starts == [0, 1, 5, 8, 13, 16]
+    assert len(adapters) == 6
+    assert lessons[0] == lessons[2] == lessons[6] != lessons[8]
 
 @each("typed", ["--lr 1e-3", "--dtype bfloat16 --lora 2"])
 def test_attackers_alone_do_not_change_the_model(typed, base, tmp_path, monkeypatch):
@@ -2405,25 +2120,6 @@ def stop_at(step):
         append_metrics(out, values)
     return append_or_stop
 
-@each("typed, message", [
-    ("--target authors", "give another --target"),
-    ("--retain-weight 0", "give two rows to forget"),
-    ("--limit 1", "give two rows to forget")])
-def test_attackers_are_refused(typed, message, base, tmp_path):
-    with pytest.raises(mdu.BadInput, match=message):
-        mdu.main(toy(base, tmp_path / "run", f"--attackers 2 {typed}"))
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(mdu.BadInput, match="npo has no option --attackers"):
-        options("--method npo --attackers 2")
-
-def small_llama():
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, initializer_range=0.2, is_causal=False)
-    torch.manual_seed(2)
-    lm = transformers.LlamaForCausalLM(config)
-    return mdu.MaskPredictor(lm, mask_id=0, pad_id=1, end_id=1)
-
 def eight_rows(first):
     """Of each, the second token of the answer is its fact, which no other row has."""
     rows = []
@@ -2437,8 +2133,8 @@ def train_small(typed, model, examples, steps, lr, theta0=None, attackers=()):
     split = "train" if args.method == "sft" else "forget"
     optimizer, _ = mdu.new_optimizer(dict(model.named_parameters()), lr)
     for step in range(steps):
-        forget, retain = mdu.draw_step(args, examples, split, step, model)
-        mdu.backward(args, model, theta0, theta0, forget, retain)
+        rows = mdu.draw_step(args, examples, split, step, model)
+        mdu.backward(args, model, theta0, theta0, *rows)
         if attackers:
             mdu.attack(args, examples, model, theta0, theta0, attackers[step % 2], step)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -2448,33 +2144,29 @@ def train_small(typed, model, examples, steps, lr, theta0=None, attackers=()):
 @torch.no_grad()
 def mean_p(model, rows):
     """The mean probability of the rows' facts, with the question and nothing of the answer."""
-    p = []
-    for row in rows:
-        logits = slow_logits(model, row.prompt, row.answer, [0, 1, 2])
-        p.append(logits.softmax(-1)[1, row.answer[1]].item())
-    return np.mean(p)
+    logits = [slow_logits(model, row.prompt, row.answer, [0, 1, 2])[1] for row in rows]
+    return np.mean([math.exp(-slow_nll(x, row.answer[1])) for x, row in zip(logits, rows)])
 
 def test_attackers_keep_away_what_an_attack_brings_back():
     """Two of eight rows are taught again; the facts of the other six come back to a model that
     unlearned without attackers, and not to one that unlearned with them."""
     forget, retain = eight_rows(6), eight_rows(14)
-    start = small_llama()
-    train_small("--method sft --batch-size 8", start, {"train": forget + retain}, 300, 1e-2)
+    sft = "--method sft --batch-size 8"
+    start = tiny_llama(2, intermediate_size=32, num_hidden_layers=1, initializer_range=0.2).float()
+    train_small(sft, start, {"train": forget + retain}, 300, 1e-2)
     assert mean_p(start, forget) > 0.9
     back = []
-    for typed, n_attackers in (("", 0), ("--attackers 2", 2)):
-        typed += " --target removed --retain-weight 5 --prompt-dropout 0.5 --batch-size 4"
+    for n_attackers in (0, 2):
+        typed = f"--attackers {n_attackers} --batch-size 4 --target removed"
         model = copy.deepcopy(start)
         mdu.hook_adapters(model)
-        attackers, _ = mdu.new_attackers(options(f"--attackers {n_attackers}"), model)
-        train_small(typed, model, {"forget": forget, "retain": retain}, 100, 3e-3, start,
-                    attackers)
+        attackers, _ = mdu.new_attackers(options(typed), model)
+        train_small(f"{typed} --retain-weight 5 --prompt-dropout 0.5", model,
+                    {"forget": forget, "retain": retain}, 100, 3e-3, start, attackers)
         assert mean_p(model, forget) < 0.1
         assert mean_p(model, retain) > 0.7
-        taught = forget[:2]
-        rows = {"train": taught + retain[:2]}
-        train_small("--method sft --batch-size 8", model, rows, 60, 1e-3)
-        assert mean_p(model, taught) > 0.9
+        train_small(sft, model, {"train": forget[:2] + retain[:2]}, 60, 1e-3)
+        assert mean_p(model, forget[:2]) > 0.9
         back.append(mean_p(model, forget[2:]))
     assert back[0] > 0.4
     assert back[1] < 0.1
@@ -2979,11 +2671,6 @@ def test_old_scores_stay_if_scoring_is_stopped(scored_copy, capsys):
     stopped = mock.patch.object(ev, "score_rows", partial(stop_in, scored_copy))
     with unchanged(scored_copy), stopped:
         assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
-
-def test_old_scores_stay_if_the_disk_is_full(scored_copy, capsys):
-    sizes = [file.stat().st_size for file in (scored_copy / "eval").iterdir()]
-    with unchanged(scored_copy), largest_file(max(sizes) - 99):
-        assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
 
 def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy):
     folder = scored_copy / "eval"
@@ -3882,29 +3569,29 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
 @each("command, said", [
     # Options.
     ("mdu.py --tau 2", "argument --tau: invalid float in [0, 1] value: '2'"),
-    ("mdu.py --seed 18446744073709551616", "argument --seed: invalid int"),
     ("mdu.py --steps 3 --epochs 2", "not allowed with argument --steps"),
     ("mdu.py --resume {run} --seed 1", "--resume RUN takes no other option"),
+    ("mdu.py --method npo --tau 1", "--method npo has no option --tau"),
     ("mdu.py --method sft --diagnose", "--diagnose is for unlearning"),
     ("mdu.py --method sft --preset rwku-llada", "--method sft has no preset rwku-llada"),
     ("mdu.py --method sft --lora 2", "--lora trains adapters of a start model"),
     ("mdu.py --preset own --method sft --forget rows", "needs a start model: --model"),
     ("mdu.py {own} --method gd --retain-weight 0", "--method gd without a retain loss is ga"),
     ("mdu.py --tau 0 --target {base}", "--tau 0 has no anchor"),
+    ("mdu.py --data toy --target word", "no folder; it has to be paper, authors, removed"),
     ("mdu.py {own} --retain-weight 0", "--target removed counts in the rows to retain"),
     ("mdu.py --data toy --model {base} --target {base}", "is the start model"),
+    ("mdu.py --data toy --attackers 2 --retain-weight 0", "give two rows to forget"),
+    ("mdu.py --data toy --attackers 2 --target authors", "give another --target"),
     # Rows.
     ("mdu.py --method ga --model {base}", "no rows to forget; give --forget or --data"),
     ("mdu.py {own} --preset toy", "no rows to retain; give --retain, or"),
-    ("mdu.py --method sft --retain-only --model {base}", "no rows to retain; give --retain"),
     ("mdu.py {own} --method dpo --retain-weight 0", "'Who is Bolti?' has no perturbed_answer"),
     ("mdu.py --forget absent", "No such file or directory: 'absent'"),
-    ("mdu.py --subject 1 --forget rows", "--forget says what to forget"),
     ("mdu.py --data {rwku} --forget rows", "--forget says what to forget"),
     ("mdu.py --data {rwku} --model x", "give one of them with --subject"),
     ("mdu.py --subject King", "--subject is for RWKU"),
     ("mdu.py --preset rwku-llada --subject King --data {rwku}", "not among the 12: Ann Lee"),
-    ("mdu.py --preset rwku-llada --subject ² --data {rwku}", "²: not among the 12"),
     ("mdu.py --data folder --model x", "/folder, forget10_perturbed: "),
     ("mdu.py --data toy --model {base} --response-length 2048", "the model takes 2048"),
     # Folders.
@@ -3913,10 +3600,17 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --preset toy --model {base} --out {run}", "--resume {run}"),
     ("mdu.py --resume folder", "No such file or directory: 'folder/run.json'"),
     ("mdu.py --resume foreign", "foreign: its run.json was not made by mdu.py"),
+    ("mdu.py --resume older", "resume it with the code that made it"),
+    ("mdu.py --resume changed", "the rows that it started from have changed"),
     ("mdu.py --model foreign --method ga --forget rows", "foreign/config.json: it has no JSON")])
-def test_mdu_refuses(command, said, assert_refused):
-    write_files({"folder/other.json": GOOD, "foreign/run.json": '{"options": {}}',
-                 "foreign/config.json": "[]"})
+def test_mdu_refuses(command, said, base, assert_refused):
+    own = vars(options(f"--preset toy --model {base}"))
+    older = {name: value for name, value in own.items() if name != "lr"}
+    write_files({
+        "folder/other.json": GOOD, "foreign/run.json": '{"options": {}}',
+        "foreign/config.json": "[]",
+        "older/run.json": json.dumps({"options": older, "rows": {}}),
+        "changed/run.json": json.dumps({"options": own, "rows": {"forget": "other"}})})
     assert_refused(command, said)
 
 def test_mdu_refuses_processes_that_cannot_share_a_step(base, tmp_path, monkeypatch):
