@@ -182,25 +182,6 @@ def table_on_screen(screen):
     lines = [line for line in screen.splitlines() if line.startswith("|")]
     return read_table("\n".join(lines))
 
-def read_tables(text):
-    """{title of a split: its table in report.md}.  A header begins with the title in the table's
-    first column only; here it is left out."""
-    tables = {}
-    for title, table in re.findall(r"(?m)^## ([^:\n]*).*\n\n((?:\|.*\n)+)", text):
-        tables[title] = read_table(table.replace(f"| {title} ", "| ", 1))
-    return tables
-
-def made_up_run(scored, folder, options=(), forget=(), **parts):
-    """A copy of the scores of a run, with other options, other figures of the split "forget", and
-    other parts of its summary -> the folder."""
-    shutil.copytree(Path(scored, "eval"), folder / "eval")
-    summary = ev.read_summary(folder)
-    summary.update(parts)
-    summary["options"].update(options)
-    summary["splits"]["forget"].update(forget)
-    (folder / "eval/summary.json").write_text(json.dumps(summary))
-    return str(folder)
-
 # ---- Models ----
 MASK, PAD = 10, 0
 # Prompts and answers contain mask and padding ids as ordinary tokens: neither may be searched for.
@@ -456,6 +437,13 @@ def slow_eq7(model, prompt, answer, masks):
         logits = slow_logits(model, prompt, answer, masked).double()
         means.append(np.mean([slow_nll(x, answer[i]).item() for x, i in zip(logits, masked)]))
     return np.mean(means)
+
+@torch.no_grad()
+def slow_anchor_kls(model, theta0, prompt, answer, masked):
+    """KL(p_theta(.|x, y_t) || p_theta0(.|m, y_t)) of each masked token."""
+    logits = slow_logits(model, prompt, answer, masked).double()
+    anchor_logits = slow_logits(theta0, [0] * len(prompt), answer, masked).double()
+    return [slow_kl(x, anchor, 1).item() for x, anchor in zip(logits, anchor_logits)]
 
 # ---- Data ----
 def write_dataset(root, splits):
@@ -3075,106 +3063,70 @@ def test_what_one_process_meets_is_raised_in_all(monkeypatch):
         ev.share_out(list("abcde"), work)
 
 # ---- Report ----
-@each("split, expected", [
-    ("forget", "fact ↓"), ("retain", "fact ↑"), ("held_out", "fact ↑"), ("never", "fact")])
-def test_an_arrow_says_which_figures_are_better(split, expected):
-    """Of rows that nobody trained on, neither high nor low ones are: they are a yardstick."""
-    assert ev.heading(split, "fact") == expected
-
 def test_a_table_escapes_what_would_break_it():
     table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
     assert ev.markdown_table([["a", "x | y\nz"], ["long", ""]]) == table
 
-@pytest.fixture
-def reported(scored, tmp_path, capsys):
-    """A report of base, one run that was scored on rows to forget only, and of npo, three runs with
-    other seeds, one of which is given twice -> report.md and the screen.
-
-    The runs of npo have the figures 0.3, 0.5 and 0.7 to forget, and the p-values below; the second
-    one has no `words`."""
-    figures = dict(n=3, rougeL_f1=0.9, rougeL_recall=0.8, words=7, generative_perplexity=40)
-    runs = [made_up_run(scored, tmp_path / "1/base", (), figures, splits=dict(forget={}), run={})]
-    for seed, figure, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
-        # These options may differ, also the folder's last part but one.
-        own = dict(seed=seed, model=f"/{seed}/base", target=f"/{seed}/a")
-        changed = dict.fromkeys(figures, figure)
-        if seed == 2:
-            changed["words"] = None
-        folder = tmp_path / f"{seed}/npo"
-        runs.append(made_up_run(scored, folder, own, changed, run=dict(forget_quality=p)))
-    ev.main(["--report", *runs, f"{tmp_path}/1/npo/"])
-    return (tmp_path / "1/report.md").read_text(), capsys.readouterr().out
-
-def test_a_report_averages_the_runs_of_one_folder_name(reported):
+def test_a_report_averages_the_runs_of_one_folder_name(capsys):
     """Mean and standard deviation; of perplexities and p-values median and range."""
-    text, screen = reported
-    tables = read_tables(text)
-    expected = {
-        "Method": ("base", "npo"), "rL ↓": ("0.900", "0.500 ± 0.200"),
-        "words": ("7.0", "-"),  # a cell needs all runs of a method
-        "recall ↓": ("0.800", "0.500 ± 0.200"), "gen. ppl": ("40", "0.5 (0.3 to 0.7)")}
-    assert expected.items() <= tables["Forget"].items()
-    assert table_on_screen(screen)["forget quality ↑"] == ("-", "0.25 (1e-09 to 0.75)")
-
-def test_a_report_has_the_answers_to_forget_and_a_picture(reported, tmp_path):
-    """The first answers are also on the screen."""
-    text, screen = reported
-    example = "### 0. Which author comes from Pudi?\n\n- True answer: "
-    assert example in text
-    assert example in screen
+    runs = []
+    for seed, figure, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
+        figures = dict(n=1, rougeL_f1=figure, generative_perplexity=100 * figure)
+        if seed != 2:
+            figures["prob"] = figure  # a cell needs all runs of a method
+        runs.append(write_summary(f"{seed}/npo", {"forget": figures}, {"forget_quality": p},
+                                  {"seed": seed}))
+        record = dict(question="Who is Bolti?", answer="Gado.", number=0, generation=f"Ann {seed}.")
+        write_lines(Path(f"{seed}/npo/eval/forget.jsonl"), [record])
+    runs.append(write_summary("base", {"forget": {"n": 1, "prob": 0.9}}))
+    shutil.copy("1/npo/eval/forget.jsonl", "base/eval")
+    ev.main(["--report", *runs, "1/npo/"])  # one of them is given twice
+    screen = capsys.readouterr().out
+    assert table_on_screen(screen) == {
+        "Method": ("npo", "base"), "forget quality ↑": ("0.25 (1e-09 to 0.75)", "-"),
+        "Forget rL ↓": ("0.500 ± 0.200", "-"), "p ↓": ("-", "0.900"),
+        "gen. ppl": ("50 (30 to 70)", "-")}
+    text = Path("1/report.md").read_text()
+    assert "### 0. Who is Bolti?\n\n- True answer: Gado.\n- npo: Ann 1.\n- npo: Ann 2." in text
     assert "](report.png)" in text
-    assert (tmp_path / "1/report.png").exists()
+    assert Path("1/report.png").exists()
 
 @pytest.fixture(scope="session")
 def people(rwku, tmp_path_factory):
-    """Persons 1 and 2 of RWKU, unlearned by dpo from a tiny LLaDA and scored, in 1/dpo and 2/dpo;
-    and the scores of the LLaDA itself, in 2/model about person 2 alone, in `all` about all ->
+    """Persons 1 and 2 of RWKU, unlearned by dpo from a tiny LLaDA and scored, in 1/dpo and 2/dpo ->
     their folder."""
     folder = tmp_path_factory.mktemp("rwku")
-    model = folder / "model"
-    write_checkpoint(model, "llada", max_sequence_length=999)
-    data = ["--model", str(model), "--data", str(rwku)]
-    flags = "--samples 2 --steps 1 --limit 1".split()
+    write_checkpoint(folder / "model", "llada", max_sequence_length=999)
     runs = []
     for person in ("1", "2"):
         run = f"{folder}/{person}/dpo"
         typed = f"--preset rwku-llada --subject {person} --method dpo --epochs 1 --dtype bfloat16"
-        mdu.main([*typed.split(), *data, "--out", run])
+        mdu.main([*typed.split(), "--model", f"{folder}/model", "--data", str(rwku), "--out", run])
         runs.append(run)
-    ev.main([*flags, *runs])
-    ev.main([*flags, *data, f"{folder}/all"])
-    ev.main([*flags, *data, "--subject", "2", f"{folder}/2/model"])
+    ev.main([*"--samples 2 --steps 1 --limit 1".split(), *runs])
     return folder
 
-def test_a_report_averages_the_people_of_rwku(people):
-    assert ev.read_summary(people / "1/dpo")["protocol"]["dtype"] == "bfloat16"
-    ev.main(["--report", f"{people}/1/dpo", f"{people}/2/dpo"])
-    text = (people / "1/report.md").read_text()
-    assert "\n### 1. Please complete the blank" in text  # of the other person
-    assert (people / "1/report.png").stat().st_size > 0
-    tables = read_tables(text)
-    split_of = {split.title: name for name, split in ev.SPLITS.items()}
-    metric_of = {metric.name: name for name, metric in ev.METRICS.items()}
-    for title, header in {
-            "F-L1": "recall ↓", "F-L2": "recall ↓", "F-L3": "recall ↓", "N-L1": "recall ↑",
-            "N-L2": "recall ↑", "MMLU": "accuracy ↑", "TruthfulQA": "MC1 ↑",
-            "TriviaQA": "EM ↑"}.items():
-        metric = metric_of[header[:-2]]
-        figures = []
-        for person in (1, 2):
-            splits = ev.read_summary(people / f"{person}/dpo")["splits"]
-            figures.append(splits[split_of[title]][metric])
-        a, b = figures
+def test_a_report_averages_the_people_of_rwku(people, capsys):
+    runs = [f"{people}/{person}/dpo" for person in (1, 2)]
+    summaries = [ev.read_summary(run) for run in runs]
+    assert summaries[0]["protocol"]["dtype"] == "bfloat16"
+    ev.main(["--report", *runs])
+    table = table_on_screen(capsys.readouterr().out)
+    for split in ev.RWKU_CONFIGS:
+        [metric] = ev.SPLITS[split].shown
+        a, b = (summary["splits"][split][metric] for summary in summaries)
         # The standard deviation of two values is their distance over the root of two.
         expected = f"{(a + b) / 2:.3f} ± {abs(a - b) / 2**0.5:.3f}"
-        assert tables[title][header][0] == expected
+        assert table[f"{ev.SPLITS[split].title} {ev.heading(split, metric)}"] == (expected,)
+    assert "\n### 1. Please complete the blank" in (people / "1/report.md").read_text()
+    assert (people / "1/report.png").exists()
 
-def test_masks_of_a_person_are_the_same_whoever_else_is_asked_about(people):
-    """The rows are of person 2 and of no other; among all, those of person 1 come first."""
-    [alone] = ev.read_records(people / "2/model", "utility_truthfulness")
-    together = ev.read_records(people / "all", "utility_truthfulness")[1]
-    assert alone["seed"] == together["seed"] == [0, 10, 0]
-    assert alone["logp"] == approx(together["logp"], rel=1e-4)
+def test_the_rows_about_each_person_are_limited_and_numbered():
+    """So their masks are the same, whoever else is asked about."""
+    rows = [{"subject": person} for person in ("Ann", "Ann", "Bo", "Ann", "Bo")]
+    chosen = ev.limit_rows(rows, 2)
+    assert [(row["subject"], row["number"]) for row in chosen] == [
+        ("Ann", 0), ("Ann", 1), ("Bo", 0), ("Bo", 1)]
 
 # ---- Which runs may be compared ----
 OPTIONS = dict(method="mdu", seed=1, subject=None, out="out/1/mdu", model="out/1/base",
@@ -3191,109 +3143,75 @@ def write_summary(folder, splits=(), run=(), options=(), **changed):
     return str(folder)
 
 @each("changed, said", [
-    ({"protocol": {**PROTOCOL, "samples": 2}}, "b/mdu is compared with another run, so score both "
-     "in the same way, on the same rows; now samples is 2 and 1"),
-    ({"protocol": {**PROTOCOL, "rows_per_person": 3}}, "now rows_per_person is 3 and None"),
-    ({"format": ev.FORMAT - 1}, "b/mdu: scored by other code; score it again: python eval.py"),
-    ({"options": {"lr": 1e-4}}, "a/mdu and b/mdu have one name, so they would be averaged, which "
-     "is for runs that differ in nothing but the seed or the person; now lr is 0.001 and 0.0001"),
-    ({"options": {"model": "out/1/other"}}, "now model is base and other"),
+    ({"protocol": {**PROTOCOL, "samples": 2}}, "now samples is 2 and 1"),
+    ({"format": ev.FORMAT - 1}, "b/mdu: scored by other code; score it again"),
+    ({"options": {"lr": 1e-4}}, "now lr is 0.001 and 0.0001"),
     ({"options": {"target": "/out/removed"}}, "now target is paper and removed"),
     ({"trained_on": {"forget": "f", "retain": "x"}}, "now rows is {")])
 def test_a_report_refuses_runs_that_cannot_be_compared(changed, said, capsys):
     write_summary("a/mdu")
     write_summary("b/mdu", **changed)
-    assert said in eval_program(["--report", "a/mdu", "b/mdu"], capsys)
+    assert said in program(["--report", "a/mdu", "b/mdu"], capsys, ev.main)
     assert not Path("a/report.md").exists()
 
 def test_a_report_averages_over_seeds_and_people():
     """Seeds have folders of their own.  People have other rows, too."""
-    seeds = {"seed": 2, "out": "out/2/mdu", "model": "/x/out/2/base", "forget": "b.jsonl"}
-    runs = [write_summary("a/mdu"), write_summary("b/mdu", options=seeds)]
-    for number, person in enumerate(["Ann", "Bob"]):
-        trained_on = {"forget": f"hash {number}"}
-        of_person = {**seeds, "subject": person}
-        runs.append(write_summary(f"{person}/npo", options=of_person, trained_on=trained_on))
+    seed_2 = {"seed": 2, "out": "out/2/mdu", "model": "/x/out/2/base", "forget": "b.jsonl"}
+    runs = [write_summary("a/mdu"), write_summary("b/mdu", options=seed_2)]
+    for person in ("Ann", "Bob"):
+        runs.append(write_summary(f"{person}/npo", options={"subject": person},
+                                  trained_on={"forget": f"hash of {person}"}))
     methods = ev.group_runs(runs)
     assert {name: len(summaries) for name, summaries in methods.items()} == {"mdu": 2, "npo": 2}
 
-@each("typed", [["--full"], []])
-def test_forget_quality_needs_truth_ratios_of_both_runs(typed, base, files, tmp_path, capsys):
-    """`with` was scored with --full, `without` was not."""
+def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base, capsys):
     rows = [{**row, "perturbed_answer": ["He is Fopu."]} for row in FORGET]
-    files = ["--forget", write_lines(tmp_path / "rows.jsonl", rows), "--data", "toy", *QUICK]
-    for name, how in (("with", ["--full"]), ("without", [])):
-        ev.main(["--model", str(base), *files, *how, name])
-    asked = ["--model", base, *files, *typed, "new", "--retain-run"]
-    assert "both runs scored with --full" in eval_program([*asked, "without"], capsys)
-    if typed:
-        ev.main([str(word) for word in [*asked, "with"]])
-        assert ev.read_summary("new")["run"]["forget_quality"] == 1  # the same model
-        other = eval_program([*asked, "with", "--samples", "2"], capsys)
-        assert "with is compared with another run" in other
-    else:
-        assert "both runs scored with --full" in eval_program([*asked, "with"], capsys)
+    typed = ["--model", str(base), "--forget", write_lines(Path("rows"), rows), *QUICK]
+    ev.main([*typed, "--full", "a"])
+    ev.main([*typed, "b"])
+    said = "both runs scored with --full"
+    assert said in program([*typed, "--retain-run", "a", "new"], capsys, ev.main)
+    assert said in program([*typed, "--full", "--retain-run", "b", "new"], capsys, ev.main)
+    ev.main([*typed, "--full", "--retain-run", "a", "new"])
+    assert ev.read_summary("new")["run"]["forget_quality"] == 1  # the same model
 
 # ---- Files of a report ----
-def test_files_that_somebody_else_wrote_are_not_replaced(base, capsys):
+def test_files_that_somebody_else_wrote_are_not_replaced(capsys):
     write_summary("a/mdu")
     Path("a/report.md").write_text("my own")
-    said = "a/report.md was not written by eval.py, so it stays; move or rename it"
-    assert said in eval_program(["--report", "a/mdu"], capsys)
+    said = "a/report.md was not written by eval.py, so it stays"
+    assert said in program(["--report", "a/mdu"], capsys, ev.main)
     assert Path("a/report.md").read_text() == "my own"
-    assert not Path("a/report.png").exists()
-    # Before a model is loaded.
-    shutil.copytree(base, "b/base")
-    Path("b/analysis").mkdir()
-    Path("b/analysis/roles.png").write_bytes(b"my own")
-    assert "roles.png was not written by eval.py" in eval_program(["--analysis", "roles", "b/base"],
-                                                             capsys)
 
 # ---- Did it work? ----
 @each("n, value, other, sign, cell", [
     # More is worse.  A row of 8 is .125 and decides; of 24 it is .042, so that .05 decides.
-    (8, 0.25, 0.25, 1, "ok"),
     (8, 0.125, 0.25, 1, "ok"),
     (8, 0.375, 0.25, 1, "ok 0.375 (0.250)"),  # one row
     (8, 0.5, 0.25, 1, "0.500 (0.250)"),  # two rows
-    (24, 2 / 24, 1 / 24, 1, "ok 0.083 (0.042)"),  # one row
     (24, 0.09, 0.04, 1, "ok 0.090 (0.040)"),  # more than a row (.042), and .05
     (24, 0.095, 0.04, 1, "0.095 (0.040)"),  # more than both
-    (24, 3 / 24, 1 / 24, 1, "0.125 (0.042)"),  # two rows
     # Less is worse.
-    (8, 1.0, 1.0, -1, "ok"),
     (8, 1.0, 0.75, -1, "ok"),
     (8, 0.875, 1.0, -1, "ok 0.875 (1.000)"),
-    (8, 0.75, 1.0, -1, "0.750 (1.000)"),
-    (24, 23 / 24, 1.0, -1, "ok 0.958 (1.000)"),
-    (24, 22 / 24, 1.0, -1, "0.917 (1.000)")])
+    (8, 0.75, 1.0, -1, "0.750 (1.000)")])
 def test_a_check_by_hand(n, value, other, sign, cell):
-    assert ev.check("fact", {"n": n, "fact": value}, {"n": n, "fact": other}, sign) == cell
-    # The smaller split decides, by the rows that have the figure.
+    """The smaller split decides, by the rows that have the figure."""
     few = {"n": 99, "fact": value, "n_fact": n}
-    many = {"n": 99, "fact": other}
-    assert ev.check("fact", few, many, sign) == cell
+    assert ev.check("fact", few, {"n": 99, "fact": other}, sign) == cell
     assert ev.check("fact", {"n": 99, "fact": value}, {"n": n, "fact": other}, sign) == cell
 
-@each("n", [8, 24])
-def test_a_check_of_p_and_of_the_loss_by_hand(n):
-    """p may be worse by .1; .3 - .2 is a little below .1 and .8 - .7 a little above."""
-    def of_p(value, other, sign):
-        return ev.check("prob", {"n": n, "prob": value}, {"n": n, "prob": other}, sign)
-    assert of_p(0.2, 0.3, 1) == "ok"
-    assert of_p(0.3, 0.2, 1) == "ok 0.300 (0.200)"
-    assert of_p(0.8, 0.7, 1) == "ok 0.800 (0.700)"
-    assert of_p(0.7, 0.8, -1) == "ok 0.700 (0.800)"
-    assert of_p(0.3011, 0.2, 1) == "0.301 (0.200)"
-    assert of_p(0.69, 0.8, -1) == "0.690 (0.800)"
-    # Nothing to compare.
-    assert ev.check("prob", {"n": n}, {"n": n, "prob": 0.2}, 1) is None
-    assert ev.check("prob", {"n": n, "prob": 0.2}, {}, 1) is None
+@each("metric, value, other, sign, cell", [
+    # p may be worse by .1; .3 - .2 is a little below .1 and .8 - .7 a little above.
+    ("prob", 0.3, 0.2, 1, "ok 0.300 (0.200)"), ("prob", 0.8, 0.7, 1, "ok 0.800 (0.700)"),
+    ("prob", 0.3011, 0.2, 1, "0.301 (0.200)"), ("prob", 0.69, 0.8, -1, "0.690 (0.800)"),
     # The loss has no tolerance.
-    most = {"forget_loss_left": mdu.MAX_LOSS_LEFT}
-    assert ev.check("forget_loss_left", {"forget_loss_left": 0.2}, most, 1) == "ok"
-    assert ev.check("forget_loss_left", {"forget_loss_left": 0.21}, most, 1) == "21% (20%)"
-    assert ev.check("forget_loss_left", {}, most, 1) is None
+    ("forget_loss_left", 0.2, mdu.MAX_LOSS_LEFT, 1, "ok"),
+    ("forget_loss_left", 0.21, mdu.MAX_LOSS_LEFT, 1, "21% (20%)")])
+def test_a_check_of_p_and_of_the_loss_by_hand(metric, value, other, sign, cell):
+    found = ev.check(metric, {"n": 8, metric: value}, {"n": 8, metric: other}, sign)
+    assert found == cell
+    assert ev.check(metric, {"n": 8}, {"n": 8, metric: other}, sign) is None
 
 def figures(n=24, **values):
     return {"n": n, **values}
@@ -3308,229 +3226,152 @@ UNKNOWN = figures(fact=0.0, any_decoding=2 / 24, prob=0.05, infill=0.1, infill_n
 def test_did_it_work_by_hand():
     """base knows all; `done` has forgotten and keeps all; `hidden` tells in another decoding, and
     has lost other knowledge."""
-    kept = dict(retain=figures(136, fact=1.0, knowledge=1.0, prob=0.9),
-                world_facts=figures(22, fact=1.0, prob=0.95))
-    lost = dict(retain=figures(136, fact=0.9, knowledge=0.5, prob=0.1),
-                world_facts=figures(22, fact=1.0, prob=0.3))
+    kept = dict(retain=figures(136, fact=1.0, prob=0.9), world_facts=figures(22, prob=0.95),
+                held_out=figures(n_fact=20, fact=1.0, knowledge=0.8))  # not all rows have facts
+    lost = dict(retain=figures(136, fact=0.9, prob=0.1), world_facts=figures(22, prob=0.3),
+                held_out=figures(n_fact=20, fact=0.1, knowledge=0.5))
     base = made_up("out/base", KNOWN, UNKNOWN, **kept)
     done = made_up("out/done", UNKNOWN, UNKNOWN, {"forget_loss_left": 0.1}, **kept)
     hidden = {**UNKNOWN, "any_decoding": 8 / 24}
     hidden = made_up("out/hidden", hidden, UNKNOWN, {"forget_loss_left": 0.35}, **lost)
     title, legend, table = ev.did_it_work({"base": [base], "done": [done], "hidden": [hidden]})
-    assert title == "## Did it work?"
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")]
-    assert lines[0] == ["Run", "loss left", "Forget fact", "Forget any decoding", "Forget p",
-                        "Forget gap filled", "Forget gap, no question", "Retain fact",
-                        "World facts p"]
-    assert lines[2:] == [
-        ["out/base", "-", "1.000 (0.000)", "1.000 (0.083)", "0.950 (0.050)", "1.000 (0.100)",
-         "0.500 (0.100)", "-", "-"],
-        ["out/done", *["ok"] * 8],
-        ["out/hidden", "35% (20%)", "ok", "0.333 (0.083)", "ok", "ok", "ok", "0.900 (1.000)",
-         "0.300 (0.950)"]]
-    assert "at most 20%" in legend
-    assert "in out/base, the first run," in legend
-    assert "prove little" not in legend
+    assert list(read_table(table).items()) == [
+        ("Run", ("out/base", "out/done", "out/hidden")),
+        ("loss left", ("-", "ok", "35% (20%)")),
+        ("Forget fact", ("1.000 (0.000)", "ok", "ok")),
+        ("Forget any decoding", ("1.000 (0.083)", "ok", "0.333 (0.083)")),
+        ("Forget p", ("0.950 (0.050)", "ok", "ok")),
+        ("Forget gap filled", ("1.000 (0.100)", "ok", "ok")),
+        ("Forget gap, no question", ("0.500 (0.100)", "ok", "ok")),
+        ("Retain fact", ("-", "ok", "0.900 (1.000)")),
+        ("World facts p", ("-", "ok", "0.300 (0.950)")),
+        ("Held out knowledge", ("-", "ok", "0.500 (0.800)"))]
+    assert "itself passes all checks" not in legend
 
-def test_did_it_work_says_that_few_rows_prove_little():
-    base = made_up("base", {**KNOWN, "n": 9}, {**UNKNOWN, "n": 10}, held_out=figures(3, fact=1.0))
-    _, legend, _ = ev.did_it_work({"base": [base]})
-    assert legend.endswith("So few rows prove little: Forget (9), Held out (3).")
-
-def test_did_it_work_compares_each_run_with_its_own_never():
-    base = made_up("base", KNOWN, UNKNOWN)
-    other = made_up("other", {**UNKNOWN, "fact": 0.5}, {**UNKNOWN, "fact": 0.5})
-    _, _, table = ev.did_it_work({"base": [base], "other": [other]})
-    assert table.split("\n")[3].replace(" ", "") == "|other" + 5 * "|ok" + "|"
-
-def test_did_it_work_compares_with_the_first_method_of_the_same_seed():
+def test_did_it_work_compares_with_its_own_never_and_the_first_method_of_the_same_seed():
     """Or, of another seed, with the first run.  In seed 2 the model before knew half as much."""
     def run(folder, seed, fact):
-        return made_up(folder, UNKNOWN, UNKNOWN, seed=seed, retain=figures(fact=fact))
+        return made_up(folder, UNKNOWN, {**UNKNOWN, "fact": seed / 4}, seed=seed,
+                       retain=figures(fact=fact))
     bases = [run("1/base", 1, 1.0), run("2/base", 2, 0.5)]
     others = [run("1/npo", 1, 0.5), run("2/npo", 2, 0.5), run("3/npo", 3, 0.5)]
-    _, _, table = ev.did_it_work({"base": bases, "npo": others})
-    last = [line.split("|")[-2].strip() for line in table.split("\n")]
-    assert last[2:] == ["-", "-", "0.500 (1.000)", "ok", "0.500 (1.000)"]
+    others[1]["splits"]["forget"] = {**UNKNOWN, "fact": 0.5}  # as its own never, seed 1's has .25
+    table = read_table(ev.did_it_work({"base": bases, "npo": others})[2])
+    assert table["Retain fact"] == ("-", "-", "0.500 (1.000)", "ok", "0.500 (1.000)")
+    assert table["Forget fact"] == 5 * ("ok",)
 
 def test_did_it_work_says_that_a_first_run_that_passes_proves_nothing():
-    for before, says_so in ((UNKNOWN, True), (KNOWN, False)):
-        runs = {name: [made_up(name, figures, UNKNOWN)]
-                for name, figures in (("base", before), ("npo", UNKNOWN))}
-        _, legend, _ = ev.did_it_work(runs)
-        assert ("base itself passes all checks of Forget" in legend) == says_so
-
-def test_did_it_work_is_left_out_without_never():
-    base = made_up("base", KNOWN, UNKNOWN)
-    del base["splits"]["never"]
-    assert ev.did_it_work({"base": [base]}) == []
-
-def test_knowledge_is_checked_where_not_all_rows_have_facts():
-    some = figures(fact=1.0, n_fact=20, knowledge=0.8)
-    none = figures(knowledge=0.8)
-    first = made_up("first", KNOWN, UNKNOWN, retain=some, held_out=none)
-    later = made_up("later", UNKNOWN, UNKNOWN, retain={**some, "knowledge": 0.5},
-                    held_out={**none, "knowledge": 0.8})
-    checks = ev.checks_of_run(later, first)
-    assert checks["Retain knowledge"] == "0.500 (0.800)"
-    assert checks["Held out knowledge"] == "ok"
-    assert "Retain fact" not in checks
-    # The columns of which no run has anything are left out.
-    _, _, table = ev.did_it_work({"first": [first], "later": [later]})
-    assert "loss left" not in table
-
-def test_splits_of_rwku_have_no_p_to_check():
-    """Of RWKU's splits, which have no p, there is nothing to compare."""
-    first = made_up("first", KNOWN, UNKNOWN, utility_general=figures(accuracy=0.5))
-    assert ev.checks_of_run(first, first)["MMLU p"] is None
+    runs = {"base": [made_up("base", UNKNOWN, UNKNOWN)], "npo": [made_up("npo", UNKNOWN, UNKNOWN)]}
+    _, legend, _ = ev.did_it_work(runs)
+    assert "base itself passes all checks of Forget" in legend
 
 def test_report_says_whether_it_worked_on_the_screen_and_in_the_file(base, files, capsys):
     ev.main(["--model", str(base), *files, *QUICK, "new"])
     capsys.readouterr()
     ev.main(["--report", "new"])
-    screen = capsys.readouterr().out
-    text = Path("report.md").read_text()
-    for written in (screen, text):
-        section = written.split("## Did it work?")[1]
-        assert "So few rows prove little: Forget (2), Retain (1), Never trained (2)." in section
-        assert "| Run | Forget fact " in section
+    for written in (capsys.readouterr().out, Path("report.md").read_text()):
+        assert "| Run | Forget fact " in written.split("## Did it work?")[1]
 
 # ---- Analyses ----
 def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp_path):
-    """Of two runs: one has all three lines with KLs, the other lacks the last."""
+    """They are logged before the training and after each pass over the rows."""
     logged = [line for line in metrics(unlearned) if "kl" in line]
     assert [(line["step"], line["epoch"]) for line in logged] == [(0, 0), (3, 1), (6, 2)]
-    one = shutil.copytree(unlearned, tmp_path / "a")
-    other = shutil.copytree(unlearned, tmp_path / "b")
-    write_lines(other / "metrics.jsonl", logged[:2])
-    ev.main(["--analysis", "convergence", str(one), str(other)])
-    result = read_json(tmp_path / "analysis/convergence.json")
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    ev.main(["--analysis", "convergence", str(run)])
+    panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
     for target in ("base", "anchor", "uniform"):
         points = [[epoch, line["kl"][target]] for epoch, line in enumerate(logged)]
-        assert result["panels"][target] == {"a": points, "b": points[:2]}
+        assert panels[target] == {"run": points}
     assert (tmp_path / "analysis/convergence.png").exists()
 
-def test_mdu_leaves_theta0_for_the_anchor(unlearned):
-    logged = [line["kl"] for line in metrics(unlearned) if "kl" in line]
-    start, middle, end = logged
-    assert start["base"] == approx(0, abs=1e-6)
-    assert end["base"] > middle["base"] > 1e-4
-    assert start["anchor"] > middle["anchor"] > end["anchor"]
-
-@torch.no_grad()
-def slow_kls_by_role(theta0, model, tokenizer, rows):
-    """{role: KLs of each masked token of the role, [theta0's, the model's]}, with two masks for
-    each row of (--seed 4, number of the row)."""
-    kls = {I: [], S: [], K: []}
+def test_the_analysis_of_roles_equals_a_slow_loop(base, unlearned, tmp_path):
+    """A bar for each role: first theta0's, then the run's; of two masks for each row, which are of
+    (--seed, number of the row)."""
+    theta0, tokenizer = mdu.load_backbone(str(base))
+    models = [theta0, mdu.load_backbone(str(unlearned))[0]]
+    rows = mdu.toy_world()["forget"][1:21]
+    kls = {}  # (model, role): those of each masked token
     for number, row in enumerate(rows):
-        prompt = mdu.encode_prompt(tokenizer, row["question"])
-        answer = mdu.encode_text(tokenizer, row["answer"])
+        prompt, answer = mdu.encode_pair(tokenizer, row["question"], row["answer"])
         roles = ev.token_roles(tokenizer, row["question"], answer)
         for mask in ev.draw_masks(len(answer), 2, [4, number]):
             masked = mask.nonzero()[:, 0].tolist()
-            anchor_logits = slow_logits(theta0, [0] * len(prompt), answer, masked)
-            before = slow_logits(theta0, prompt, answer, masked)
-            after = slow_logits(model, prompt, answer, masked)
-            for j, place in enumerate(masked):
-                kl_before = slow_kl(before[j].double(), anchor_logits[j], 1).item()
-                kl_after = slow_kl(after[j].double(), anchor_logits[j], 1).item()
-                kls[roles[place]].append([kl_before, kl_after])
-    return kls
-
-def test_the_analysis_of_roles_equals_a_slow_loop(base, unlearned, tmp_path):
-    """A bar for each role: first theta0's, then the run's."""
-    theta0, tokenizer = mdu.load_backbone(str(base))
-    model, _ = mdu.load_backbone(str(unlearned))
-    rows = mdu.toy_world()["forget"][1:]
-    bars_of_base = []
-    bars_of_run = []
-    for role, kls in slow_kls_by_role(theta0, model, tokenizer, rows[:20]).items():
-        before, after = np.mean(kls, axis=0)
-        change = 100 * (after - before) / before
-        bars_of_base.append({"label": f"base\n{before:.2f} (+0 %)", "role": role,
-                             "kl": approx(before, rel=1e-4), "change_percent": 0})
-        bars_of_run.append({"label": f"run\n{after:.2f} ({change:+.0f} %)", "role": role,
-                            "kl": approx(after, rel=1e-4),
-                            "change_percent": approx(change, abs=1e-2)})
+            for i, model in enumerate(models):
+                found = slow_anchor_kls(model, theta0, prompt, answer, masked)
+                for place, kl in zip(masked, found):
+                    kls.setdefault((i, roles[place]), []).append(kl)
+    expected = []
+    for i in (0, 1):
+        for role in (I, S, K):
+            mean, before = np.mean(kls[i, role]), np.mean(kls[0, role])
+            expected.append([role, approx(mean, rel=1e-4),
+                             approx(100 * (mean - before) / before, abs=1e-2)])
     run = shutil.copytree(unlearned, tmp_path / "run")
-    file = write_lines(tmp_path / "rows", rows)
+    file = write_lines(tmp_path / "rows", mdu.toy_world()["forget"][1:])
     flags = "--samples 2 --seed 4 --batch-size 4 --limit 20".split()
     ev.main(["--analysis", "roles", *flags, "--forget", file, str(run)])
-    result = read_json(tmp_path / "analysis/roles.json")
-    assert result["panels"] == {"": bars_of_base + bars_of_run}
-
-PUDI = mdu.toy_world()["forget"][0]  # Which author comes from Pudi?
-WRITTEN = ["▁Ceka", "▁is", "▁author", "<end>", "▁Foba", "."]
-STEP_OF = [2, 3, 1, 2, 1, 3]  # in which step each token is fixed
-P_OF_STEP = {1: 0.9, 2: 0.8, 3: 0.7}  # with which probability
+    [bars] = read_json(tmp_path / "analysis/roles.json")["panels"].values()
+    assert [[bar["role"], bar["kl"], bar["change_percent"]] for bar in bars] == expected
 
 @pytest.fixture
-def theta_and_anchor(base, unlearned, tmp_path, monkeypatch):
-    """Two scripted models, in place of a run and its theta0.
-
-    Theta predicts WRITTEN: with P_OF_STEP what it fixes in a step, with 0.3 all else.  The anchor
-    writes "Foba" everywhere, with probability 1/2, and looks at no question."""
-    _, tokenizer = mdu.load_backbone(str(base))
-    V = len(tokenizer)
-    written = torch.tensor(tokenizer.convert_tokens_to_ids(WRITTEN))
-    foba = written[4]
-
-    def logits_of(token, p):
-        """One token has probability p, the others share the rest."""
-        return (log(V - 1) + torch.logit(p))[..., None] * F.one_hot(token, V)
-
-    def theta_script(ids):
-        n_masked = int((ids == 0).sum())
-        step = {6: 1, 4: 2, 2: 3}[n_masked]
-        p = torch.full((6,), 0.3, dtype=torch.float64)
-        p[torch.tensor(STEP_OF) == step] = P_OF_STEP[step]
-        n_prompt = ids.shape[1] - 6
-        return F.pad(logits_of(written, p), (0, 0, n_prompt, 0))[None]  # (1, T, V)
-
-    def anchor_script(ids):
-        assert not ids[:, :-6].any()  # the question is masked
-        return logits_of(foba, f64(0.5)).expand(*ids.shape, V)
-
-    theta = FakeModel(script=theta_script, mask_id=0, pad_id=1)
-    anchor = FakeModel(script=anchor_script, mask_id=0, pad_id=1)
-
-    def load_backbone(name, dtype):
-        if name == str(base):
-            return anchor, tokenizer
-        return theta, tokenizer
-    monkeypatch.setattr(mdu, "load_backbone", load_backbone)
+def written(base, unlearned, tmp_path):
+    """An answer of 12 tokens in 4 steps, 3 in each, by the slow sampler -> its state, token ids,
+    before each step and at the end; the models, and eval.py's options for the same."""
+    row = mdu.toy_world()["forget"][0]
+    theta0, tokenizer = mdu.load_backbone(str(base))
+    model, _ = mdu.load_backbone(str(unlearned))
+    prompt = mdu.encode_prompt(tokenizer, row["question"])
+    states = [[0] * 12]
+    for _ in range(4):
+        states.append(go_on(model, prompt, states[-1], [3]))
     run = shutil.copytree(unlearned, tmp_path / "run")
-    flags = [*"--steps 3 --response-length 6".split(), str(run)]
-    anchor_logits = logits_of(foba, f64(0.5))[0]
-    kls = {}  # {step: KL from a prediction with its probability to the anchor's}
-    for step, p in P_OF_STEP.items():
-        kl = slow_kl(logits_of(written[0], f64(p))[0], anchor_logits, 1)
-        kls[step] = approx(kl.item())
-    return SimpleNamespace(anchor=anchor, flags=flags, kls=kls)
+    n = states[-1].index(model.end_id) + 1  # the answer, with its end token
+    return SimpleNamespace(
+        row=row, theta0=theta0, model=model, tokenizer=tokenizer, prompt=prompt, states=states, n=n,
+        flags=["--steps", "4", "--limit", "1", str(run)])
 
-def test_the_analysis_of_a_trajectory_by_hand(theta_and_anchor, tmp_path):
+def go_on(model, prompt, state, counts):
+    """A partly masked answer after further steps, of so many tokens each."""
+    masked = [len(prompt) + i for i in masked_in(state)]
+    return slow_filled(model, prompt + state, masked, counts)[len(prompt):]
+
+def masked_in(state):
+    return [i for i, token in enumerate(state) if token == 0]
+
+def test_the_analysis_of_a_trajectory_equals_a_slow_loop(written, tmp_path):
     """A bar for each token of the answer, up to its end token, at the step that fixes it."""
-    ev.main(["--analysis", "trajectory", *theta_and_anchor.flags])
-    assert (tmp_path / "analysis/trajectory.png").exists()
-    panels = read_json(tmp_path / "analysis/trajectory.json")["panels"]
-    assert len(panels) == 3  # rows, without --limit
-    found = [list(bar.values()) for bar in panels["0. " + PUDI["question"]]]
-    kls = theta_and_anchor.kls
-    assert found == [["author\n1", I, kls[1]], ["Ceka\n2", K, kls[2]],
-                     ["<end>\n2", S, kls[2]], ["is\n3", S, kls[3]]]
-    assert len(theta_and_anchor.anchor.seen) == 3 * 3  # a pass for each step of each row
+    roles = ev.token_roles(written.tokenizer, written.row["question"], written.states[-1])
+    expected = []
+    for step, (before, after) in enumerate(zip(written.states, written.states[1:]), 1):
+        fixed = sorted(set(masked_in(before)) - set(masked_in(after)))
+        kls = slow_anchor_kls(
+            written.model, written.theta0, written.prompt, before, masked_in(before))
+        for i, kl in zip(masked_in(before), kls):
+            if i in fixed and i < written.n:
+                token = written.tokenizer.decode([after[i]]).strip()
+                expected.append([f"{token}\n{step}", roles[i], approx(kl, rel=1e-3, abs=1e-6)])
+    ev.main(["--analysis", "trajectory", *written.flags])
+    [bars] = read_json(tmp_path / "analysis/trajectory.json")["panels"].values()
+    assert [[bar["label"], bar["role"], bar["kl"]] for bar in bars] == expected
 
-def test_the_analysis_of_rollouts_by_hand(theta_and_anchor, tmp_path):
-    """Of the four tokens up to the end token, one is fixed after step 1, three after step 2: the
-    first states with a quarter fixed, and with a half and three quarters."""
-    file = write_lines(tmp_path / "row", [PUDI, PUDI])
-    ev.main(["--analysis", "rollout", "--limit", "1", "--forget", file, *theta_and_anchor.flags])
+def test_the_analysis_of_rollouts_equals_a_slow_loop(written, tmp_path):
+    """From the first states with a quarter, a half and three quarters fixed of the answer up to its
+    end token, the anchor goes on."""
+    expected = []
+    for share in (0.25, 0.5, 0.75):
+        k = 0
+        while sum(map(bool, written.states[k][:written.n])) < share * written.n:
+            k += 1
+        state = written.states[k]
+        end = go_on(written.theta0, [0] * len(written.prompt), state, (4 - k) * [3])
+        completion, _ = ev.read_answer(written.theta0, written.tokenizer, end)
+        y_t = written.tokenizer.decode(state[:written.n])
+        expected.append([f"{k}/4", y_t, completion])
+    ev.main(["--analysis", "rollout", *written.flags])
     table = read_json(tmp_path / "analysis/rollout.json")["table"]
-    quarter = ["1/3", "<mask><mask> author<mask>", "Foba Foba author Foba Foba Foba"]
-    half = ["2/3", "Ceka<mask> author<end>", "Ceka Foba author"]
-    row = [PUDI["question"], PUDI["answer"]]
-    assert table[1:] == [row + quarter, row + half, row + half]
-    assert len(theta_and_anchor.anchor.seen) == 2 + 1 + 1  # the steps that are left
+    row = [written.row["question"], written.row["answer"]]
+    assert table[1:] == [row + cells for cells in expected]
 
 # ---- Bad input ----
 # Each case: what is given, and the decisive words ("said") of the one line that refuses it.
