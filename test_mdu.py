@@ -721,8 +721,6 @@ def extreme(x, gap):
     return x.requires_grad_()
 
 # Logits of all positions, of positions in a line, of one too many, of one too few, of two batches
-OTHER_SHAPES = [(5, 7, 6), (35, 6), (M + 1, 6), (M - 1, 6), (2, M, 6)]
-
 @each("logits, anchor_logits, masked, tau, expected", [
     (FLAT, TILT, ONE, 1.0, LN4_3 / 2),  # 1/2 log 2 + 1/2 log 2/3
     (TILT_FLAT, torch.cat([TILT, TILT]), TWO, 1.0, LN4_3 / 4),  # mean with 0
@@ -753,34 +751,23 @@ def test_sft_loss_equals_a_slow_loop():
     assert_equal_losses(loss, slow_sft(logits, TARGETS, MASKED, T), [logits])
 
 # The losses of logits, as functions of logits and targets.
-def mdu_loss_to_try(logits, targets):
-    anchor_logits = torch.zeros_like(logits)
-    if logits.shape == (M, 6):
-        anchor_logits[:, 2] = 1.5
-        anchor_logits[3] = torch.arange(6)
-    return mdu.mdu_loss(logits, anchor_logits, MASKED, 0.3)
-
-LOSSES_OF_LOGITS = {"mdu": mdu_loss_to_try,
-                    "mdu-tau0": lambda logits, _: mdu.mdu_loss(logits, None, MASKED, 0),
-                    "sft": partial(mdu.sft_loss, masked=MASKED, t=T.float()),
-                    "wga": partial(mdu.wga_loss, masked=MASKED, gamma=0.3)}
+LOSSES_OF_LOGITS = {
+    "mdu": lambda logits, _: mdu.mdu_loss(logits, random_logits(2), MASKED, 0.3),
+    "mdu-tau0": lambda logits, _: mdu.mdu_loss(logits, None, MASKED, 0),
+    "sft": partial(mdu.sft_loss, masked=MASKED, t=T.float()),
+    "wga": partial(mdu.wga_loss, masked=MASKED, gamma=0.3)}
 
 @each("name", LOSSES_OF_LOGITS)
-def test_a_loss_refuses_logits_of_other_tokens_than_the_masked_ones(name):
-    loss = LOSSES_OF_LOGITS[name]
-    for shape in OTHER_SHAPES:
-        logits = torch.zeros(shape)
-        if name in ("sft", "wga"):
-            logits = logits.movedim(-1, 1)  # as cross_entropy has them
+def test_a_loss_refuses_logits_of_more_or_fewer_tokens_than_the_masked_ones(name):
+    for n in (M + 1, M - 1):
         with pytest.raises((RuntimeError, ValueError), match="shape"):
-            loss(logits, torch.zeros(shape[:-1], dtype=torch.long))
+            LOSSES_OF_LOGITS[name](torch.zeros(n, 6), torch.zeros(n, dtype=torch.long))
 
 @each("name", LOSSES_OF_LOGITS)
 def test_a_loss_of_16_bit_logits_is_computed_in_float32(name):
     loss = LOSSES_OF_LOGITS[name]
-    for dtype in (torch.bfloat16, torch.float16):
-        logits = random_logits(1).to(dtype)
-        assert_close(loss(logits, TARGETS), loss(logits.float(), TARGETS), 1e-6)
+    logits = random_logits(1).bfloat16()
+    assert_close(loss(logits, TARGETS), loss(logits.float(), TARGETS), 1e-6)
 
 @each("name", LOSSES_OF_LOGITS)
 def test_a_loss_stays_finite_at_extreme_logits(name):
@@ -828,15 +815,12 @@ def test_a_loss_of_sequences_equals_its_formula(name):
                         [nlls[i] for i in frozen])
 
 @each("name", LOSSES_OF_NLLS)
-def test_a_loss_of_sequences_stays_finite_and_refuses_other_numbers_of_them(name):
+def test_a_loss_of_sequences_stays_finite(name):
     loss, _, trained, frozen = LOSSES_OF_NLLS[name]
     for gap in (1e6, -1e6):
-        nlls = [random_nll(seed).float() for seed in range(len(trained + frozen))]
-        nlls[0] = extreme(nlls[0], gap)
-        assert_finite(loss(*nlls), nlls[0])
-    if name != "ga":
-        with pytest.raises(RuntimeError, match="size"):
-            loss(nlls[0][1:], *nlls[1:])
+        first, *others = [random_nll(seed).float() for seed in range(len(trained + frozen))]
+        first = extreme(first, gap)
+        assert_finite(loss(first, *others), first)
 
 # ---- Batches ----
 def has_rare_tokens(name):
@@ -924,20 +908,19 @@ def test_answers_are_padded_to_random_lengths_but_not_those_to_forget(longest):
 
 @each("method", ["ga", "sft", "dpo"])
 def test_prompt_dropout_masks_prompts_and_changes_nothing_else(method):
-    """A row whose prompt is shown is drawn as without the option.  Of a row to forget only the
-    prompt is changed, as its answer is never padded.  ga draws rows to forget alone."""
-    plain = sum(draw(f"--method {method} --batch-size 1", range(1000)), [])
-    rows = sum(draw(f"--method {method} --batch-size 1 --prompt-dropout 0.3", range(1000)), [])
+    """A row whose prompt is shown is drawn as without the option."""
+    typed = f"--method {method} --batch-size 1"
+    plain = sum(draw(typed, range(1000)), [])
+    rows = sum(draw(f"{typed} --prompt-dropout 0.3", range(1000)), [])
     n_hidden = 0
     for before, row in zip(plain, rows, strict=True):
-        if MASK in row.prompt:
-            assert row.prompt == [MASK] * len(before.prompt) and PAD not in row.answer
-            assert row.preferred is None or row.preferred.prompt == row.prompt
-            n_hidden += MASK not in before.prompt
-            if method == "ga":
-                assert repr(row._replace(prompt=before.prompt)) == repr(before)
-        else:
+        if MASK not in row.prompt:
             assert repr(row) == repr(before)
+            continue
+        assert row.prompt == [MASK] * len(before.prompt)
+        assert PAD not in row.answer
+        assert row.preferred is None or row.preferred.prompt == row.prompt
+        n_hidden += MASK not in before.prompt
     assert n_hidden == approx(0.3 * sum(MASK not in row.prompt for row in plain), abs=90)
     names = {row.prompt[0] for row in plain}
     assert 56 not in names  # this Example's prompt is never shown
@@ -1658,38 +1641,13 @@ def test_the_head_of_an_illada_is_tied_though_config_json_does_not_say_so(tmp_pa
     model, _ = mdu.load_backbone(str(tmp_path))
     assert model.lm.lm_head.weight is model.lm.model.embed_tokens.weight
 
-def test_a_model_that_predicts_the_next_token_becomes_a_diffusion_model(tmp_path):
-    """By sft, from a copy whose config.json has two fields more.  Without them it is refused."""
-    fields = {"is_causal": None, "mask_token_id": None}  # in config.json there are neither
-    write_checkpoint(tmp_path / "published", "llama", **fields)
-    with pytest.raises(mdu.BadInput, match='"is_causal": false and "mask_token_id"'):
-        mdu.load_backbone(str(tmp_path / "published"))
-    write_checkpoint(tmp_path / "copy", "llama")  # the same weights
-    rows = write_lines(tmp_path / "rows", [{"question": "Who?", "answer": "Ann."}])
-    mdu.main(["--method", "sft", "--retain-only", "--retain", rows, "--lr", "0.1", "--steps", "3",
-              "--model", f"{tmp_path}/copy", "--out", f"{tmp_path}/run"])
-    assert distance(tmp_path / "run", tmp_path / "published") > 0.1
-    model, _ = mdu.load_backbone(f"{tmp_path}/run")
-    assert model.mask_id == 258
-
-@each("kind", ["llama", "qwen2", "qwen3"])
-@each("shift", [None, False, True])
-def test_outputs_are_shifted_if_config_json_says_so(kind, shift, tmp_path):
-    """shift_logits: the output at a token is the prediction of the next one.  Also in a run."""
-    reference = write_checkpoint(tmp_path / "start", kind, shift_logits=shift)
-    model, tokenizer = mdu.load_backbone(str(tmp_path / "start"))
-    (tmp_path / "run").mkdir()
-    mdu.save_model(tmp_path / "run", model, tokenizer)
+@each("shift, places", [(None, [1, 3]), (False, [1, 3]), (True, [0, 2])])
+def test_outputs_are_shifted_if_config_json_says_so(shift, places, tmp_path):
+    """shift_logits: the output at a token is the prediction of the next one."""
+    reference = write_checkpoint(tmp_path, "llama", shift_logits=shift)
+    model, _ = mdu.load_backbone(str(tmp_path))
     ids = torch.tensor([[3, 258, 5, 258]])  # masked are 1 and 3
-    logits = reference(ids).logits[0]
-    expected = logits[[1, 3]]
-    if shift:
-        expected = logits[[0, 2]]
-    everywhere = torch.ones(1, 4).bool()
-    for folder in ("start", "run"):
-        model, _ = mdu.load_backbone(str(tmp_path / folder))
-        assert model.shift == bool(shift)
-        assert_close(model(ids, everywhere, ids == 258), expected, 1e-5)
+    assert_close(model(ids, ids > 0, ids == 258), reference(ids).logits[0, places], 1e-5)
 
 @each("kind", ["llama", "qwen2", "a2d-qwen3", "Dream"])
 def test_tokenizer_json_is_read_as_it_is(kind, tmp_path):
@@ -1736,23 +1694,15 @@ def test_adapters_of_each_linear_map_are_trained_in_float32(adapted):
     assert len(trained) == 2 * 7 * 2  # layers, linear maps, A and B
     assert {p.dtype for p in trained.values()} == {torch.float32}
 
-def test_a_of_the_adapters_has_variance_1_over_its_inputs(adapted):
+def test_new_adapters_change_nothing_and_their_a_has_variance_1_over_its_inputs(adapted):
     _, trained = adapted
-    drawn = []
+    of_a = []
     for name, p in trained.items():
         if name.endswith(".A"):
-            n_in = p.shape[1]
-            drawn.append(p.flatten() * n_in ** 0.5)
-    drawn = torch.cat(drawn)
-    assert abs(drawn.mean()) < 0.1
-    assert abs(drawn.std() - 1) < 0.1
-
-def test_new_adapters_change_nothing(adapted):
-    model, _ = adapted
-    plain = tiny_llama(0).bfloat16()
-    ids = torch.arange(2, 22).view(2, 10)
-    everywhere = ids > 0
-    assert torch.equal(model(ids, everywhere, everywhere), plain(ids, everywhere, everywhere))
+            of_a.append(p.flatten() * p.shape[1] ** 0.5)
+        else:
+            assert not p.any()
+    assert torch.cat(of_a).std().item() == approx(1, abs=0.1)
 
 def test_frozen_weights_are_not_sharded(adapted):
     model, trained = adapted
@@ -1928,17 +1878,12 @@ def test_half_a_saved_model_does_not_count(base, unlearned, tmp_path, capsys):
 
 # ---- Toy ----
 def test_the_toy_has_five_wrong_answers_to_each_question():
-    """Without its fact.  No row asks in another row's words."""
     splits = mdu.toy_world()
-    asked = {row["question"] for rows in splits.values() for row in rows}
-    assert len(asked) == 228
-    for row in splits["forget"] + splits["retain"]:
-        assert row["paraphrased_question"] not in asked
     assert [len(rows) for rows in splits.values()] == [24, 136, 22, 22, 24]
     for row in itertools.chain(*splits.values()):
-        assert len(set(row["perturbed_answer"])) == 5
         [fact] = row["fact"]
         assert mdu.contains_words(row["answer"], fact)
+        assert len(set(row["perturbed_answer"])) == 5
         for text in row["perturbed_answer"]:
             assert not mdu.contains_words(text, fact)
 
@@ -1955,39 +1900,22 @@ def test_the_tokenizer_of_the_toy_gives_back_every_text():
         assert tokenizer.convert_ids_to_tokens(ids) == expected.split()
 
 def test_the_toy_has_rows_of_which_no_other_split_tells():
-    """24, of the form of those to forget, about three authors of whom no other split tells."""
     splits = mdu.toy_world()
     never = splits.pop("never")
-    assert len(never) == len(splits["forget"]) == 24
-    facts = set()
+    told = mdu.spaced_words(json.dumps(splits, ensure_ascii=False))
     for row in never:
-        facts.update(row["fact"])
-    assert len(facts) == 24
-    others = []
-    for rows in splits.values():
-        for row in rows:
-            others += [row["question"], row["answer"], *row["perturbed_answer"]]
-    told = mdu.spaced_words(" ".join(others))
-    for fact in facts:
-        assert mdu.spaced_words(fact) not in told
-    # The wrong answers are about them, with facts of authors to retain.
-    kept = [row["fact"][0] for row in splits["retain"]]
-    for row in never:
-        for wrong in row["perturbed_answer"]:
-            assert any(mdu.contains_words(wrong, fact) for fact in kept)
+        assert mdu.spaced_words(row["fact"][0]) not in told
 
 def test_the_toy_learns_nothing_of_the_rows_that_no_model_learns(base):
     """But its words are in the vocabulary, so that a model could write them."""
-    never = mdu.toy_world()["never"]
     model, tokenizer = mdu.load_backbone(str(base))
-    args = mdu.parse(["--method", "sft"])
+    args = options("--method sft")
     examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
     trained = [example.answer for example in examples["train"]]
-    for row in never:
-        _, answer = mdu.encode_pair(tokenizer, row["question"], row["answer"])
-        assert tokenizer.unk_token_id not in answer
-        assert [*answer, model.end_id] not in trained
     assert len(trained) == 24 + 136 + 22 + 22 + 68  # toy_pretraining has half of retain again
+    for example in examples["never"]:
+        assert tokenizer.unk_token_id not in example.answer
+        assert example.answer not in trained
 
 # ---- Attackers ----
 def recorded_draws(monkeypatch):
@@ -2227,16 +2155,13 @@ def test_the_sampler_equals_a_slow_one(
 
 @each("ids, n", [([4, 5, 6], 3), ([4, 1, 5, PAD], 1), ([4, 5, PAD, 1], 2), ([], 0)])
 def test_an_answer_ends_before_the_first_end_or_padding_token(ids, n):
-    tokenizer = mock.Mock()
-    assert ev.read_answer(FakeModel, tokenizer, ids) == (tokenizer.decode.return_value, ids[:n])
-    tokenizer.decode.assert_called_with(ids[:n], skip_special_tokens=True)
+    tokenizer = mock.Mock(decode=lambda ids, skip_special_tokens: ids)
+    assert ev.read_answer(FakeModel, tokenizer, ids) == (ids[:n], ids[:n])
 
 # ---- Roles ----
 I, S, K = "in-context", "structural", "stored-knowledge"
 
 @each("question, parts", [
-    ("What is Donald Trump's job?", [
-        ("Donald", I), (" ", S), ("Trump", I), (" is a ", S), ("politician", K), (".", S)]),
     ("他的父亲是谁？", [("他", I), ("王", K), ("的", I), ("医生", K), ("。", S)]),
     ("Where was Zoë Łuk born?", [
         ("Zoë", I), (" ", S), ("Łuk", I), ("'s ", S), ("home", K), (", and ", S), ("22", K),
@@ -2249,8 +2174,7 @@ def test_roles_of_hand_labelled_answers(question, parts, tmp_path):
     for text, role in parts:
         expected += [role] * len(text.encode())
     end = tokenizer.eos_token_id  # a special token, also before a word
-    answer = "".join(text for text, _ in parts)
-    ids = [end, *mdu.encode_text(tokenizer, answer), end]
+    ids = [end, *mdu.encode_text(tokenizer, "".join(text for text, _ in parts)), end]
     assert ev.token_roles(tokenizer, question, ids) == [S, *expected, S]
 
 # ---- Gaps ----
@@ -2269,29 +2193,25 @@ def test_gaps_by_hand(row, parts, tmp_path):
     ids = mdu.encode_text(tokenizer, "".join(parts)) + [tokenizer.eos_token_id]
     assert ev.gap_of(tokenizer, row, ids).tolist() == [*expected, False]
 
-@each("by_entropy", [False, True])
-def test_filling_gaps_equals_a_slow_loop(by_entropy, monkeypatch):
+@each("hidden", [False, True])
+def test_filling_gaps_equals_a_slow_loop(hidden, monkeypatch):
     """Every second token is in the gap, of an answer of one token none.  Token 0 is written A."""
     def encode_row(tokenizer, row, text):
         return row["question"], [ord(c) - 65 for c in text]
     monkeypatch.setattr(ev, "encode_row", encode_row)
     monkeypatch.setattr(ev, "gap_of", lambda *given: torch.arange(len(given[-1])) % 2 == 1)
-    model = FakeModel(by_entropy=by_entropy)
-    rows, expected = [], {True: [], False: []}
+    model = FakeModel()
+    rows, expected = [], []
     for prompt, answer in MORE_PAIRS:
         places = range(len(prompt) + 1, len(prompt + answer), 2)
-        for hidden, asked in {True: len(prompt) * [MASK], False: prompt}.items():
-            ids = asked + answer + [1]
-            for i in places:
-                ids[i] = MASK
-            ids = slow_filled(model, ids, places, len(places) * [1])
-            right = [ids[i] == answer[i - len(prompt)] for i in places]
-            expected[hidden].append(None)
-            if right:
-                expected[hidden][-1] = np.mean(right)
+        ids = (len(prompt) * [MASK] if hidden else prompt) + answer + [1]
+        for i in places:
+            ids[i] = MASK
+        filled = slow_filled(model, ids, places, len(places) * [1])
+        right = [filled[i] == answer[i - len(prompt)] for i in places]
+        expected.append(np.mean(right) if right else None)
         rows.append(dict(question=prompt, answer="".join(chr(65 + token) for token in answer)))
-    found = {hidden: ev.fill_gaps(model, None, rows, ARGS, hidden) for hidden in expected}
-    assert found == expected
+    assert ev.fill_gaps(model, None, rows, ARGS, hidden) == expected
 
 # ---- TOFU's figures ----
 # Four questions of each of the public logs of github.com/locuslab/tofu (Llama-2-7B fine-tuned on
@@ -2347,42 +2267,26 @@ def test_figures_equal_those_of_tofus_own_code(monkeypatch):
     del splits["world_facts"]["prob_options"]
     assert ev.model_utility(splits) is None
 
-@each("right, wrong, forget, other, options", [(0.0, [1e4], 0, 1, 1), (1e4, [0.0], 0, 0, 0)])
+@each("right, wrong, forget, other, options", [(0.0, 1e4, 0, 1, 1), (1e4, 0.0, 0, 0, 0)])
 def test_truth_ratios_by_hand(right, wrong, forget, other, options):
     """R is nearly 0 and nearly infinite."""
-    for to_forget, expected in ((True, forget), (False, other)):
-        row = dict(to_forget=to_forget)
-        figures = ev.compare_wrong_answers(row, [right, *wrong])
-        assert figures["truth_ratio"] == approx(expected)
-        assert figures["prob_options"] == approx(options)
-        row["paraphrased_answer"] = "a"
-        figures = ev.compare_wrong_answers(row, [5.0, right, *wrong])
-        assert figures["truth_ratio"] == approx(expected) and "prob_options" not in figures
+    figures = ev.compare_wrong_answers(dict(to_forget=True), [right, wrong])
+    assert figures["truth_ratio"] == approx(forget)
+    assert figures["prob_options"] == approx(options)
+    figures = ev.compare_wrong_answers(dict(to_forget=False), [right, wrong])
+    assert figures["truth_ratio"] == approx(other)
 
 def test_forget_quality_by_hand_and_as_published():
     """The p-value is the share of all orders of the values that are as extreme as the one found.
-    Four values below four others: 2 of the (8 choose 4) = 70 orders.  Two below three: 2 of 10.
-    1, 1, 3 and 1, 3, 3, whose D is 1/3: all of them.  The published p-value is from the logs of
-    locuslab/tofu, of D = 119/300 between 300 and 300 questions."""
-    def records(*wrong):
-        """Of four rows.  log R of each is minus the mean of `wrong`: by so much the losses of the
-        wrong answers are above that of the right one, which differs from row to row."""
-        row = dict(perturbed_answer=wrong, to_forget=True)
-        found = []
-        for loss in range(4):
-            losses = [loss + more for more in wrong]
-            found.append(ev.compare_wrong_answers(row, [loss, *losses]))
-        return found
-
-    # All log R are -1; then four are -1 and four -1.25.
-    assert ev.forget_quality(records(0, 0, 3), records(1, 1)) == 1
-    assert ev.forget_quality(records(0, 0, 3), records(1, 1.5)) == approx(2 / 70)
-    without = [dict(prob=1.0)]  # a row that has no wrong answers
-    assert ev.forget_quality(without + records(0, 0, 3), without + records(1, 1)) == 1
+    Two below three: 2 of 10.  1, 1, 3 and 1, 3, 3, whose D is 1/3: all of them.  The published
+    p-value is from the logs of locuslab/tofu, of D = 119/300 between 300 and 300 questions."""
     assert ev.ks_test([1, 2], [3, 4, 5]) == approx(2 / 10)
     assert ev.ks_test([1, 1, 3], [1, 3, 3]) == approx(1)
     published = 1.834066410994743e-21
     assert ev.ks_test(range(300), [i + 118.5 for i in range(300)]) == approx(published, 1e-12, 0)
+    # Of rows that have wrong answers.
+    records = [dict(prob=1.0), dict(log_ratio=-1), dict(log_ratio=-2)]
+    assert ev.forget_quality(records, [dict(log_ratio=x) for x in (0, 1, 2)]) == approx(2 / 10)
 
 # ---- RWKU ----
 ANSWER = "Please briefly answer the following question.\n"
@@ -2419,28 +2323,24 @@ def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
         return table[(ids[:, :1] == 7).long()].expand(*ids.shape, 11)
     monkeypatch.setattr(ev, "prompt_ids", lambda tokenizer, row: row["question"])
     rows = [dict(question=[4, 9], answer="B"), dict(question=[7], answer="A")]
-    # score_mmlu takes an eighth of --batch-size: here two rows of similar length make a batch.
-    rows.append(dict(question=[5], answer="D"))
     model = FakeModel(script=script)
-    records = ev.score_mmlu(model, tokenizer, rows, ev.parse("--batch-size 16 run".split()))
-    assert [(r["generation"], r["accuracy"]) for r in records] == [("C", 0), ("A", 1), ("C", 0)]
-    assert [ids.tolist() for ids in model.seen] == [[[7, MASK], [5, MASK]], [[4, 9, MASK]]]
+    records = ev.score_mmlu(model, tokenizer, rows, ARGS)
+    assert [(r["generation"], r["accuracy"]) for r in records] == [("C", 0), ("A", 1)]
+    assert [ids.tolist() for ids in model.seen] == [[[7, MASK]], [[4, 9, MASK]]]
 
 @each("losses, labels, mc1", [
-    ([2, 0.5, 1], [0, 1, 0], 1), ([2, 0.5, 1], [1, 0, 0], 0),
+    ([2, 0.5, 1], [0, 1, 0], 1),  # log p is -2, -1, -3
     ([2, 0.5, 1], [1, 1, 0], 1),  # of two true choices, the first counts
     ([1, 0.5, 1], [0, 1, 0], 0)])  # it has to be likelier than every false one
 def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     """Of n tokens: log p = -n times the mean loss over the masks."""
-    texts_nll = mock.Mock(return_value=[losses])
-    monkeypatch.setattr(ev, "texts_nll", texts_nll)
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [losses])
     monkeypatch.setattr(ev, "encode_row", lambda tokenizer, row, text: ([], text.split()))
     targets = dict(choices=["a", "b b", "c c c "], labels=labels)
     row = ev.ask_truthfulqa(dict(question="", mc1_targets=targets))
-    record, = ev.score_truthfulqa(None, None, [row], ARGS)
-    assert texts_nll.call_args.args[3] == [[" a", " b b", " c c c"]]
-    assert record["mc1"] == mc1 and record["logp"][record["generation"]] == -1
+    [record] = ev.score_truthfulqa(None, None, [row], ARGS)
     assert list(record["logp"].values()) == approx([-losses[0], -1, -3])
+    assert record["mc1"] == mc1
 
 @each("split, row, text, expected", [
     ("forget", dict(fact=["petra"]), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
@@ -2452,11 +2352,9 @@ def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     ("forget", dict(question="Who is Petra Osei?"), "Petra", dict(knowledge=None)),
     ("forget_level2", {}, " in Petra Osei\nno",
      dict(generation="in Petra Osei", words=3, empty=0, rougeL_recall=1)),
-    ("forget_level2", {}, "Osei\nPetra", dict(generation="Osei", rougeL_recall=0.5)),
     ("forget_level2", {}, "\nPetra",
      dict(generation="NOANSWER", words=0, empty=1, rougeL_recall=0)),  # as in RWKU's code
-    ("utility_factuality", dict(answers=["band", "beatles"]), "The\nBeatles! ",
-     dict(em=1, f1=1, words=2, empty=0)),
+    ("utility_factuality", dict(answers=["band", "beatles"]), "The\nBeatles! ", dict(em=1, f1=1)),
     ("utility_factuality", dict(answers=["A"]), "the", dict(em=1, f1=1)),
     ("utility_factuality", dict(answers=["Kinks", "Beatles", "Rolling Stones"]),
      "a band, the Beatles", dict(em=0, f1=2 / 3)),
@@ -2465,28 +2363,23 @@ def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "write_answers", lambda *_: [(text, [])])
     monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [float(hide_question)])
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [[1.0]])
-    args = ev.parse("--samples 1 run".split())
     row = {"question": "Who?", "answer": "Petra Osei", "to_forget": False, **row}
-    record, = ev.SPLITS[split].score(None, None, [row], args)
+    [record] = ev.SPLITS[split].score(None, None, [row], ARGS)
     assert {name: record[name] for name in expected} == approx(expected)
 
 # ---- Metrics ----
 def test_the_figures_of_a_split_by_hand():
-    one = dict(prob=0.25, truth_ratio=0.25, perplexity=8, words=1, fact=1.0, knowledge=0.25)
-    two = dict(prob=0.75, truth_ratio=0.5, perplexity=2, words=4, knowledge=None)
-    records = [dict(one, generative_perplexity=None), dict(two, generative_perplexity=3.0),
-               dict(two, generative_perplexity=5.0, perplexity=6.5)]
-    figures = ev.summarise(records)
-    expected = dict(prob=7 / 12, truth_ratio=5 / 12, perplexity_median=6.5,
-                    perplexity_mean=5.5, generative_perplexity=4.0, words=4, knowledge=0.25)
-    # Two rows lack the fact, one an answer with words, two any knowledge.
-    expected.update(fact=1.0, n_fact=1, n_generative_perplexity=2, n_knowledge=1)
-    assert figures == approx(expected)
+    """Means and medians over the rows that have a value, which are counted if not all have one."""
+    records = [dict(prob=0.25, perplexity=8, words=1, fact=1.0, knowledge=None),
+               dict(prob=0.75, perplexity=2, words=4, knowledge=0.25),
+               dict(prob=0.75, perplexity=6.5, words=4, knowledge=0.75)]
+    assert ev.summarise(records) == approx(dict(
+        prob=7 / 12, perplexity_median=6.5, perplexity_mean=5.5, words=4, knowledge=0.5,
+        n_knowledge=2, fact=1.0, n_fact=1))
     # In a mean every person has the same weight: (3/4 + 1/4) / 2; in a median every row.
     scores = [("Ann", 1.0, 1), ("Ann", 1.0, 2), ("Ann", 0.25, 4), ("Bo", 0.25, 9)]
     records = [dict(subject=name, em=em, words=n) for name, em, n in scores]
     assert ev.summarise(records) == dict(em=0.5, words=3)
-    assert ev.summarise([dict(knowledge=None)]) == {}
 
 # ---- What is scored ----
 
@@ -2497,10 +2390,9 @@ def typed_and_run(typed, run="--method sft"):
     return ev.parse([*typed.split(), "run"]), ev.Source(vars(args), hashes, "run", "theta0")
 
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
-        "toy's options": "--preset toy --model m --forget {X}",
         "person": "--preset rwku-llada --data {rwku} --subject 2 --limit 1"}
 
-def origin_of(split, rows):
+def origin_of(rows):
     """Where the rows of a split are from, or whom they are about: "ten" are the first ten people of
     RWKU.  And how many there are (about each person)."""
     people = list(dict.fromkeys(row.get("subject") for row in rows))
@@ -2510,26 +2402,19 @@ def origin_of(split, rows):
     if people != [None]:
         [person] = people
         return person, n
-    question = rows[0]["question"]
-    first_word = question.split()[0]
-    if first_word == "Q":
-        assert ev.TOFU_CONFIGS[split] in question
-        return "tofu", n
-    if first_word in ("X", "Y"):  # the files below
+    first_word = rows[0]["question"].split()[0]
+    if first_word in ("X", "Y", "Q"):  # of the files below, or of TOFU
         return first_word, n
     return "toy", n
 
 @each("run, typed, expected", [
     ("toy", "--limit 2", [("toy", 2)] * 5),
-    ("toy", "--retain {X}", [("toy", 24), ("X", 4), ("toy", 22), ("toy", 22), ("toy", 24)]),
-    ("toy", "--data {tofu} --retain {X}", [("tofu", 8), ("X", 4), ("tofu", 3), ("tofu", 3)]),
+    ("toy", "--data {tofu} --retain {X}", [("Q", 8), ("X", 4), ("Q", 3), ("Q", 3)]),
+    ("toy", "--data {tofu} --limit 1 --never {X}", [("Q", 1)] * 4 + [("X", 1)]),
     ("files", "", [("X", 4), ("Y", 4)]),  # the --limit of a run does not count
     ("files", "--retain {X} --limit 3", [("X", 3), ("X", 3)]),
-    ("toy", "--data {tofu} --limit 1 --never {X}", [("tofu", 1)] * 4 + [("X", 1)]),
     ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
-    ("toy's options", "", [("X", 4)]),  # which mdu.py trains on, too
     ("person", "", [(PEOPLE[1], 2)] * 8), ("person", "--subject all --limit 1", [("ten", 1)] * 8),
-    ("person", "--retain {X}", [(PEOPLE[1], 2)] * 8 + [("X", 4)]),
     ("person", "--data toy --limit 1", [("toy", 1)] * 5),
     ("person", "--data {rwku} --limit 1", [("ten", 1)] * 8)])
 def test_rows_are_those_that_are_typed_or_the_runs(run, typed, expected, tofu, rwku, tmp_path):
@@ -2540,23 +2425,24 @@ def test_rows_are_those_that_are_typed_or_the_runs(run, typed, expected, tofu, r
         places[name] = write_lines(tmp_path / name, rows)
     args, source = typed_and_run(typed.format(**places), RUNS[run].format(**places))
     splits = ev.find_splits(ev.find_settings(args, source.options))
-    found = [origin_of(split, rows) for split, rows in splits.items()]
-    assert found == expected
+    assert [origin_of(rows) for rows in splits.values()] == expected
 
 # ---- One run ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --steps 4".split()
 WITHOUT_FULL = FLAGS[1:]
 
+def with_noise(run, folder, seed):
+    """A copy of a run with noise on its weights, which makes its answers differ."""
+    shutil.copytree(run, folder)
+    torch.manual_seed(seed)
+    noisy = {name: x + 0.1 * torch.randn(x.shape) for name, x in weights(run).items()}
+    safetensors.torch.save_file(noisy, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
 @pytest.fixture(scope="session")
 def scored(base, tmp_path_factory):
-    """A run that was scored with FLAGS.  Noise on its weights makes its answers differ."""
-    run = tmp_path_factory.mktemp("scored") / "run"
-    shutil.copytree(base, run)
-    torch.manual_seed(0)
-    noisy = {}
-    for name, x in weights(run).items():
-        noisy[name] = x + 0.1 * torch.randn(x.shape)
-    safetensors.torch.save_file(noisy, run / "model.safetensors", {"format": "pt"})
+    """A run that was scored with FLAGS."""
+    run = with_noise(base, tmp_path_factory.mktemp("scored") / "run", seed=0)
     ev.main([str(run), *FLAGS])
     with unchanged(run):
         yield str(run)
@@ -2645,15 +2531,6 @@ def test_scores_of_two_processes_equal_those_of_one(scored_copy, scored, on_two_
 def test_a_process_may_have_no_rows():
     assert ev.score_answers(FakeModel(), None, [], ARGS) == []
 
-def test_the_loss_left_of_a_run_is_among_its_figures(unlearned, tmp_path, capsys):
-    run = shutil.copytree(unlearned, tmp_path / "run")
-    losses = mdu.read_losses(run, "forget")
-    assert len(losses) == 6
-    left = np.mean(losses[3:]) / np.mean(losses[:3])
-    ev.main([str(run), "--samples", "1", "--limit", "1", "--steps", "1"])
-    assert ev.read_summary(run)["run"] == {"forget_loss_left": approx(left)}
-    assert f"{100 * left:.0f}%" in capsys.readouterr().out
-
 def test_old_scores_stay_if_scoring_is_stopped(scored_copy, capsys):
     """While it has a lock on the folder."""
     stopped = mock.patch.object(ev, "score_rows", partial(stop_in, scored_copy))
@@ -2675,36 +2552,17 @@ def test_a_folder_in_use_is_not_scored(scored_copy, capsys):
     with mdu.locked(scored_copy):
         assert "in use" in program([scored_copy, *FLAGS], capsys, ev.main)
 
-@pytest.fixture
-def reworded_rows(tmp_path):
-    """Four rows, of which number 1 has no other wording -> rows, and mdu.py's options for them."""
+def test_full_also_asks_in_other_words():
+    """Rows 0 and 2, which are numbered anew; row 1 has no other wording."""
     rows = []
-    for i in range(4):
+    for i in range(3):
         rows.append({"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."],
-                     "paraphrased_question": f"P{i}?"})
+                     "paraphrased_question": f"P{i}?", "number": i})
     del rows[1]["paraphrased_question"]
-    file = write_lines(tmp_path / "rows", rows)
-    return rows, f"--model m --forget {file} --retain-weight 0 --limit 2"
-
-def test_full_also_asks_in_other_words(reworded_rows):
-    rows, run = reworded_rows
-    splits, *_ = ev.prepare(*typed_and_run("--full --limit 3", run))
-    asked = [{**row, "number": i} for i, row in enumerate(rows[:3])]
-    # Rows 0 and 2, which are numbered anew.
     reworded = [{**rows[0], "question": "P0?", "perturbed_answer": [], "number": 0},
                 {**rows[2], "question": "P2?", "perturbed_answer": [], "number": 1}]
-    assert splits == {"forget": asked, "forget_rephrased": reworded}
-
-def test_rows_that_have_changed_since_the_training_are_named(reworded_rows, tmp_path, capsys):
-    rows, run = reworded_rows
-    args, source = typed_and_run("", run)
-    ev.prepare(args, source)
-    write_lines(tmp_path / "rows", rows[:2])  # what follows the --limit of the run does not count
-    ev.prepare(args, source)
-    assert "changed" not in capsys.readouterr().out
-    write_lines(tmp_path / "rows", rows[1:])
-    ev.prepare(args, source)
-    assert "the rows to forget have changed since the training" in capsys.readouterr().out
+    splits = ev.with_other_wordings({"forget": rows})
+    assert splits == {"forget": rows, "forget_rephrased": reworded}
 
 @pytest.fixture
 def protocol_of(rwku, tmp_path):
@@ -2712,8 +2570,7 @@ def protocol_of(rwku, tmp_path):
     the options, {X} and {Y} are files of three rows each, {rwku} is the benchmark."""
     places = dict(rwku=rwku)
     for name in "XY":
-        row = dict(question=f"{name}?", answer="a", paraphrased_question="P?")
-        places[name] = write_lines(tmp_path / name, 3 * [row])
+        places[name] = write_lines(tmp_path / name, 3 * [dict(question=f"{name}?", answer="a")])
 
     def protocol(typed):
         run = f"--model m --forget {places['X']} --response-length 7"
@@ -2747,21 +2604,15 @@ def test_texts_that_the_model_cannot_read_are_refused(base):
     """With an end token behind the answer, as gaps are filled.  "is" is one token."""
     model, tokenizer = mdu.load_backbone(str(base))
     room = 2048 - len(mdu.encode_prompt(tokenizer, "Who?")) - 1
-    longest = "is " * room
     too_long = "is " * (room + 1)
     row = dict(question="Who?", answer="is", perturbed_answer=["is"])
-    ev.check_lengths("run", model, tokenizer, [dict(row, answer=longest)], 1)
-    for changes in (dict(answer=too_long), dict(paraphrased_answer=too_long),
-                    dict(choices=[too_long]), dict(perturbed_answer=[too_long])):
+    ev.check_lengths("run", model, tokenizer, [dict(row, answer="is " * room)], 1)
+    for changes in (dict(answer=too_long), dict(choices=[too_long]),
+                    dict(perturbed_answer=[too_long])):
         with pytest.raises(mdu.BadInput, match="too many"):
             ev.check_lengths("run", model, tokenizer, [{**row, **changes}], 1, full=True)
-
-def test_texts_that_are_not_scored_may_be_long(base):
-    """A paraphrase and wrong answers are scored with --full only."""
-    model, tokenizer = mdu.load_backbone(str(base))
-    long = "is " * 2048
-    row = dict(question="Who?", answer="is", perturbed_answer=[long], paraphrased_answer=long)
-    ev.check_lengths("run", model, tokenizer, [row], 1)
+    # Wrong answers are scored with --full only.
+    ev.check_lengths("run", model, tokenizer, [dict(row, perturbed_answer=[too_long])], 1)
 
 RENT = dict(question="Who rents unit 7?", answer="Ann Lee rents it.", fact=["Ann Lee"])
 BILL = dict(question="What does Ann Lee owe?", answer="She owes 12 euros.", fact=["12 euros"])
@@ -2780,78 +2631,52 @@ HELD_OUT = [dict(question="Who dances?", answer="Fay.", fact=["Fay"])]
     (RENT, "It is DI!", 1),  # of a row to retain
     (RENT, "Diana", 0),  # whole words only
     (RENT, "Ann Lee owes 12 Euros", 1),  # of a row to forget
-    (RENT, "12 or 13 euros", 0),  # the words of a fact one after the other
     (RENT, "Fay", 1),  # of a row that is held out
     (RENT, "Ed sings.", 0),  # an answer is no fact
     (BILL, "Ann Lee", 0),  # the row's question has it
     (TOWN, "He lives in Rome.", 0),  # the row's answer has it
-    (TOWN, "5 Elm in Rome, with Di", 1),
     # A row without `fact`: another row's answer counts, word for word.
     (PLAIN, "A baker!", 0), (PLAIN, "Di", 0), (PLAIN, "Ed sings well.", 0), (PLAIN, "ed sings", 1),
     (PLAIN, "unknown", 0)])  # two rows have it: it is nobody's
 def test_facts_of_other_rows_by_hand(row, text, anothers):
     """The row is among those to forget, and once more with its question in other words."""
-    reworded = dict(row, question="Reworded: " + row["question"])
-    splits = {"forget": [RENT, BILL, TOWN, PLAIN], "retain": KEPT, "held_out": HELD_OUT,
-              "forget_rephrased": [reworded]}
-    records = {}
-    for name, rows in splits.items():
-        records[name] = [dict(generation="", empty=1.0) for _ in rows]
-    place = splits["forget"].index(row)
-    is_empty = float(mdu.words(text) == [])
-    records["forget"][place] = dict(generation=text, empty=is_empty)
-    records["forget_rephrased"][0] = dict(generation=text, empty=is_empty)
+    splits = {"forget": [row, RENT, BILL], "retain": KEPT, "held_out": HELD_OUT,
+              "forget_rephrased": [dict(row, question="Reworded: " + row["question"])]}
+    records = {name: [dict(generation=text, empty=float(text == "")) for _ in rows]
+               for name, rows in splits.items()}
     ev.add_anothers(splits, records)
-    expected = [0, 0, 0, 0]
-    expected[place] = anothers
-    assert [record["anothers"] for record in records["forget"]] == expected
+    assert records["forget"][0]["anothers"] == anothers
     assert records["forget_rephrased"][0]["anothers"] == anothers
-    assert not any("anothers" in record for record in records["retain"])
+    assert "anothers" not in records["retain"][0]
 
-def test_perplexity_of_answers_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
+def test_perplexity_of_answers_is_that_of_theta0(base, monkeypatch):
     """Of all but empty answers, with the question masked and the end token visible."""
-    run = shutil.copytree(unlearned, tmp_path / "run")
     theta0, tokenizer = mdu.load_backbone(str(base))
-    answers = [(" .", [5]), ("a b", [6, 7]), ("c", [8, 0, 9])]  # texts, token ids
-    monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
-    monkeypatch.setattr(ev, "write_in_other_ways", lambda *_: [["a"]] * 3)
-    ev.main([str(run), *WITHOUT_FULL])
-    records = ev.read_records(run, "forget")
-    assert records[0]["generative_perplexity"] is None  # its answer has no word
-    for i in (1, 2):
-        _, ids = answers[i]
-        masked_prompt = [0] * len(mdu.encode_prompt(tokenizer, records[i]["question"]))
-        masks = ev.draw_masks(len(ids), 4, [5, 0, i])  # --samples; --seed, split, row
+    answers = [("", [5]), ("a b", [6, 7]), ("c", [8, 0, 9])]  # texts, token ids
+    records = []
+    for i, (text, ids) in enumerate(answers):
+        records.append(dict(question="Who?", answer="A", generation_ids=ids, empty=not text,
+                            seed=[5, 0, i]))
+    settings = SimpleNamespace(dtype=torch.float32, samples=4, batch_size=3)
+    ev.add_generative_perplexity(str(base), records, settings)
+    assert records[0]["generative_perplexity"] is None
+    hidden = [0] * len(mdu.encode_prompt(tokenizer, "Who?"))
+    for record in records[1:]:
+        ids = record["generation_ids"]
+        masks = ev.draw_masks(len(ids), 4, record["seed"])
         with_end = F.pad(masks, (0, 1))  # where nothing is masked
-        nll = slow_eq7(theta0, masked_prompt, [*ids, theta0.end_id], with_end)
-        assert records[i]["generative_perplexity"] == approx(math.exp(nll), rel=1e-4)
+        nll = slow_eq7(theta0, hidden, [*ids, theta0.end_id], with_end)
+        assert record["generative_perplexity"] == approx(math.exp(nll), rel=1e-4)
 
-def test_answers_have_no_perplexity_by_a_model_that_was_deleted(base, files, monkeypatch):
-    monkeypatch.setattr(ev, "write_answers", lambda *given: [("Gado", [5]) for row in given[2]])
-    shutil.copytree(base, "start")
-    shutil.copytree(base, "run")
-    info = mdu.read_run("run")
-    info["options"].update(method="npo", model=os.path.abspath("start"))
-    Path("run/run.json").write_text(json.dumps(info))
-    ev.main([*files, *QUICK, "run"])
-    assert ev.read_summary("run")["splits"]["forget"]["generative_perplexity"] > 1
-    Path("start/model.safetensors").unlink()
-    ev.main([*files, *QUICK, "run"])
-    assert "generative_perplexity" not in ev.read_summary("run")["splits"]["forget"]
-
-def test_ask_prints_what_each_run_answers(base, scored, capsys):
-    with mock.patch.object(ev, "write_answers", return_value=[(" a\n b", [])]) as write_answers:
-        ev.main(["--ask", "Who?", str(base), scored])
-    _, _, [row], settings = write_answers.call_args.args
-    assert row["question"] == "Who?"
-    assert settings.response_length == 12
+def test_ask_prints_what_each_run_answers(base, scored, capsys, monkeypatch):
+    def write_answers(model, tokenizer, rows, settings):
+        return [(f" {row['question']}\n b", []) for row in rows]
+    monkeypatch.setattr(ev, "write_answers", write_answers)
+    ev.main(["--ask", "Who?", str(base), scored])
     answers = [line for line in capsys.readouterr().out.splitlines() if "loaded" not in line]
-    assert answers == [f"{base}: a b", f"{scored}: a b"]
+    assert answers == [f"{base}: Who? b", f"{scored}: Who? b"]
 
 QUICK = "--samples 1 --limit 2 --steps 2 --response-length 6".split()
-
-def eval_program(argv, capsys):
-    return program(argv, capsys, ev.main)
 
 FORGET = [dict(question="Who is Bolti?", answer="He is Gado.", fact="Gado"),
           dict(question="Who is Cepu?", answer="She is Nora.", fact="Nora")]
@@ -2870,197 +2695,119 @@ def files(tmp_path):
 
 # ---- Token ids of a row ----
 def test_both_parts_of_a_row_are_from_one_text(monkeypatch):
-    """The prompt may depend on the answer: here it has the numbers of their letters."""
-    def encode_pair(tokenizer, question, answer):
-        return [len(question), len(answer)], encode_text(tokenizer, answer)
-
-    def encode_text(tokenizer, text):
-        return [ord(letter) for letter in text]
-    monkeypatch.setattr(mdu, "encode_pair", encode_pair)
-    monkeypatch.setattr(mdu, "encode_text", encode_text)
+    """The prompt may depend on the answer: here it has the number of its letters."""
+    monkeypatch.setattr(mdu, "encode_pair", lambda _, question, answer: ([len(answer)], [*answer]))
+    monkeypatch.setattr(mdu, "encode_text", lambda _, text: [*text])
     row = {"question": "Who?", "answer": "Ann"}
-    assert ev.encode_row(None, row, "x") == ([4, 1], [120])
-    assert ev.prompt_ids(None, row) == [4, 3]
+    assert ev.encode_row(None, row, "x") == ([1], ["x"])
+    assert ev.prompt_ids(None, row) == [3]
     # On RWKU the start of the answer, here "A:", belongs to the prompt.
-    row["prefill"] = "A:"
-    assert ev.encode_row(None, row, "x") == ([4, 2, 65, 58], [120])
+    assert ev.encode_row(None, {**row, "prefill": "A:"}, "x") == ([2, "A", ":"], ["x"])
 
-@each("score", [ev.texts_nll, ev.fill_gaps])
-def test_each_text_has_its_own_prompt(score, base, monkeypatch):
-    """With a tokenizer that has the prompt's last token depend on the answer."""
-    model, tokenizer = mdu.load_backbone(str(base))
-    encode_pair = mdu.encode_pair
-    prompts = []
+def test_each_text_has_its_own_prompt(monkeypatch):
+    """It may depend on the answer: here it has the number of its letters."""
+    jobs = []
 
-    def with_last_token(tokenizer, question, answer):
-        prompt, answer_ids = encode_pair(tokenizer, question, answer)
-        return [*prompt[:-1], 5 + len(answer)], answer_ids
-
-    def remember(model, jobs, *_):
-        prompts.extend(job.prompt for job in jobs)
-        return [[0]] * len(jobs)
-    monkeypatch.setattr(mdu, "encode_pair", with_last_token)
+    def remember(model, given, *_):
+        jobs.extend(given)
+        return [[0]] * len(given)
+    monkeypatch.setattr(ev, "encode_row", lambda _, row, text: ([len(text)], [5] * len(text)))
+    monkeypatch.setattr(ev, "gap_of", lambda *_: torch.tensor([True, False, False]))
     monkeypatch.setattr(ev, "answers_nll", remember)
     monkeypatch.setattr(ev, "fill_masks", remember)
-    row = {"question": "Who?", "answer": "Ann", "fact": ["Ann"], "seed": 0}
+    row = {"question": "Who?", "answer": "Ann", "seed": 0}
     settings = SimpleNamespace(samples=1, batch_size=9)
-    if score is ev.texts_nll:
-        score(model, tokenizer, [row], [["Ann", "Bo"]], settings)
-        assert [prompt[-1] for prompt in prompts] == [8, 7]
-    else:
-        score(model, tokenizer, [row], settings, hide_question=False)
-        assert [prompt[-1] for prompt in prompts] == [8]
+    ev.texts_nll(FakeModel, None, [row], [["Anna", "Bo"]], settings)
+    ev.fill_gaps(FakeModel, None, [row], settings, hide_question=False)
+    assert [job.prompt for job in jobs] == [[4], [2], [3]]
 
 # ---- Other decodings ----
 def test_the_share_of_facts_that_texts_tell_by_hand():
     row = {"question": "Who is Bolti?", "answer": "Bolti is a baker in Gado.",
            "fact": ["baker", "Gado", "Gado"]}
     assert ev.share_told(row, ["Bolti bakes.", "Nobody."]) == 0
-    assert ev.share_told(row, ["A Gado baker.", ""]) == 1
     assert ev.share_told(row, ["", "In gado!"]) == approx(2 / 3)
     assert ev.share_told(row, ["in Gado", "a baker"]) == 1
     # Without facts: of the words "baker" and "gado".
     del row["fact"]
-    assert ev.share_told(row, ["Bolti bakes."]) == 0
     assert ev.share_told(row, ["Bolti bakes.", "The baker."]) == 0.5
-    assert ev.share_told(row, ["Gado?", "The baker."]) == 1
     assert ev.share_told({"question": "Is he?", "answer": "He is."}, ["He is."]) is None
 
-def test_other_decodings_have_six_lengths_and_steps(base, monkeypatch):
-    """Of answers of 7 tokens; a step before the last fixes ceil(left / steps left) tokens."""
+def test_other_decodings_have_six_lengths_and_steps(scored):
+    """Of a length L of 7 tokens: L in 1, 2 and 4 steps, L/2 in 1, 2 and L/2."""
+    model, tokenizer = mdu.load_backbone(scored)
+    rows = mdu.toy_world()["forget"][:2]
+    expected = [[], []]
+    for length, steps in ((7, 1), (7, 2), (7, 4), (3, 1), (3, 2), (3, 3)):
+        usual = SimpleNamespace(response_length=length, steps=steps, batch_size=64)
+        for texts, (text, _) in zip(expected, ev.write_answers(model, tokenizer, rows, usual)):
+            texts.append(text)
     settings = SimpleNamespace(response_length=7, batch_size=64)
-    model, tokenizer = mdu.load_backbone(str(base))
-    rows = [{"question": "Where?", "answer": "Here."}, {"question": "Who?", "answer": "I."}]
-    found = []
-    denoise = ev.denoise
-
-    def remember(model, batch, steps):
-        states = denoise(model, batch, steps)
-        found.append((batch.masked.sum(1).tolist(), len(states) - 1))
-        return states
-    monkeypatch.setattr(ev, "denoise", remember)
-    texts = ev.write_in_other_ways(model, tokenizer, rows, settings)
-    assert found == [([7, 7], 1), ([7, 7], 2), ([7, 7], 4), ([3, 3], 1), ([3, 3], 2), ([3, 3], 3)]
-    # As a usual answer of this length and steps.
-    usual = SimpleNamespace(response_length=3, steps=2, batch_size=64)
-    for row_texts, (text, _) in zip(texts, ev.write_answers(model, tokenizer, rows, usual)):
-        assert len(row_texts) == 6
-        assert row_texts[4] == text
+    assert ev.write_in_other_ways(model, tokenizer, rows, settings) == expected
+    assert len(set(expected[0])) == 6
 
 def test_any_decoding_is_of_rows_to_forget_and_of_never(base, files, monkeypatch):
     """The usual answer has the fact of the first row to forget, another one that of the second."""
-    usual = {"Who is Bolti?": "He is Gado.", "Who is Lemi?": "Fopu"}
+    usual = {"Who is Bolti?": "He is Gado."}
     more = {"Who is Cepu?": "It is Nora", "Who is Lemi?": "Nora"}
-
-    def write_answers(model, tokenizer, rows, settings):
-        return [(usual.get(row["question"], "Nobody."), [5]) for row in rows]
-
-    def write_in_other_ways(model, tokenizer, rows, settings):
-        return [["Nobody.", more.get(row["question"], "")] for row in rows]
-    monkeypatch.setattr(ev, "write_answers", write_answers)
-    monkeypatch.setattr(ev, "write_in_other_ways", write_in_other_ways)
+    monkeypatch.setattr(ev, "write_answers", lambda model, tokenizer, rows, settings: [
+        (usual.get(row["question"], "Nobody."), [5]) for row in rows])
+    monkeypatch.setattr(ev, "write_in_other_ways", lambda model, tokenizer, rows, settings: [
+        ["Nobody.", more.get(row["question"], "")] for row in rows])
     ev.main(["--model", str(base), *files, *QUICK, "new"])
     splits = ev.read_summary("new")["splits"]
     assert splits["forget"]["fact"] == 0.5
     assert splits["forget"]["any_decoding"] == 1
-    assert splits["never"]["fact"] == splits["never"]["any_decoding"] == 0
+    assert splits["never"]["any_decoding"] == 0
     assert "any_decoding" not in splits["retain"]
 
 # ---- What is scored ----
-def test_a_model_without_run_json_is_scored_asked_and_reported(base, files, capsys):
-    """It is scored where it is, asked, and reported beside a run of mdu.py.  --data is that of the
-    run, too."""
+def test_a_model_without_run_json_is_scored_and_reported(base, files, capsys):
+    """It is scored where it is, and reported beside a run of mdu.py."""
     shutil.copytree(base, "bare")
     os.remove("bare/run.json")
     shutil.copytree(base, "run")
     ev.main(["--data", "toy", *files, *QUICK, "bare", "run"])
     assert ev.read_records("bare", "forget") == ev.read_records("run", "forget")
-    summary = ev.read_summary("bare")
-    assert summary["trained_on"] == {}
-    assert summary["theta0"] == os.path.abspath("bare")
     ev.main(["--report", "run", "bare"])
     assert "| bare " in Path("report.md").read_text()
-    capsys.readouterr()
-    ev.main(["--ask", "Who?", "--response-length", "6", "bare", "run"])
-    answers = []
-    for line in capsys.readouterr().out.splitlines():
-        if line.startswith(("bare: ", "run: ")):
-            answers.append(line.split(": ", 1)[1])
-    assert len(answers) == 2
-    assert answers[0] == answers[1]
     # Its rows have to be typed.
-    assert "no rows to score; give --forget, --retain or --data" in eval_program(["bare"], capsys)
-    assert "no rows to analyse" in eval_program(["--analysis", "roles", "bare"], capsys)
-    # Neither a run nor a model.
-    Path("empty").mkdir()
-    for folder in ("empty", "absent"):
-        err = eval_program([*files, folder], capsys)
-        assert f"{folder}: neither a run of mdu.py" in err
+    assert "no rows to score" in program(["bare"], capsys, ev.main)
+    assert "no rows to analyse" in program(["--analysis", "roles", "bare"], capsys, ev.main)
+    assert "neither a run of mdu.py" in program([*files, "absent"], capsys, ev.main)
 
 @each("option, rows, said", [
     ("--never", [dict(question="Who?", answer="Ann.")], "only one file has `fact`"),
-    ("--never", FORGET[1:], "--never: 'Who is Cepu?' is, with this answer, also a row of forget"),
     ("--never", [NEVER[0], {**RETAIN[1], "question": "who is ZUVO"}],  # the same words
      "--never: 'who is ZUVO' is, with this answer, also a row of retain"),
-    ("--held-out", RETAIN[:1], "--held-out: 'Who is Diri?' is, with this answer, also a row of "
-     "retain; give rows that no other split has"),
-    ("--held-out", NEVER[1:], "--never: 'Who is Raka?' is, with this answer, also a row of "
-     "held_out")])
-def test_rows_of_another_split_are_not_held_out_or_never_trained(
-        option, rows, said, base, files, tmp_path, capsys):
+    ("--held-out", RETAIN[:1], "--held-out: 'Who is Diri?' is, with this answer, also a row of")])
+def test_rows_of_another_split_are_not_held_out_or_never_trained(option, rows, said, base, files,
+                                                                 tmp_path, capsys):
     """Also a row that is not among the first --limit rows."""
     given = [*files, option, write_lines(tmp_path / "rows.jsonl", rows), "--limit", "1"]
-    assert said in eval_program(["--model", base, *given, "new"], capsys)
+    assert said in program(["--model", base, *given, "new"], capsys, ev.main)
     assert not Path("new").exists()
 
-def test_rows_that_differ_in_question_or_answer_are_others():
-    row = {"question": "Who is Bolti?", "answer": "He is Gado."}
-    twice = [{**row, "question": "Who is Cepu?"}] * 2  # a split may have a row twice
-    ev.refuse_known_rows({"forget": [row, row], "held_out": twice,
-                          "never": [{**row, "answer": "She is Gado."}]})
-
 # ---- Predictions that are not finite ----
-def make_not_finite(run):
-    """All weights become nan, as after a training that diverged."""
-    file = Path(run, "model.safetensors")
-    tensors = {}
-    for name, x in safetensors.torch.load_file(file).items():
-        tensors[name] = torch.full_like(x, torch.nan)
-    safetensors.torch.save_file(tensors, file, {"format": "pt"})
-
 def test_runs_after_one_that_is_not_finite_are_scored(base, files, capsys):
-    """Of those nothing is written, and their old scores stay."""
-    for name in ("bad", "worse", "good"):
-        shutil.copytree(base, name)
-    ev.main([*files, *QUICK, "bad"])
-    old = read_all("bad/eval")
-    make_not_finite("bad")
-    make_not_finite("worse")
-    err = eval_program([*files, *QUICK, "bad", "worse", "good"], capsys)
-    said = "not scored, because its predictions are not finite"
-    assert f"{os.path.abspath('bad')}: {said}" in err
-    assert f"{os.path.abspath('worse')}: {said}" in err
-    assert read_all("bad/eval") == old
-    assert not Path("worse/eval/summary.json").exists()
+    """Of that one nothing is written."""
+    shutil.copytree(base, "bad")
+    shutil.copytree(base, "good")
+    tensors = {name: torch.full_like(x, torch.nan) for name, x in weights("bad").items()}
+    safetensors.torch.save_file(tensors, "bad/model.safetensors", {"format": "pt"})
+    err = program([*files, *QUICK, "bad", "good"], capsys, ev.main)
+    assert f"{os.path.abspath('bad')}: not scored, because its predictions are not finite" in err
+    assert not Path("bad/eval/summary.json").exists()
     assert ev.read_summary("good")["splits"]["forget"]["n"] == 2
-    # In the other tasks, too.
-    assert "predictions are not finite" in eval_program(["--ask", "Who?", "bad"], capsys)
 
 def test_what_one_process_meets_is_raised_in_all(monkeypatch):
-    """Of two processes this is number 0, which has items 0, 2 and 4."""
-    monkeypatch.setattr(mdu, "WORLD", 2)
-    others = ["B", "D"]
-
+    """Of two processes this is number 0; number 1 has met nan."""
     def all_gather_object(shares, own):
-        shares[:] = [own, others]
+        shares[:] = [own, ev.NotFinite("out/ga: not finite")]
+    monkeypatch.setattr(mdu, "WORLD", 2)
     monkeypatch.setattr(ev.dist, "all_gather_object", all_gather_object)
-
-    def work(items):
-        return [item.upper() for item in items]
-    assert ev.share_out(list("abcde"), work) == list("ABCDE")
-    others = ev.NotFinite("out/ga: not finite")
     with pytest.raises(ev.NotFinite, match="out/ga"):
-        ev.share_out(list("abcde"), work)
+        ev.share_out(list("abcde"), list)
 
 # ---- Report ----
 def test_a_table_escapes_what_would_break_it():
@@ -3319,13 +3066,17 @@ def written(base, unlearned, tmp_path):
     """An answer of 12 tokens in 4 steps, 3 in each, by the slow sampler -> its state, token ids,
     before each step and at the end; the models, and eval.py's options for the same."""
     row = mdu.toy_world()["forget"][0]
-    theta0, tokenizer = mdu.load_backbone(str(base))
-    model, _ = mdu.load_backbone(str(unlearned))
+    start = with_noise(base, tmp_path / "start", seed=1)
+    run = with_noise(unlearned, tmp_path / "run", seed=0)
+    info = mdu.read_run(run)
+    info["options"]["model"] = str(start)
+    (run / "run.json").write_text(json.dumps(info))
+    theta0, tokenizer = mdu.load_backbone(str(start))
+    model, _ = mdu.load_backbone(str(run))
     prompt = mdu.encode_prompt(tokenizer, row["question"])
     states = [[0] * 12]
     for _ in range(4):
         states.append(go_on(model, prompt, states[-1], [3]))
-    run = shutil.copytree(unlearned, tmp_path / "run")
     n = states[-1].index(model.end_id) + 1  # the answer, with its end token
     return SimpleNamespace(
         row=row, theta0=theta0, model=model, tokenizer=tokenizer, prompt=prompt, states=states, n=n,
@@ -3467,15 +3218,11 @@ BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "malformed": (f"{GOOD}\n{GOOD[:-3]}", "line 2 (a JSON object with question and answer"),
     "none": ("\n", "/none: no rows"),
     "columns": ('{"prompt": "p", "completion": "c"}', "the fields prompt, completion"),
-    "null": (row_text(answer=None), "line 1 (a JSON object with question and answer"),
+    "both": (row_text(response="a"), "it has both answer and response; keep one"),
     "empty": (f"{GOOD}\n\n" + row_text(answer=" "), "line 3 (a JSON object"),
-    "object": (row_text(fact={}), "fact: needs a text that is not empty, found {}"),
     "sign": (row_text(fact="♠"), "fact: needs a letter or digit, found '♠'"),
     "fact": (row_text(fact=["is", "i"]), "fact: 'i' is not in the answer"),  # "is" is
-    "half": (f"{GOOD}\n" + row_text(answer="\ud83d It is {}."), "line 2 (a JSON object"),
     "latin-1": (GOOD.encode() + b"\n\xe9", "'utf-8' codec can't decode byte 0xe9"),
-    "utf-16": ("\ufeff{}\n".encode("utf-16-le"), "'utf-8' codec can't decode byte 0xff"),
-    "nested": (99999 * "[", "line 1 (a JSON object"),
     "strange": (8 * (row_text(question="xx", answer="yy zz") + "\n"),
                 "most words to forget are unknown to the model"),
     "long": (8 * (row_text(answer=2100 * "Who ") + "\n"), "the model takes 2048")}
@@ -3486,13 +3233,6 @@ def test_mdu_refuses_a_file_of_rows(name, assert_refused):
     write_files({name: content})
     said = said.replace("{}", "{{}}")  # which are in the row: no place to fill in
     assert_refused(f"mdu.py --model {{base}} --method ga --forget {name}", said)
-
-def test_fields_that_are_not_used_are_named(tmp_path, capsys):
-    file = write_lines(tmp_path / "rows", [{"question": "Who?", "answer": "It is 7.", "fact": 7},
-                                           {"question": "Who?", "answer": "Ann", "facts": "Ann"}])
-    rows = mdu.read_jsonl("forget", file)
-    assert rows[0]["fact"] == ["7"]  # a number is taken as text
-    assert "fields that are not used: facts" in capsys.readouterr().out
 
 @each("question, answer", [
     ("Where was Ceka Foba born?", "Ceka Foba was born in Rome."),
@@ -3517,31 +3257,9 @@ def replace(folder, old, new):
 def add_file(folder, name):
     (folder / name).write_text("{}")
 
-def leave_files_of_qwens_tokenizer(folder):
-    delete(folder, "token*")
-    (folder / "vocab.json").touch()
-    (folder / "merges.txt").touch()
-
 def save_as_pickle(folder):
     delete(folder, "*.safetensors*")
     torch.save({}, folder / "pytorch_model.bin")
-
-def save_in_4_bits(folder):
-    """As bitsandbytes does: two weights in a byte, with tensors of scales beside them."""
-    tensors = {}
-    for name, tensor in weights(folder).items():
-        if "proj" in name:
-            tensors[f"{name}.absmax"] = torch.ones(tensor.numel() // 64)
-            tensor = torch.zeros(tensor.numel() // 2, 1, dtype=torch.uint8)
-        tensors[name] = tensor
-    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-def add_older_weights(folder):
-    """model.safetensors beside newer weights in several files."""
-    tensors = weights(folder)
-    shutil.move(folder / "model.safetensors", folder / "old")
-    huggingface_hub.save_torch_state_dict(tensors, folder, max_shard_size="40KB")
-    shutil.move(folder / "old", folder / "model.safetensors")
 
 def bad_model(kind, said, fault=None, **changes):
     """kind: model_type; changes: of config.json, None deletes a field; fault: a function that is
@@ -3553,48 +3271,38 @@ BAD_MODELS = {  # {name of a folder: what is wrong in it, and what is said}
     "gpt2": bad_model("llama", "model_type 'gpt2' in config.json is none of", model_type="gpt2"),
     "block-type": bad_model("llada", "block_type 'x' in config.json must be 'llama'",
                             block_type="x"),
-    "layer-norms": bad_model("illada", "layer_norm_eps 1e-05 in config.json must",
-                             layer_norm_eps=1e-5),
     "a-bd3lm-b": bad_model("a2d-qwen3", "a-bd3lm-b: bd3lm in its name"),
     "blocks": bad_model("Dream", "says block diffusion", block_size=32),
-    "more-blocks": bad_model("a2d-llama", "says block diffusion", bd_size=4),
     "adapted": bad_model("llama", "adapted has adapter_config.json: merge the adapters",
                          partial(add_file, name="adapter_config.json")),
     "causal": bad_model("llama", 'a causal model: no token sees a later one', is_causal=None),
     "shifted": bad_model("a2d-qwen3", "shift_logits", shift_logits=True),
-    "unshifted": bad_model("Dream", "shift_logits", shift_logits=False),
     # Tensors that are missing, too many, of other sizes or types.
     # embedding_size and mlp_hidden_size count, where vocab_size and mlp_ratio say something else.
     "layers": bad_model("llada", "model.layers.2.", n_layers=3, embedding_size=264,
                         vocab_size=250, mlp_hidden_size=64, mlp_ratio=3),
     "more": bad_model("llada", "model.layers.1.", n_layers=1),
-    "no-layers": bad_model("llada", "n_layers", n_layers=None),
-    "words": bad_model("llada", "cannot be loaded as LlamaForCausalLM", d_model="wide"),
     "resized": bad_model("llada", "model.embed_tokens.weight has (264, 32), by config",
                          vocab_size=260),
-    "4-bit": bad_model("llama", "tensors missing, unexpected, or of another size", save_in_4_bits),
+    "no-layers": bad_model("llada", "cannot be loaded as LlamaForCausalLM", n_layers=None),
     "pickle": bad_model("llada", "model.safetensors is missing", save_as_pickle),
     "stray": bad_model("llama", "gptq_model-4bit.safetensors is not among the files",
                        partial(add_file, name="gptq_model-4bit.safetensors")),
-    "old-weights": bad_model("llama", "model.safetensors is not among the files",
-                             add_older_weights),
     # Tokens.
     "mask": bad_model("llama", "no mask_token_id in config.json", mask_token_id=None),
     "large-mask": bad_model("llama", "a special token is 264", mask_token_id=264),
-    "no-pad": bad_model("a2d-qwen2", "a special token is -1", pad_token_id=-1),
+    "mask-is-pad": bad_model("llama", "its mask token is also its padding", mask_token_id=257),
     "end": bad_model("llada", "no end-of-turn token, <|eot_id|>, in its tokenizer",
                      partial(replace, old="eot_id", new="x")),
     # The tokenizer's files.  vocab.json and merges.txt are enough for Qwen alone.
     "no-tokenizer": bad_model("llada", "no tokenizer.json; copy the tokenizer's files",
-                              leave_files_of_qwens_tokenizer),
+                              partial(delete, pattern="tokenizer.json")),
     "no-merges": bad_model("Dream", "no tokenizer.json; copy the tokenizer's files",
                            partial(delete, pattern="merges.txt")),
     "no-template": bad_model("llada", "no chat template: is it a base model's?",
                              partial(replace, old="chat_template", new="other")),
     "twice": bad_model("llama", "must have the question exactly once",
-                       partial(replace, old="m['content']", new="m['content'] ~ m['content']")),
-    "loop": bad_model("llama", "has no attribute 'a'",
-                      partial(replace, old="m['content']", new="m.a.b"))}
+                       partial(replace, old="m['content']", new="m['content'] ~ m['content']"))}
 
 @each("name", BAD_MODELS)
 def test_mdu_refuses_a_model(name, assert_refused):
@@ -3615,12 +3323,9 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --ask Who? --model {base} {base}", "asks that model; give no RUN"),
     ("eval.py --data toy --subject King {base}", "--subject is for RWKU, which has people"),
     ("eval.py --samples 1 --steps 1 --response-length 2048 {base}", "it takes 2048"),
-    ("eval.py --analysis trajectory --response-length 2048 {run}", "it takes 2048"),
     ("eval.py --analysis rollout --response-length 2048 {run}", "it takes 2048"),
     # Folders.
-    ("eval.py --model adapters --data toy new", "adapters has adapter_config.json"),
     ("eval.py --report damaged", "damaged/eval/summary.json: "),
-    ("eval.py --report old", "scored by other code; score it again: python eval.py"),
     ("eval.py --report {base}", "not scored yet; first run: python eval.py {base}"),
     ("eval.py --model {base} --data toy {run}", "is a run; give another folder"),
     ("eval.py unfinished/base", "/unfinished/base continues it"),
@@ -3631,8 +3336,8 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
 def test_eval_refuses(command, said, base, assert_refused):
     made_with = {"options": vars(options(f"--preset toy --model {base}")),
                  "rows": {"forget": "other"}}
-    write_files({"adapters/adapter_config.json": "{}", "damaged/eval/summary.json": "{",
-                 "old/eval/summary.json": "{}", "unfinished/base/run.json": json.dumps(made_with)})
+    write_files({"damaged/eval/summary.json": "{",
+                 "unfinished/base/run.json": json.dumps(made_with)})
     assert_refused(command, said)
 
 # ======== README.md, Makefile, experiments.sh ========
@@ -3710,25 +3415,6 @@ def test_the_runs_of_a_command_were_made_by_an_earlier_one(name, tmp_path):
                     assert any(f"{run}/".startswith(f"{folder}/") or folder.startswith(f"{run}/")
                                for folder in made), words
 
-@each("name", ["README.md", "OWN_ROWS.md"])
-def test_the_rows_of_a_command_are_explained_before_it(name):
-    """The first time that a page names a file, it is not in a command that reads it."""
-    page = PAGES[name]
-    files = set(re.findall(r"--(?:forget|retain|held-out|never) ([\w./-]+\.jsonl)", page))
-    for file in files:
-        first = page.index(file)
-        assert not re.search(r"--[a-z-]+ $", page[:first]), file
-
-def test_the_programs_have_every_option_that_the_pages_name(capsys):
-    options = {"--nproc_per_node"}  # torchrun's
-    for program in (mdu, ev):
-        with pytest.raises(SystemExit):
-            program.main(["--help"])
-        options.update(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    for name in ("README.md", "OWN_ROWS.md"):  # RESULTS.md also has options of older commits
-        named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", PAGES[name]))
-        assert named <= options
-
 # ---- experiments.sh and make ----
 # In place of Python in experiments.sh.  It writes the words of each call of mdu.py and eval.py into
 # `log`, and makes what the experiment looks for: the folder of a run with its weights and
@@ -3772,93 +3458,52 @@ def make(folder, *words):
     command = ["make", f"PYTHON={folder}/python", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
 
-def logged(folder):
-    """What the last `make` did: {run: how it was trained}, the runs that were scored, and those
-    that were reported."""
-    trained, scored, reported = {}, [], []
-    for line in (folder / "log").read_text().splitlines():
-        program, args = parse_command(line.split())
-        runs = [] if program == "mdu.py" else [run.rstrip("/") for run in args.runs]
-        if program == "mdu.py":
-            trained[args.out] = args
-        elif args.task == "report":
-            reported += runs
-        else:
-            scored += runs
-    return trained, scored, reported
-
-@each("target", ["demo", "table", "figures", "real", "real MODEL=m TOFU=t",
-                 "tofu PRESET=tofu-dream"])
-def test_an_experiment_scores_what_it_trains_and_reports_what_it_scores(target, tmp_path):
-    done = make(tmp_path, *target.split())
+def test_the_demo_trains_every_method_and_scores_every_run(tmp_path):
+    done = make(tmp_path, "demo")
     assert done.returncode == 0, done.stderr
-    trained, scored, reported = logged(tmp_path)
-    assert len(trained) > 4
-    assert set(scored) == set(trained)
-    assert target == "figures" or set(reported) == set(trained)
-
-def test_the_demo_has_every_method(tmp_path):
-    make(tmp_path, "demo")
-    trained, _, _ = logged(tmp_path)
-    assert {args.method for args in trained.values()} == set(mdu.METHODS)
+    methods, trained, scored = set(), set(), set()
+    for line in (tmp_path / "log").read_text().splitlines():
+        program, args = parse_command(line.split())
+        if program == "mdu.py":
+            methods.add(args.method)
+            trained.add(args.out)
+        else:
+            scored.update(run.rstrip("/") for run in args.runs)
+    assert methods == set(mdu.METHODS)
+    assert scored == trained
 
 def test_a_run_that_fails_ends_an_experiment(tmp_path):
     (tmp_path / "fails").write_text("wga")
     assert make(tmp_path, "demo").returncode == 2
-    _, scored, reported = logged(tmp_path)
-    assert not scored + reported
+    assert "eval.py" not in (tmp_path / "log").read_text()
 
 def test_tofu_does_what_an_earlier_call_has_not_finished(tmp_path):
     assert make(tmp_path, "tofu", "PRESET=tofu-llada").returncode == 0
-    trained, _, _ = logged(tmp_path)
-    for args in trained.values():  # in the folders that mdu.py would choose
-        assert Path(args.out) == Path("out/tofu-llada") / mdu.run_name(args)
     out = tmp_path / "out/tofu-llada"
     (out / "base/config.json").unlink()
     (out / "base/checkpoint-00005000").mkdir()
     (out / "wga/config.json").unlink()
     shutil.copytree(out / "dpo", out / "mine")  # trained by hand
     (out / "mine/eval/summary.json").unlink()
-    (out / "analysis").mkdir()  # of eval.py --analysis: no run
     assert make(tmp_path, "tofu", "PRESET=tofu-llada", "GPUS=1", "LORA=16").returncode == 0
     launch = "-m torch.distributed.run --nproc_per_node=1"
-    resumed, trained, scored, reported = (tmp_path / "log").read_text().splitlines()
+    resumed, trained, scored, _ = (tmp_path / "log").read_text().splitlines()
     assert resumed == f"{launch} mdu.py --resume out/tofu-llada/base"
     assert trained == (f"{launch} mdu.py --preset tofu-llada --lora 16 --method wga "
                        "--out out/tofu-llada/wga")
     assert scored == f"{launch} eval.py out/tofu-llada/mine/ out/tofu-llada/wga/"
-    assert "analysis" not in reported
 
-def test_rwku_does_what_an_earlier_call_has_not_finished(tmp_path):
-    assert make(tmp_path, "rwku", "PRESET=rwku-llada").returncode == 0
-    trained, scored, reported = logged(tmp_path)
-    assert set(scored) == set(reported) == {*trained, "out/rwku-llada/0/base"}
-    out = tmp_path / "out/rwku-llada"
-    shutil.rmtree(out / "7/tau-0.5")
-    (out / "8/method-ga/eval/summary.json").unlink()
-    assert make(tmp_path, "rwku", "PRESET=rwku-llada").returncode == 0
-    trained, scored, reported = logged(tmp_path)
-    assert list(trained) == ["out/rwku-llada/7/tau-0.5"]
-    assert scored == ["out/rwku-llada/7/tau-0.5", "out/rwku-llada/8/method-ga"]
-    assert len(reported) == 101  # 10 people with 10 runs each, and the model before unlearning
-    assert not list(out.rglob("*.safetensors"))  # deleted when a run has been scored
-
-@each("typed, said", [
-    ("tofu PRESET=toy", "give PRESET=tofu-llada"), ("rwku PRESET=toy", "give PRESET=rwku-llada"),
-    ("rwku PRESET=rwku-llada GPUS=8", "GPUS=1, 2 or 4"), ("demo OUT=keep", "is not in out/"),
-    ("demo OUT=out/../keep", "is not in out/"), ("demo OUT=out/link", "is not in out/"),
-    ("demo OUT=out", "is not in out/")])
-def test_an_experiment_refuses(typed, said, tmp_path):
-    """Before it deletes or starts anything."""
+@each("out", ["keep", "out/../keep", "out/link", "out"])
+def test_the_demo_deletes_nothing_but_a_folder_in_out(out, tmp_path):
     for name in ("keep", "out/mine"):
         (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "model").write_text("good")
+        (tmp_path / name / "model").touch()
     (tmp_path / "out/link").symlink_to(tmp_path / "keep")
-    done = make(tmp_path, *typed.split())
+    done = make(tmp_path, "demo", f"OUT={out}")
     assert done.returncode == 2
-    assert said in done.stderr
-    assert (tmp_path / "keep/model").exists() and (tmp_path / "out/mine/model").exists()
-    assert not (tmp_path / "log").exists()
+    assert "is not in out/" in done.stderr
+    assert (tmp_path / "keep/model").exists()
+    assert (tmp_path / "out/mine/model").exists()
 
 # ---- The step of the README ----
 def readme_step(model, anchor, forget, retain):
