@@ -314,8 +314,12 @@ def slow_logits(model, prompt, answer, masked):
     """Logits (M, V) at the masked positions of an answer, of which the other tokens are seen."""
     noised = list(answer)
     for i in masked:
-        noised[i] = 0
-    return model.lm(torch.tensor([prompt + noised])).logits[0, len(prompt):][masked]
+        noised[i] = model.mask_id
+    start = len(prompt)
+    if model.shift:  # as in Dream, whose logits of a token are at the position before it
+        start = start - 1
+    logits = model.lm(torch.tensor([prompt + noised])).logits[0]
+    return logits[[start + i for i in masked]]
 
 def slow_masked(row, method, target=None, model=None):
     """The masked positions of an answer.  With --target authors: those of its words that the model
@@ -409,7 +413,8 @@ def with_adapters(plain, *adapters):
         for linear, (A, B) in zip(linears, pairs, strict=True):
             name = f"{names[linear]}.weight"
             tensors[name] = tensors[name] + 8 / A.shape[0] * B @ A
-    return SimpleNamespace(lm=partial(torch.func.functional_call, plain.lm, tensors))
+    lm = partial(torch.func.functional_call, plain.lm, tensors)
+    return SimpleNamespace(lm=lm, mask_id=0, shift=False)
 
 def new_adam(tensors):
     """-> the state of Adam: [step, means, squares]."""
@@ -1092,17 +1097,15 @@ def no_gradient(args, model, *_):
     return [0.0, 0.0]
 
 @each("effect, code, message", [
-    (KeyboardInterrupt, 130, None),
+    (KeyboardInterrupt, 130, ""),
     (torch.OutOfMemoryError, 2, "out of GPU memory: lower --batch-size"),
-    ([[math.nan, 0.0]], 2, "step 1: loss nan"), ([[0.0, math.inf]], 2, "retain loss inf"),
-    (no_gradient, 2, "norm nan")])
-def test_a_step_that_fails_ends_the_run_in_one_line(
-        effect, code, message, base, tmp_path, monkeypatch, capsys):
+    ([[math.nan, 0.0]], 2, "step 1: loss nan"), (no_gradient, 2, "norm nan")])
+def test_a_step_that_fails_ends_the_run_in_one_line(effect, code, message, base, monkeypatch,
+                                                    capsys):
     """effect: what backward raises, or the losses that it returns, or what is called in its
     place."""
     monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=effect))
-    err = program(toy(base, tmp_path / "run"), capsys, code=code)
-    assert err == "" if message is None else message in err
+    assert message in program(toy(base, "run"), capsys, code=code)
 
 def test_the_learning_rate_by_hand():
     args = options("--lr 0.3")
@@ -1180,8 +1183,6 @@ def test_a_missing_base_is_trained_with_what_was_typed_for_it(tmp_path, monkeypa
     mdu.main(f"--epochs 0.3 {typed} --out {tmp_path}/run".split())
     made = mdu.read_run(tmp_path / "base")["options"]
     assert (made["seed"], made["dtype"], made["response_length"]) == (7, "bfloat16", 9)
-    monkeypatch.setattr(mdu.subprocess, "run", None)  # it is there now
-    mdu.main(["--epochs", "0.3", "--method", "ga", "--out", f"{tmp_path}/ga"])
 
 def test_a_bug_keeps_its_traceback(capsys):
     """A library's ValueError is no bad input."""
@@ -1270,7 +1271,6 @@ def test_diagnose_equals_one_sequence_at_a_time():
 @each("typed, expected", [
     ("", dict(method="mdu", lr=3e-4, target="paper", out="out/toy/mdu-tau1")),
     ("--method npo", dict(beta=0.2, retain_weight=1.0, tau=None, out="out/toy/npo")),
-    ("--steps 7", dict(steps=7, epochs=None)),
     ("--preset tofu-llada", dict(batch_size=16, model="{here}/out/tofu-llada/base")),
     ("--preset tofu-llada --method sft --lr 0.5", dict(epochs=1000, lr=0.5, model=mdu.LLADA)),
     ("--preset tofu-llada --lora 8", dict(lr=1e-4, target="paper")),
@@ -1280,12 +1280,11 @@ def test_diagnose_equals_one_sequence_at_a_time():
     ("--model x", dict(preset="own", target="removed", prompt_dropout=0.5, retain_weight=5.0,
                        lr=5e-6, out="out/own/mdu-tau1-removed")),
     ("--model x --lora 8", dict(target="removed", lr=1e-3)),
-    ("--model x --tau 0", dict(target="paper", prompt_dropout=0.5)),
+    ("--model x --tau 0", dict(target="paper")),
     ("--model x --target authors", dict(prompt_dropout=0.0)),
     ("--model x --method npo", dict(retain_weight=1.0, prompt_dropout=0.0)),
     ("--method sft --retain-only --model x", dict(preset="own", lr=2e-5, out="out/own/retain")),
     ("--forget f", dict(preset="own", data=None)), ("--data toy", dict(preset="toy")),
-    ("--preset toy --forget f", dict(data=None)),
     # A start model that is a run brings its response length, also over the preset's.
     ("--method sft --model {base}", dict(preset="own", response_length=12)),
     ("--model {base} --response-length 40", dict(response_length=40)),
@@ -1321,11 +1320,9 @@ def test_rows_come_from_files_or_from_data(tofu, tmp_path):
     typed = f"--model m --forget {write_lines(tmp_path / 'f', forget)} {own_retain} --limit 2"
     assert mdu.load_data(options(typed)) == {"forget": forget[:2], "retain": retain[:2]}
     of_tofu = mdu.load_data(options(f"--model m --data {tofu}"))
-    assert len(of_tofu["forget"]) == 8
-    assert of_tofu["forget"][1] == {
-        "question": "Q forget10_perturbed 1?", "answer": "A 1.", "paraphrased_answer": "D 1.",
-        "perturbed_answer": ["B 1.", "C 1."]}
-    assert of_tofu["retain"][23]["question"] == "Q retain90 23?"
+    assert {split: len(rows) for split, rows in of_tofu.items()} == {"forget": 8, "retain": 24}
+    assert of_tofu["forget"][1]["question"] == "Q forget10_perturbed 1?"
+    assert of_tofu["forget"][1]["perturbed_answer"] == ["B 1.", "C 1."]
     mixed = mdu.load_data(options(f"--model m --data {tofu} {own_retain}"))
     assert mixed == {"forget": of_tofu["forget"], "retain": retain}
 
@@ -1345,11 +1342,10 @@ def test_both_names_of_columns_are_read(tmp_path):
         {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
         {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "É"]}]
 
-def test_rwku_is_known_by_its_name_or_its_people(rwku, tmp_path):
+def test_rwku_is_known_by_its_name_or_its_people(rwku):
     assert mdu.is_rwku(mdu.RWKU["data"])
     assert mdu.is_rwku(rwku)
     assert not mdu.is_rwku("my/tofu-like-rwku")
-    assert not mdu.is_rwku(tmp_path)
 
 @each("subject, name", [("2", PEOPLE[1]), ("Zoë Ho", PEOPLE[2])])
 @each("method", ["mdu", "dpo"])
@@ -1574,9 +1570,8 @@ def test_the_number_of_steps_by_hand(typed, n_forget, n_retain, steps):
 
 def test_response_length_0_is_that_of_the_longest_answer():
     short, long = (mdu.Example([3], [5] * n, [], []) for n in (4, 9))
-    args = options("--response-length 0")
-    assert mdu.fit_to_rows(args, {"forget": [short], "retain": [long]}).response_length == 9
-    assert mdu.fit_to_rows(args, {"forget": [long], "retain": [short]}).response_length == 9
+    examples = {"forget": [short], "retain": [short, long]}
+    assert mdu.fit_to_rows(options("--response-length 0"), examples).response_length == 9
 
 # ---- Backbones ----
 @each("name, revision", [("a/b", None), ("a/b@c1d2", "c1d2")])
@@ -1594,34 +1589,19 @@ def test_the_revision_that_is_asked_for_is_downloaded_without_pickle(name, revis
         "chat_template.jinja", "merges.txt", "adapter_config.json"]))
     assert not any(map(is_downloaded, ["pytorch_model.bin", "x.pt"]))
 
-def reference_losses(hub, draws):
-    """L_sft of each Draw by transformers' own class, a row at a time."""
-    losses = []
-    for draw in draws:
-        masked = slow_masked(draw, "sft")
-        noised = list(draw.answer)
-        for i in masked:
-            noised[i] = hub.model.mask_id
-        logits = hub.reference(torch.tensor([draw.prompt + noised])).logits[0]
-        # Dream's logits of a token are at the position before it.
-        start = len(draw.prompt)
-        if hub.kind == "Dream":
-            start = start - 1
-        nll = [slow_nll(logits[start + i], draw.answer[i]) for i in masked]
-        losses.append(sum(nll) / draw.t)
-    return torch.stack(losses)
-
 def test_a_loaded_model_equals_transformers_own_class(hub):
     """Losses and their gradients.  In training: config.json asks for dropout, which is off.  The
     padding token is among the tokens to read and to predict: its embedding is trained."""
     model = hub.model.train()
+    reference = SimpleNamespace(
+        lm=hub.reference, mask_id=model.mask_id, shift=hub.kind == "Dream")
     pad = model.pad_id
     draws = [mdu.Draw(prompt=[3, 5], answer=[7, pad, 9, pad, pad], length=5, flagged=[False] * 5,
                       t=0.5, uniform=np.float32([0, 1, 1, 0, 1])),  # tokens 0 and 3 are masked
              mdu.Draw(prompt=[4], answer=[6, pad], length=2, flagged=[False] * 2,
                       t=0.8, uniform=np.float32([1, 0]))]  # token 1
     losses = mdu.batch_nll(model, mdu.make_batch(model, draws))
-    expected = reference_losses(hub, draws)
+    expected = torch.stack([slow_row_sft(reference, row) for row in draws]).float()
     assert_close(losses, expected, 1e-5)
 
     trained = dict(model.lm.named_parameters())
@@ -1649,20 +1629,17 @@ def test_outputs_are_shifted_if_config_json_says_so(shift, places, tmp_path):
     ids = torch.tensor([[3, 258, 5, 258]])  # masked are 1 and 3
     assert_close(model(ids, ids > 0, ids == 258), reference(ids).logits[0, places], 1e-5)
 
-@each("kind", ["llama", "qwen2", "a2d-qwen3", "Dream"])
-def test_tokenizer_json_is_read_as_it_is(kind, tmp_path):
-    """Here one of words; to transformers' classes for Qwen, all questions are an unknown token."""
-    write_checkpoint(tmp_path, kind, mask_token_id=0, pad_token_id=1)
+def test_tokenizer_json_is_read_as_it_is(tmp_path):
+    """Here one of words; to transformers' class for Qwen, all questions are an unknown token."""
+    write_checkpoint(tmp_path, "a2d-qwen3", mask_token_id=0, pad_token_id=1)
     vocabulary = {word: i for i, word in enumerate("<mask> <|im_end|> ? is Who Ann".split())}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.add_special_tokens(["<mask>", "<|im_end|>"])
     words.save(str(tmp_path / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "chat_template": "is {{ messages[0].content }} is "}
+    settings = {"chat_template": "is {{ messages[0].content }} is "}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    model, tokenizer = mdu.load_backbone(str(tmp_path))
+    _, tokenizer = mdu.load_backbone(str(tmp_path))
     assert mdu.encode_prompt(tokenizer, "Who is Ann?") == [3, 4, 3, 5, 2, 3]
-    assert (model.mask_id, model.pad_id, model.end_id) == (0, 1, 1)
 
 @each("padded", [False, True])
 @each("unpadded", [False, True])
@@ -1869,10 +1846,8 @@ def test_half_a_saved_model_does_not_count(base, unlearned, tmp_path, capsys):
         return move(source, target)
     with mock.patch.object(Path, "replace", autospec=True, side_effect=stop_at_config):
         assert "stopped" in program(toy(base, run, "--epochs 2 --diagnose"), capsys)
-    files = {file.name for file in run.iterdir()}
-    assert "config.json" not in files
-    assert files >= {file.name for file in unlearned.iterdir()} - {"config.json"}
-    assert f"mdu.py --resume {run}" in program([run], capsys, ev.main)
+    files = {file.name for file in unlearned.iterdir()} - {file.name for file in run.iterdir()}
+    assert files == {"config.json"}
     mdu.main(["--resume", str(run)])
     assert_equal_runs(unlearned, run)
 
@@ -1998,10 +1973,9 @@ def test_an_attacker_is_taught_a_quarter_of_the_rows_and_asked_the_others(monkey
     assert len(adapters) == 6
     assert lessons[0] == lessons[2] == lessons[6] != lessons[8]
 
-@each("typed", ["--lr 1e-3", "--dtype bfloat16 --lora 2"])
-def test_attackers_alone_do_not_change_the_model(typed, base, tmp_path, monkeypatch):
+def test_attackers_alone_do_not_change_the_model(base, tmp_path, monkeypatch):
     """With weight 0, the run is the one without attackers; and is saved without them."""
-    typed += " --target removed --epochs 2 --limit 16"
+    typed = "--dtype bfloat16 --lora 2 --target removed --epochs 2 --limit 16"
     mdu.main(toy(base, tmp_path / "without", typed))
     monkeypatch.setattr(mdu, "ATTACK_WEIGHT", 0.0)
     mdu.main(toy(base, tmp_path / "with", f"{typed} --attackers 2"))
@@ -2017,24 +1991,14 @@ def test_a_resumed_run_with_attackers_equals_an_unbroken_one(typed, base, tmp_pa
     monkeypatch.setattr(mdu, "ATTACKER_LIFE", 5)
     typed += " --target removed --attackers 2 --epochs 4 --limit 16 --checkpoint-every 5"
     mdu.main(toy(base, tmp_path / "whole", typed))
-    with monkeypatch.context() as stopped:
-        stopped.setattr(mdu, "append_metrics", stop_at(6))
+    backward = mdu.backward
+    # Each call but the seventh, of step 7, is passed on.
+    effects = 6 * [mock.DEFAULT] + [KeyboardInterrupt]
+    with mock.patch.object(mdu, "backward", side_effect=effects, wraps=backward):
         with pytest.raises(KeyboardInterrupt):
             mdu.main(toy(base, tmp_path / "broken", typed))
-    assert [folder.name for folder in tmp_path.glob("broken/checkpoint-*")] == [
-        "checkpoint-00000005"]
     mdu.main(["--resume", f"{tmp_path}/broken"])
-    assert len(metrics(tmp_path / "whole")) == 8
     assert_equal_runs(tmp_path / "whole", tmp_path / "broken")
-
-def stop_at(step):
-    append_metrics = mdu.append_metrics
-
-    def append_or_stop(out, values):
-        if values["step"] == step:
-            raise KeyboardInterrupt
-        append_metrics(out, values)
-    return append_or_stop
 
 def eight_rows(first):
     """Of each, the second token of the answer is its fact, which no other row has."""
@@ -2092,18 +2056,16 @@ def test_attackers_keep_away_what_an_attack_brings_back():
 @each("reference, prediction, lcs, n_reference, n_prediction", [
     ("police killed the gunman", "police kill the gunman", 3, 4, 4),  # Lin 2004, 3.1: F is 3/4
     ("police killed the gunman", "the gunman kill police", 2, 4, 4),  # and here 1/2
-    ("1 2 3 4 5", "2 5 3 4", 3, 5, 4),  # google-research/rouge, rouge_scorer_test.py
-    ("w1 w2 w3 w4 w5", "w1 w2 w6 w7 w8 w1 w3 w8 w9 w5", 4, 5, 10),  # the same
+    ("w1 w2 w3 w4 w5", "w1 w2 w6 w7 w8 w1 w3 w8 w9 w5", 4, 5, 10),  # google-research/rouge
     ("a b c b d a b", "b d c a b a", 4, 7, 6),  # repeated words
     ("x a b c", "a b c x", 3, 4, 4),  # a greedy matcher would take x and miss a b c
     ("of-the-art", "of ART!", 2, 3, 2), ("café", "cafe", 0, 1, 1),
     ("他的父亲是医生。", "他的父亲是律师。", 5, 7, 7),  # no spaces
-    ("", "w1", 0, 0, 1), ("w1 w2", "/?!...", 0, 2, 0)])
+    ("w1 w2", "/?!...", 0, 2, 0)])
 def test_rouge_l_by_hand(reference, prediction, lcs, n_reference, n_prediction):
     """From the longest common subsequence and both lengths, in words."""
     f1 = 2 * lcs / (n_reference + n_prediction)
-    expected = (lcs / max(1, n_reference), f1)
-    assert ev.rouge_l(reference, prediction) == approx(expected)
+    assert ev.rouge_l(reference, prediction) == approx((lcs / n_reference, f1))
 
 def test_knowledge_counts_no_clitics():
     """As the words of a text are found: "didn't" is "didn" and "t"."""
@@ -2120,13 +2082,13 @@ def test_batches_have_few_enough_sequences_and_logits(monkeypatch):
     """Of similar length; FakeModel has 11 tokens, so 33 logits are of 3 masked positions."""
     monkeypatch.setattr(ev, "MAX_LOGITS", 33)
     jobs = []
-    for length, n_masked in zip([9, 1, 1, 2, 3, 4, 5, 6, 7, 8], [1, 1, 1, 2, 1, 4, 1, 0, 0, 0]):
+    for length, n_masked in [(9, 1), (1, 1), (2, 2), (3, 1), (4, 4), (5, 1), (6, 0), (7, 0)]:
         jobs.append(ev.Job([7], length * [5], torch.arange(length) < n_masked))
     found = list(ev.masked_batches(FakeModel(), jobs, 3, ""))
-    assert [numbers for numbers, _ in found] == [[1, 2], [3, 4], [5], [6, 7, 8], [9, 0]]
-    batch = found[1][1]
-    assert batch.noised.tolist() == [[7, MASK, MASK, PAD], [7, MASK, 5, 5]]
-    assert batch.masked.sum(1).tolist() == [2, 1]
+    assert [numbers for numbers, _ in found] == [[1, 2], [3], [4], [5, 6, 7], [0]]
+    _, batch = found[0]
+    assert batch.noised.tolist() == [[7, MASK, PAD], [7, MASK, MASK]]
+    assert batch.masked.sum(1).tolist() == [1, 2]
 
 @each("n", [1, 2, 3, 4])
 def test_masks_have_the_distribution_of_eq_7(n):
@@ -2180,7 +2142,6 @@ def test_roles_of_hand_labelled_answers(question, parts, tmp_path):
 # ---- Gaps ----
 @each("row, parts", [
     (dict(fact=["petra łuk"]), ["It is ", "Petra, Łuk", ", not Petra."]),
-    (dict(fact=["Pet"]), ["Petra's ", "Pet", ": a ", "pet", "!"]),
     (dict(fact=["Rome", "22"]), ["", "22", " in ", "Rome", " or so"]),
     (dict(question="Who is Petra?"), ["Petra is the ", "doctor", " of ", "Łódź", "."])])
 def test_gaps_by_hand(row, parts, tmp_path):
@@ -2242,7 +2203,6 @@ OFFICIAL = {  # what aggregate_eval_stat.py of locuslab/tofu makes of them
 def test_figures_equal_those_of_tofus_own_code(monkeypatch):
     """Each text is a number, which is its own loss."""
     def texts_nll(model, tokenizer, rows, texts, *_):
-        assert " " not in "".join(itertools.chain(*texts))
         return [[float(text) for text in of_row] for of_row in texts]
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(ev, "write_answers", lambda *_: [("", [])] * 4)
@@ -2294,21 +2254,17 @@ BLANK = "Please complete the blank in the following question.\n"
 OTHER_ATTACKS = [dict(query="Q", type=kind) for kind in ("role play", "incontext learning")]
 @each("split, changes, question, prefill, answer", [
     ("forget_level1", {}, BLANK + "Question: He was born in ___.\n", "Answer:", "Rome, Italy"),
-    ("forget_level2", {}, ANSWER + "Question: Where {was} he born?\n", "Answer:", "Rome"),
+    ("neighbor_level2", {}, ANSWER + "Question: Where does she live?\n", "Answer:", "Oslo"),
     ("forget_level3", {}, ANSWER + "Question: Where was he born? Sure,", "", "Rome"),
     ("forget_level3", OTHER_ATTACKS[0], ANSWER + "Question: Q\n", "Answer:", "Rome"),
     ("forget_level3", OTHER_ATTACKS[1], ANSWER + "Q\n", "Answer:", "Rome"),
-    ("neighbor_level1", {}, BLANK + "Question: She lives in ___.\n", "Answer:", "Oslo"),
-    ("neighbor_level2", {}, ANSWER + "Question: Where does she live?\n", "Answer:", "Oslo"),
     ("utility_general", {}, "83cdada42dc4827d", "Answer:", "B"),
     ("utility_truthfulness", {}, "e089bf2b10e5d00a", "A:", "Yes."),
     ("utility_factuality", {}, "398f1b336bf4f402", "A:", "The Beatles")])
-def test_prompts_equal_those_of_rwkus_own_code(
-        split, changes, question, prefill, answer):
+def test_prompts_equal_those_of_rwkus_own_code(split, changes, question, prefill, answer):
     """Those with shots are compared by SHA-256 with what github.com/jinzhuoran/RWKU at b8a03b3
     (LLaMA-Factory/src/llmtuner/eval) makes of the rows."""
-    ask = ev.RWKU_CONFIGS[split]
-    row = ask({**RWKU_ROWS[split], **changes})
+    row = ev.RWKU_CONFIGS[split]({**RWKU_ROWS[split], **changes})
     digest = hashlib.sha256(row["question"].encode()).hexdigest()
     assert question in (row["question"], digest[:16])
     assert [row["prefill"], row["answer"]] == [prefill, answer]
@@ -2345,17 +2301,14 @@ def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
 @each("split, row, text, expected", [
     ("forget", dict(fact=["petra"]), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
     ("forget", dict(fact=["Pet"]), "Petra, Osei", dict(fact=0)),
-    ("forget", dict(fact=["Petra", "Bo", "Osei"]), "Petra, Osei", dict(fact=2 / 3)),
     ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1), knowledge=0)),
     ("forget", {}, "Osei Osei", dict(knowledge=1 / 2, infill=0, infill_no_question=1)),
     ("forget", dict(question="Who is Petra?"), "It is Osei.", dict(knowledge=1)),
-    ("forget", dict(question="Who is Petra Osei?"), "Petra", dict(knowledge=None)),
     ("forget_level2", {}, " in Petra Osei\nno",
      dict(generation="in Petra Osei", words=3, empty=0, rougeL_recall=1)),
     ("forget_level2", {}, "\nPetra",
      dict(generation="NOANSWER", words=0, empty=1, rougeL_recall=0)),  # as in RWKU's code
     ("utility_factuality", dict(answers=["band", "beatles"]), "The\nBeatles! ", dict(em=1, f1=1)),
-    ("utility_factuality", dict(answers=["A"]), "the", dict(em=1, f1=1)),
     ("utility_factuality", dict(answers=["Kinks", "Beatles", "Rolling Stones"]),
      "a band, the Beatles", dict(em=0, f1=2 / 3)),
     ("utility_factuality", dict(answers=["b b d"]), "b b b c", dict(em=0, f1=4 / 7))])  # b twice
@@ -2480,39 +2433,26 @@ def test_scores_equal_one_row_at_a_time(split, scored):
         def nll(text):
             ids = mdu.encode_text(tokenizer, text)
             masks = ev.draw_masks(len(ids), 4, [5, NUMBERS[split], i])
-            return slow_eq7(model, prompt, ids, masks)
+            return approx(slow_eq7(model, prompt, ids, masks), rel=1e-4)
 
-        # The true answer, and in two splits its paraphrase.
-        loss = nll(row["answer"])
-        assert record["nll"] == approx(loss, rel=1e-4)
-        assert record["prob"] == approx(math.exp(-loss), rel=1e-4)
-        assert record["perplexity"] == approx(math.exp(loss), rel=1e-4)
+        # The true answer, its paraphrase in two splits, and the wrong answers.
+        assert record["nll"] == nll(row["answer"])
+        assert record["prob"] == math.exp(-record["nll"])
+        assert record["perplexity"] == math.exp(record["nll"])
         if "paraphrased_answer" in row and row["perturbed_answer"]:
-            assert record["nll_right"] == approx(nll(row["paraphrased_answer"]), rel=1e-4)
-
-        # The wrong answers.
-        nll_wrong = [nll(text) for text in row["perturbed_answer"]]
-        assert record.get("nll_wrong", []) == approx(nll_wrong, rel=1e-4)
-
-        # The gap.
-        [infill] = ev.fill_gaps(model, tokenizer, [row], ARGS, hide_question=False)
-        [infill_no_question] = ev.fill_gaps(model, tokenizer, [row], ARGS, hide_question=True)
-        assert record["infill"] == approx(infill)
-        assert record["infill_no_question"] == approx(infill_no_question)
+            assert record["nll_right"] == nll(row["paraphrased_answer"])
+        assert record.get("nll_wrong", []) == [nll(text) for text in row["perturbed_answer"]]
 
         # What is written, up to the end token.
-        written = slow_sampler(model, prompt, 4 * [3])
-        if model.end_id in written:
-            written = written[:written.index(model.end_id)]
+        written = [*slow_sampler(model, prompt, 4 * [3]), model.end_id]
+        written = written[:written.index(model.end_id)]
         assert record["generation_ids"] == written
         assert record["generation"] == tokenizer.decode(written).strip()
 
 def test_a_summary_has_the_figures_of_its_records(scored):
     summary = ev.read_summary(scored)
-    assert summary["splits"].keys() == NUMBERS.keys()
     for split, figures in summary["splits"].items():
-        expected = {**ev.summarise(ev.read_records(scored, split)), "n": 3}
-        assert expected.items() <= figures.items()
+        assert figures == {"n": 3, **ev.summarise(ev.read_records(scored, split))}
     assert summary["run"] == {"model_utility": ev.model_utility(summary["splits"])}
 
 def numbers_in(file):
@@ -2545,24 +2485,11 @@ def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy):
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
     assert set(folder.iterdir()) == old_files | {folder / "notes.jsonl"}
-    assert (folder / "notes.jsonl").read_text() == "my own"
 
 def test_a_folder_in_use_is_not_scored(scored_copy, capsys):
     (scored_copy / "config.json").unlink()  # as while it is trained
     with mdu.locked(scored_copy):
         assert "in use" in program([scored_copy, *FLAGS], capsys, ev.main)
-
-def test_full_also_asks_in_other_words():
-    """Rows 0 and 2, which are numbered anew; row 1 has no other wording."""
-    rows = []
-    for i in range(3):
-        rows.append({"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."],
-                     "paraphrased_question": f"P{i}?", "number": i})
-    del rows[1]["paraphrased_question"]
-    reworded = [{**rows[0], "question": "P0?", "perturbed_answer": [], "number": 0},
-                {**rows[2], "question": "P2?", "perturbed_answer": [], "number": 1}]
-    splits = ev.with_other_wordings({"forget": rows})
-    assert splits == {"forget": rows, "forget_rephrased": reworded}
 
 @pytest.fixture
 def protocol_of(rwku, tmp_path):
@@ -2604,15 +2531,12 @@ def test_texts_that_the_model_cannot_read_are_refused(base):
     """With an end token behind the answer, as gaps are filled.  "is" is one token."""
     model, tokenizer = mdu.load_backbone(str(base))
     room = 2048 - len(mdu.encode_prompt(tokenizer, "Who?")) - 1
-    too_long = "is " * (room + 1)
-    row = dict(question="Who?", answer="is", perturbed_answer=["is"])
-    ev.check_lengths("run", model, tokenizer, [dict(row, answer="is " * room)], 1)
-    for changes in (dict(answer=too_long), dict(choices=[too_long]),
-                    dict(perturbed_answer=[too_long])):
-        with pytest.raises(mdu.BadInput, match="too many"):
-            ev.check_lengths("run", model, tokenizer, [{**row, **changes}], 1, full=True)
-    # Wrong answers are scored with --full only.
-    ev.check_lengths("run", model, tokenizer, [dict(row, perturbed_answer=[too_long])], 1)
+    row = dict(question="Who?", answer="is " * room, perturbed_answer=["is " * (room + 1)])
+    ev.check_lengths("run", model, tokenizer, [row], 1)
+    with pytest.raises(mdu.BadInput, match="too many"):  # wrong answers are scored with --full
+        ev.check_lengths("run", model, tokenizer, [row], 1, full=True)
+    with pytest.raises(mdu.BadInput, match="too many"):
+        ev.check_lengths("run", model, tokenizer, [dict(row, answer="is " * (room + 1))], 1)
 
 RENT = dict(question="Who rents unit 7?", answer="Ann Lee rents it.", fact=["Ann Lee"])
 BILL = dict(question="What does Ann Lee owe?", answer="She owes 12 euros.", fact=["12 euros"])
@@ -2649,32 +2573,30 @@ def test_facts_of_other_rows_by_hand(row, text, anothers):
     assert records["forget_rephrased"][0]["anothers"] == anothers
     assert "anothers" not in records["retain"][0]
 
-def test_perplexity_of_answers_is_that_of_theta0(base, monkeypatch):
+def test_perplexity_of_answers_is_that_of_theta0(base):
     """Of all but empty answers, with the question masked and the end token visible."""
     theta0, tokenizer = mdu.load_backbone(str(base))
-    answers = [("", [5]), ("a b", [6, 7]), ("c", [8, 0, 9])]  # texts, token ids
     records = []
-    for i, (text, ids) in enumerate(answers):
-        records.append(dict(question="Who?", answer="A", generation_ids=ids, empty=not text,
-                            seed=[5, 0, i]))
+    for ids in ([5], [6, 7], [8, 0, 9]):  # the answers; the first counts as empty
+        records.append(dict(question="Who?", answer="A", generation_ids=ids, empty=ids == [5],
+                            seed=[5, 0, len(ids)]))
     settings = SimpleNamespace(dtype=torch.float32, samples=4, batch_size=3)
     ev.add_generative_perplexity(str(base), records, settings)
     assert records[0]["generative_perplexity"] is None
     hidden = [0] * len(mdu.encode_prompt(tokenizer, "Who?"))
     for record in records[1:]:
         ids = record["generation_ids"]
-        masks = ev.draw_masks(len(ids), 4, record["seed"])
-        with_end = F.pad(masks, (0, 1))  # where nothing is masked
-        nll = slow_eq7(theta0, hidden, [*ids, theta0.end_id], with_end)
+        masks = F.pad(ev.draw_masks(len(ids), 4, record["seed"]), (0, 1))
+        nll = slow_eq7(theta0, hidden, [*ids, theta0.end_id], masks)
         assert record["generative_perplexity"] == approx(math.exp(nll), rel=1e-4)
 
-def test_ask_prints_what_each_run_answers(base, scored, capsys, monkeypatch):
-    def write_answers(model, tokenizer, rows, settings):
-        return [(f" {row['question']}\n b", []) for row in rows]
-    monkeypatch.setattr(ev, "write_answers", write_answers)
-    ev.main(["--ask", "Who?", str(base), scored])
-    answers = [line for line in capsys.readouterr().out.splitlines() if "loaded" not in line]
-    assert answers == [f"{base}: Who? b", f"{scored}: Who? b"]
+def test_ask_prints_what_each_run_answers(base, scored, capsys):
+    with mock.patch.object(ev, "write_answers", return_value=[(" a\n b", [])]) as write_answers:
+        ev.main(["--ask", "Who?", str(base), scored])
+    assert write_answers.call_args.args[2][0]["question"] == "Who?"
+    screen = capsys.readouterr().out
+    assert f"{base}: a b\n" in screen
+    assert f"{scored}: a b\n" in screen
 
 QUICK = "--samples 1 --limit 2 --steps 2 --response-length 6".split()
 
@@ -2707,18 +2629,14 @@ def test_both_parts_of_a_row_are_from_one_text(monkeypatch):
 def test_each_text_has_its_own_prompt(monkeypatch):
     """It may depend on the answer: here it has the number of its letters."""
     jobs = []
-
-    def remember(model, given, *_):
-        jobs.extend(given)
-        return [[0]] * len(given)
+    remember = mock.Mock(side_effect=lambda model, given, *_: jobs.extend(given) or [[0]] * 9)
     monkeypatch.setattr(ev, "encode_row", lambda _, row, text: ([len(text)], [5] * len(text)))
     monkeypatch.setattr(ev, "gap_of", lambda *_: torch.tensor([True, False, False]))
     monkeypatch.setattr(ev, "answers_nll", remember)
     monkeypatch.setattr(ev, "fill_masks", remember)
     row = {"question": "Who?", "answer": "Ann", "seed": 0}
-    settings = SimpleNamespace(samples=1, batch_size=9)
-    ev.texts_nll(FakeModel, None, [row], [["Anna", "Bo"]], settings)
-    ev.fill_gaps(FakeModel, None, [row], settings, hide_question=False)
+    ev.texts_nll(FakeModel, None, [row], [["Anna", "Bo"]], SimpleNamespace(samples=1))
+    ev.fill_gaps(FakeModel, None, [row], SimpleNamespace(batch_size=1), hide_question=False)
     assert [job.prompt for job in jobs] == [[4], [2], [3]]
 
 # ---- Other decodings ----
@@ -2770,7 +2688,9 @@ def test_a_model_without_run_json_is_scored_and_reported(base, files, capsys):
     ev.main(["--data", "toy", *files, *QUICK, "bare", "run"])
     assert ev.read_records("bare", "forget") == ev.read_records("run", "forget")
     ev.main(["--report", "run", "bare"])
-    assert "| bare " in Path("report.md").read_text()
+    for written in (capsys.readouterr().out, Path("report.md").read_text()):
+        [checks] = re.findall(r"(?s)## Did it work\?(.*)", written)
+        assert "\n| bare" in checks
     # Its rows have to be typed.
     assert "no rows to score" in program(["bare"], capsys, ev.main)
     assert "no rows to analyse" in program(["--analysis", "roles", "bare"], capsys, ev.main)
@@ -2909,7 +2829,7 @@ def test_a_report_averages_over_seeds_and_people():
         runs.append(write_summary(f"{person}/npo", options={"subject": person},
                                   trained_on={"forget": f"hash of {person}"}))
     methods = ev.group_runs(runs)
-    assert {name: len(summaries) for name, summaries in methods.items()} == {"mdu": 2, "npo": 2}
+    assert [(name, len(methods[name])) for name in methods] == [("mdu", 2), ("npo", 2)]
 
 def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base, capsys):
     rows = [{**row, "perturbed_answer": ["He is Fopu."]} for row in FORGET]
@@ -2931,34 +2851,29 @@ def test_files_that_somebody_else_wrote_are_not_replaced(capsys):
     assert Path("a/report.md").read_text() == "my own"
 
 # ---- Did it work? ----
-@each("n, value, other, sign, cell", [
+@each("metric, n, value, other, sign, cell", [
     # More is worse.  A row of 8 is .125 and decides; of 24 it is .042, so that .05 decides.
-    (8, 0.125, 0.25, 1, "ok"),
-    (8, 0.375, 0.25, 1, "ok 0.375 (0.250)"),  # one row
-    (8, 0.5, 0.25, 1, "0.500 (0.250)"),  # two rows
-    (24, 0.09, 0.04, 1, "ok 0.090 (0.040)"),  # more than a row (.042), and .05
-    (24, 0.095, 0.04, 1, "0.095 (0.040)"),  # more than both
+    ("fact", 8, 0.125, 0.25, 1, "ok"),
+    ("fact", 8, 0.375, 0.25, 1, "ok 0.375 (0.250)"),  # one row
+    ("fact", 8, 0.5, 0.25, 1, "0.500 (0.250)"),  # two rows
+    ("fact", 24, 0.09, 0.04, 1, "ok 0.090 (0.040)"),  # more than a row (.042), and .05
+    ("fact", 24, 0.095, 0.04, 1, "0.095 (0.040)"),  # more than both
     # Less is worse.
-    (8, 1.0, 0.75, -1, "ok"),
-    (8, 0.875, 1.0, -1, "ok 0.875 (1.000)"),
-    (8, 0.75, 1.0, -1, "0.750 (1.000)")])
-def test_a_check_by_hand(n, value, other, sign, cell):
-    """The smaller split decides, by the rows that have the figure."""
-    few = {"n": 99, "fact": value, "n_fact": n}
-    assert ev.check("fact", few, {"n": 99, "fact": other}, sign) == cell
-    assert ev.check("fact", {"n": 99, "fact": value}, {"n": n, "fact": other}, sign) == cell
-
-@each("metric, value, other, sign, cell", [
+    ("fact", 8, 1.0, 0.75, -1, "ok"),
+    ("fact", 8, 0.875, 1.0, -1, "ok 0.875 (1.000)"),
+    ("fact", 8, 0.75, 1.0, -1, "0.750 (1.000)"),
     # p may be worse by .1; .3 - .2 is a little below .1 and .8 - .7 a little above.
-    ("prob", 0.3, 0.2, 1, "ok 0.300 (0.200)"), ("prob", 0.8, 0.7, 1, "ok 0.800 (0.700)"),
-    ("prob", 0.3011, 0.2, 1, "0.301 (0.200)"), ("prob", 0.69, 0.8, -1, "0.690 (0.800)"),
+    ("prob", 24, 0.3, 0.2, 1, "ok 0.300 (0.200)"), ("prob", 24, 0.8, 0.7, 1, "ok 0.800 (0.700)"),
+    ("prob", 8, 0.3011, 0.2, 1, "0.301 (0.200)"), ("prob", 8, 0.69, 0.8, -1, "0.690 (0.800)"),
     # The loss has no tolerance.
-    ("forget_loss_left", 0.2, mdu.MAX_LOSS_LEFT, 1, "ok"),
-    ("forget_loss_left", 0.21, mdu.MAX_LOSS_LEFT, 1, "21% (20%)")])
-def test_a_check_of_p_and_of_the_loss_by_hand(metric, value, other, sign, cell):
-    found = ev.check(metric, {"n": 8, metric: value}, {"n": 8, metric: other}, sign)
-    assert found == cell
-    assert ev.check(metric, {"n": 8}, {"n": 8, metric: other}, sign) is None
+    ("forget_loss_left", 8, 0.2, mdu.MAX_LOSS_LEFT, 1, "ok"),
+    ("forget_loss_left", 8, 0.21, mdu.MAX_LOSS_LEFT, 1, "21% (20%)")])
+def test_a_check_by_hand(metric, n, value, other, sign, cell):
+    """The smaller split decides, by the rows that have the figure."""
+    few = {"n": 99, metric: value, f"n_{metric}": n}
+    assert ev.check(metric, few, {"n": 99, metric: other}, sign) == cell
+    assert ev.check(metric, {"n": 99, metric: value}, {"n": n, metric: other}, sign) == cell
+    assert ev.check(metric, {"n": 99}, {"n": n, metric: other}, sign) is None
 
 def figures(n=24, **values):
     return {"n": n, **values}
@@ -3012,13 +2927,6 @@ def test_did_it_work_says_that_a_first_run_that_passes_proves_nothing():
     _, legend, _ = ev.did_it_work(runs)
     assert "base itself passes all checks of Forget" in legend
 
-def test_report_says_whether_it_worked_on_the_screen_and_in_the_file(base, files, capsys):
-    ev.main(["--model", str(base), *files, *QUICK, "new"])
-    capsys.readouterr()
-    ev.main(["--report", "new"])
-    for written in (capsys.readouterr().out, Path("report.md").read_text()):
-        assert "| Run | Forget fact " in written.split("## Did it work?")[1]
-
 # ---- Analyses ----
 def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp_path):
     """They are logged before the training and after each pass over the rows."""
@@ -3065,13 +2973,9 @@ def test_the_analysis_of_roles_equals_a_slow_loop(base, unlearned, tmp_path):
 def written(base, unlearned, tmp_path):
     """An answer of 12 tokens in 4 steps, 3 in each, by the slow sampler -> its state, token ids,
     before each step and at the end; the models, and eval.py's options for the same."""
-    row = mdu.toy_world()["forget"][0]
-    start = with_noise(base, tmp_path / "start", seed=1)
     run = with_noise(unlearned, tmp_path / "run", seed=0)
-    info = mdu.read_run(run)
-    info["options"]["model"] = str(start)
-    (run / "run.json").write_text(json.dumps(info))
-    theta0, tokenizer = mdu.load_backbone(str(start))
+    row = mdu.toy_world()["forget"][0]
+    theta0, tokenizer = mdu.load_backbone(str(base))
     model, _ = mdu.load_backbone(str(run))
     prompt = mdu.encode_prompt(tokenizer, row["question"])
     states = [[0] * 12]
@@ -3094,12 +2998,12 @@ def test_the_analysis_of_a_trajectory_equals_a_slow_loop(written, tmp_path):
     """A bar for each token of the answer, up to its end token, at the step that fixes it."""
     roles = ev.token_roles(written.tokenizer, written.row["question"], written.states[-1])
     expected = []
-    for step, (before, after) in enumerate(zip(written.states, written.states[1:]), 1):
-        fixed = sorted(set(masked_in(before)) - set(masked_in(after)))
-        kls = slow_anchor_kls(
-            written.model, written.theta0, written.prompt, before, masked_in(before))
-        for i, kl in zip(masked_in(before), kls):
-            if i in fixed and i < written.n:
+    for step in range(1, 5):
+        before, after = written.states[step - 1:step + 1]
+        places = masked_in(before)
+        kls = slow_anchor_kls(written.model, written.theta0, written.prompt, before, places)
+        for i, kl in zip(places, kls):
+            if after[i] != 0 and i < written.n:
                 token = written.tokenizer.decode([after[i]]).strip()
                 expected.append([f"{token}\n{step}", roles[i], approx(kl, rel=1e-3, abs=1e-6)])
     ev.main(["--analysis", "trajectory", *written.flags])
@@ -3520,68 +3424,49 @@ def readme_step(model, anchor, forget, retain):
     exec(step, variables)
     return variables
 
-def with_masks(draws, batch, t, masked):
-    """The Draws of a batch with another t, (B,), and other masks, (B, T)."""
-    changed = []
-    for b, draw in enumerate(draws):
-        is_masked = masked[b, batch.response[b]].float()
-        uniform = 1 - is_masked  # 0 is below every t, 1 below none
-        changed.append(draw._replace(t=t[b].item(), uniform=uniform.numpy()))
-    return changed
-
 def test_backward_equals_the_step_of_the_readme():
-    """With the masks that the README's step draws, and rows to retain with end padding."""
+    """With the same t and masks, and rows to retain with end padding."""
     args = options("--batch-size 4 --response-length 12 --retain-weight 0.7 --seed 2")
     model, anchor = tiny_llama(0), tiny_llama(1)
-    forget, retain = mdu.draw_step(args, make_examples(), "forget", 0, model)
-    forget_batch = mdu.make_batch(model, forget)
-    retain_batch = mdu.make_batch(model, retain)
-    assert (retain_batch.length < retain_batch.response.sum(1)).any()
-    torch.manual_seed(2)
-    step = readme_step(model, anchor, forget_batch, retain_batch)
+    draws = mdu.draw_step(args, make_examples(), "forget", 0, model)
+    forget, retain = [mdu.make_batch(model, rows) for rows in draws]
+    assert forget.masked.any(1).all()  # else backward would mask one token
+    assert (retain.length < retain.response.sum(1)).any()
+    drawn = []  # by the README's step: for t and for the masks
+    for batch in (forget, retain):
+        drawn += [(batch.t - 0.001) / 0.999, 1 - batch.masked.float()]
+    with mock.patch.object(torch, "rand", side_effect=drawn):
+        step = readme_step(model, anchor, forget, retain)
     readme_grads = [p.grad.clone() for p in model.parameters()]
-
-    # The same masks once more: from this seed its function `draw` draws them again.
-    torch.manual_seed(2)
-    t, masked, _ = step["draw"](forget_batch.ids, forget_batch.response)
-    assert masked.any(1).all()  # else backward would mask one token, and the README's step none
-    forget = with_masks(forget, forget_batch, t, masked)
-    t, masked, _ = step["draw"](retain_batch.ids, retain_batch.response)
-    retain = with_masks(retain, retain_batch, t, masked)
     model.zero_grad()
-    losses = mdu.backward(args, model, None, anchor, forget, retain)
-    assert losses == approx([step["loss"].item(), step["retain_loss"].item()], rel=1e-6)
-    assert_close(readme_grads, [p.grad for p in model.parameters()], 1e-6)
+    losses = mdu.backward(args, model, None, anchor, *draws)
+    assert losses == approx([step["loss"].item(), step["retain_loss"].item()], rel=1e-5)
+    assert_close(readme_grads, [p.grad for p in model.parameters()], 1e-5)
 
 def test_the_step_of_the_readme_masks_a_share_t_of_the_answer():
     """t is uniform on [0.001, 1).  Of 100 tokens, a share t is masked, up to 5 standard deviations:
     the largest is (1/2 * 1/2 / 100)^(1/2) = 0.05."""
-    model = tiny_llama(0)
-    forget, retain = mdu.draw_step(options("--batch-size 4"), make_examples(), "forget", 0, model)
+    variables = {"torch": torch, "mask_id": 0}
+    exec(re.search(r"(?ms)^def draw.*?^$", README)[0], variables)
     torch.manual_seed(2)
-    step = readme_step(
-        model, model, mdu.make_batch(model, forget), mdu.make_batch(model, retain))
     ids = torch.arange(1, 151).repeat(4000, 1)
     answer = ids > 50
-    t, masked, noised = step["draw"](ids, answer)
+    t, masked, noised = variables["draw"](ids, answer)
     assert_uniform(t.numpy(), 0.001)
     assert not (masked & ~answer).any()
     assert torch.equal(noised, ids.masked_fill(masked, 0))
-    shares = masked.sum(1) / 100
-    assert (shares - t).abs().max() < 5 * 0.05
+    assert (masked.sum(1) / 100 - t).abs().max() < 5 * 0.05
 
 def test_the_readme_makes_a_model_of_dream(tmp_path, monkeypatch):
     """It has the logits of all positions, MaskPredictor those of the masked ones."""
-    write_checkpoint(tmp_path, "Dream", tied=False, file_size="5GB")
+    write_checkpoint(tmp_path, "Dream")
     loaded, tokenizer = mdu.load_backbone(str(tmp_path))
     monkeypatch.setattr(mdu, "load_backbone", lambda name: (loaded, tokenizer))
     _, code = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
     variables = {"torch": torch}
     exec(code, variables)
     ids = torch.randint(0, 200, (2, 9))
-    ids[0, 6:] = loaded.pad_id
-    real = ids != loaded.pad_id
-    masked = real & (torch.rand(ids.shape) < 0.5)
+    real = torch.arange(9) < torch.tensor([[6], [9]])
     with torch.no_grad():
-        assert_close(variables["model"](ids, real)[masked], loaded(ids, real, masked), 1e-5)
+        assert_close(variables["model"](ids, real)[real], loaded(ids, real, real), 1e-5)
     assert variables["mask_id"] == loaded.mask_id
