@@ -198,24 +198,19 @@ SIGN = 9  # of both: a token without a letter or digit
 RARE = [7, 8, 11]  # of tiny_llama: tokens of rare words, where has_rare_tokens
 
 class FakeModel:
-    """11 tokens, float64 logits (B, T, 11) that depend on all tokens and their order, or those
-    that a script, a function of ids, returns.  boost: of the mask token."""
+    """11 tokens, float64 logits (B, T, 11) that depend on all tokens and their order.  boost: of
+    the mask token."""
     mask_id, pad_id, end_id = MASK, PAD, 1
     lm = SimpleNamespace(config=SimpleNamespace(vocab_size=11, max_position_embeddings=99))
     table = torch.randn(11, 11, generator=torch.Generator().manual_seed(6)).double()
-    boost, sure, by_entropy, script = -50.0, 1, False, None
+    boost, sure, by_entropy = -50.0, 1, False
 
     def __init__(self, **changes):
         vars(self).update(changes)
         self.seen = []  # ids of every call
 
-    def register_forward_hook(self, hook):
-        pass
-
     def __call__(self, ids, attention_mask, positions):
         self.seen.append(ids)
-        if self.script:
-            return self.script(ids)[positions]
         x = self.table[ids] * attention_mask[..., None]  # (B, T, 11)
         logits = 3 * self.sure * torch.sin(x.cumsum(1) + 2 * x.sum(1, keepdim=True))[positions]
         logits[:, MASK] += self.boost
@@ -725,7 +720,6 @@ def extreme(x, gap):
     x[..., 0] += gap
     return x.requires_grad_()
 
-# Logits of all positions, of positions in a line, of one too many, of one too few, of two batches
 @each("logits, anchor_logits, masked, tau, expected", [
     (FLAT, TILT, ONE, 1.0, LN4_3 / 2),  # 1/2 log 2 + 1/2 log 2/3
     (TILT_FLAT, torch.cat([TILT, TILT]), TWO, 1.0, LN4_3 / 4),  # mean with 0
@@ -829,7 +823,6 @@ def test_a_loss_of_sequences_stays_finite(name):
 
 # ---- Batches ----
 def has_rare_tokens(name):
-# ---- Batches ----
     """Whether tokens of RARE are rare in this row to forget: in every second one they are."""
     return name % 2 == 0
 
@@ -1314,17 +1307,16 @@ def test_a_preset_suits_the_processes_that_the_readme_names(typed, processes, mo
 
 # ---- Data ----
 def test_rows_come_from_files_or_from_data(tofu, tmp_path):
-    forget = [{"question": f"F {i}?", "answer": "a", "perturbed_answer": []} for i in range(3)]
-    retain = [{"question": f"R {i}?", "answer": "a", "perturbed_answer": []} for i in range(3)]
-    own_retain = f"--retain {write_lines(tmp_path / 'r', retain)}"
-    typed = f"--model m --forget {write_lines(tmp_path / 'f', forget)} {own_retain} --limit 2"
-    assert mdu.load_data(options(typed)) == {"forget": forget[:2], "retain": retain[:2]}
+    rows = [{"question": f"F {i}?", "answer": "a", "perturbed_answer": []} for i in range(3)]
+    file = write_lines(tmp_path / "rows", rows)
+    typed = f"--model m --forget {file} --retain {file} --limit 2"
+    assert mdu.load_data(options(typed)) == {"forget": rows[:2], "retain": rows[:2]}
     of_tofu = mdu.load_data(options(f"--model m --data {tofu}"))
-    assert {split: len(rows) for split, rows in of_tofu.items()} == {"forget": 8, "retain": 24}
+    assert {split: len(own) for split, own in of_tofu.items()} == {"forget": 8, "retain": 24}
     assert of_tofu["forget"][1]["question"] == "Q forget10_perturbed 1?"
     assert of_tofu["forget"][1]["perturbed_answer"] == ["B 1.", "C 1."]
-    mixed = mdu.load_data(options(f"--model m --data {tofu} {own_retain}"))
-    assert mixed == {"forget": of_tofu["forget"], "retain": retain}
+    mixed = mdu.load_data(options(f"--model m --data {tofu} --retain {file}"))
+    assert mixed == {"forget": of_tofu["forget"], "retain": rows}
 
 def test_a_bad_row_of_a_dataset_is_named(tmp_path):
     good = {"question": "q", "answer": "a"}
@@ -2271,18 +2263,20 @@ def test_prompts_equal_those_of_rwkus_own_code(split, changes, question, prefill
 
 def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     """Of the tokens of " A", here a space (2) and a letter (3 to 6), the letter counts."""
-    def tokenizer(text, **_):
-        return SimpleNamespace(input_ids=[2, "ABCD".index(text[1]) + 3])
-
-    def script(ids):
-        table = f64([0, 0, 9, 1, 2, 5, 4, 9, 9, 9, 9], [0, 0, 9, 5, 2, 1, 4, 9, 9, 9, 9])
-        return table[(ids[:, :1] == 7).long()].expand(*ids.shape, 11)
     monkeypatch.setattr(ev, "prompt_ids", lambda tokenizer, row: row["question"])
-    rows = [dict(question=[4, 9], answer="B"), dict(question=[7], answer="A")]
-    model = FakeModel(script=script)
-    records = ev.score_mmlu(model, tokenizer, rows, ARGS)
-    assert [(r["generation"], r["accuracy"]) for r in records] == [("C", 0), ("A", 1)]
-    assert [ids.tolist() for ids in model.seen] == [[[7, MASK]], [[4, 9, MASK]]]
+    monkeypatch.setattr(mdu, "encode_text", lambda _, text: [2, "ABCD".index(text[1]) + 3])
+    model = FakeModel()
+    letters = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt + [MASK]])
+        everywhere = torch.ones(ids.shape, dtype=torch.bool)
+        logits = model(ids, everywhere, everywhere)[-1]
+        letters.append("ABCD"[logits[3:7].argmax()])
+    assert len(set(letters)) > 1
+    rows = [dict(question=prompt, answer=letters[0]) for prompt in PROMPTS]
+    records = ev.score_mmlu(model, None, rows, ARGS)
+    assert [record["generation"] for record in records] == letters
+    assert [record["accuracy"] for record in records] == [x == letters[0] for x in letters]
 
 @each("losses, labels, mc1", [
     ([2, 0.5, 1], [0, 1, 0], 1),  # log p is -2, -1, -3
@@ -2485,11 +2479,6 @@ def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy):
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
     assert set(folder.iterdir()) == old_files | {folder / "notes.jsonl"}
-
-def test_a_folder_in_use_is_not_scored(scored_copy, capsys):
-    (scored_copy / "config.json").unlink()  # as while it is trained
-    with mdu.locked(scored_copy):
-        assert "in use" in program([scored_copy, *FLAGS], capsys, ev.main)
 
 @pytest.fixture
 def protocol_of(rwku, tmp_path):
@@ -2944,30 +2933,28 @@ def test_the_analysis_of_roles_equals_a_slow_loop(base, unlearned, tmp_path):
     """A bar for each role: first theta0's, then the run's; of two masks for each row, which are of
     (--seed, number of the row)."""
     theta0, tokenizer = mdu.load_backbone(str(base))
-    models = [theta0, mdu.load_backbone(str(unlearned))[0]]
-    rows = mdu.toy_world()["forget"][1:21]
-    kls = {}  # (model, role): those of each masked token
-    for number, row in enumerate(rows):
+    model, _ = mdu.load_backbone(str(unlearned))
+    rows = mdu.toy_world()["forget"][1:]
+    kls = {I: [], S: [], K: []}  # of each masked token of the role, theta0's and the model's
+    for number, row in enumerate(rows[:20]):
         prompt, answer = mdu.encode_pair(tokenizer, row["question"], row["answer"])
         roles = ev.token_roles(tokenizer, row["question"], answer)
         for mask in ev.draw_masks(len(answer), 2, [4, number]):
             masked = mask.nonzero()[:, 0].tolist()
-            for i, model in enumerate(models):
-                found = slow_anchor_kls(model, theta0, prompt, answer, masked)
-                for place, kl in zip(masked, found):
-                    kls.setdefault((i, roles[place]), []).append(kl)
-    expected = []
-    for i in (0, 1):
-        for role in (I, S, K):
-            mean, before = np.mean(kls[i, role]), np.mean(kls[0, role])
-            expected.append([role, approx(mean, rel=1e-4),
-                             approx(100 * (mean - before) / before, abs=1e-2)])
+            before = slow_anchor_kls(theta0, theta0, prompt, answer, masked)
+            after = slow_anchor_kls(model, theta0, prompt, answer, masked)
+            for place, *pair in zip(masked, before, after):
+                kls[roles[place]].append(pair)
+    before, after = np.transpose([np.mean(of_role, axis=0) for of_role in kls.values()])
     run = shutil.copytree(unlearned, tmp_path / "run")
-    file = write_lines(tmp_path / "rows", mdu.toy_world()["forget"][1:])
+    file = write_lines(tmp_path / "rows", rows)
     flags = "--samples 2 --seed 4 --batch-size 4 --limit 20".split()
     ev.main(["--analysis", "roles", *flags, "--forget", file, str(run)])
     [bars] = read_json(tmp_path / "analysis/roles.json")["panels"].values()
-    assert [[bar["role"], bar["kl"], bar["change_percent"]] for bar in bars] == expected
+    assert [bar["role"] for bar in bars] == 2 * [I, S, K]
+    assert [bar["kl"] for bar in bars] == approx([*before, *after], rel=1e-4)
+    changes = 100 * (after - before) / before
+    assert [bar["change_percent"] for bar in bars] == approx([0, 0, 0, *changes], abs=1e-2)
 
 @pytest.fixture
 def written(base, unlearned, tmp_path):
