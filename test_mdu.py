@@ -1027,13 +1027,13 @@ def test_backward_equals_one_sequence_at_a_time(typed):
         assert_close(p.grad, grad, 1e-9)
 
 @each("typed", ["--method mdu", "--method mdu --target MODEL", "--method npo", "--method dpo"])
-def test_no_gradient_reaches_theta0_and_the_anchor(typed):
+def test_passes_through_theta0_and_the_anchor_keep_nothing_for_gradients(typed):
     step = step_to_try(typed)
-    backward(step)
+    kept = []
     for frozen in (step.theta0, step.anchor):
-        for p in frozen.parameters():
-            assert p.requires_grad
-            assert p.grad is None
+        frozen.register_forward_hook(lambda *_: kept.append(torch.is_grad_enabled()))
+    backward(step)
+    assert set(kept) == {False}
 
 @each("lora", ["", "--lora 2", "--lora 3", "--lora 4"])
 def test_saved_weights_compute_what_weights_with_adapters_do(lora):
