@@ -522,6 +522,14 @@ def unlearned(base, tmp_path_factory):
     with unchanged(out.parent):
         yield out
 
+def with_noise(run, folder, seed):
+    """A copy of a run with noise on its weights, which makes its answers differ."""
+    shutil.copytree(run, folder)
+    torch.manual_seed(seed)
+    noisy = {name: x + 0.1 * torch.randn(x.shape) for name, x in weights(run).items()}
+    safetensors.torch.save_file(noisy, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
 def metrics(run):
     """The lines of metrics.jsonl, without what differs between two equal runs."""
     lines = ev.read_lines(Path(run) / "metrics.jsonl")
@@ -1747,12 +1755,13 @@ def two_processes(base, tmp_path_factory, on_two_processes):
     """Runs on two processes: toy/mdu, whose base model was missing; two; two-lora, with toy/base as
     its target; two-bfloat16; two-attackers; killed, with the options of two -> their folder."""
     folder = tmp_path_factory.mktemp("two")
+    noisy = with_noise(base, folder / "noisy", seed=0)  # which writes words, as AUTHORS needs
     runs = [["--epochs", "0.1", "--out", f"{folder}/toy/mdu"],
-            toy(base, folder / "two", AUTHORS),
+            toy(noisy, folder / "two", AUTHORS),
             toy(base, folder / "two-lora", LORA.format(target=folder / "toy/base")),
             toy(base, folder / "two-bfloat16", BFLOAT16),
             toy(base, folder / "two-attackers", ATTACKED),
-            toy(base, folder / "killed", AUTHORS)]
+            toy(noisy, folder / "killed", AUTHORS)]
     (folder / "driver.py").write_text(KILLED)
     codes = on_two_processes(folder / "driver.py", json.dumps(runs))
     assert codes == [-signal.SIGKILL, -signal.SIGKILL]
@@ -1767,8 +1776,9 @@ def test_two_processes_wait_for_a_missing_base(two_processes):
 # steps depends on the processor: up to 1.4e-6 were seen.  A step of AdamW is about lr, 1e-4.
 OTHER_ORDER = 5e-6
 
-def test_two_processes_equal_one(base, two_processes, tmp_path):
-    mdu.main(toy(base, tmp_path / "one", AUTHORS))
+def test_two_processes_equal_one(two_processes, tmp_path):
+    mdu.main(toy(two_processes / "noisy", tmp_path / "one", AUTHORS))
+    assert any(line["forget"] > 0 for line in metrics(tmp_path / "one"))
     assert_equal_runs(two_processes / "two", tmp_path / "one", OTHER_ORDER)
 
 def test_attackers_on_two_processes_equal_those_on_one(base, two_processes, tmp_path):
@@ -2377,14 +2387,6 @@ def test_rows_are_those_that_are_typed_or_the_runs(run, typed, expected, tofu, r
 # ---- One run ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --steps 4".split()
 WITHOUT_FULL = FLAGS[1:]
-
-def with_noise(run, folder, seed):
-    """A copy of a run with noise on its weights, which makes its answers differ."""
-    shutil.copytree(run, folder)
-    torch.manual_seed(seed)
-    noisy = {name: x + 0.1 * torch.randn(x.shape) for name, x in weights(run).items()}
-    safetensors.torch.save_file(noisy, folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 @pytest.fixture(scope="session")
 def scored(base, tmp_path_factory):
