@@ -12,13 +12,11 @@ import contextlib
 import copy
 import fnmatch
 import hashlib
-import io
 import itertools
 import json
 import math
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -128,16 +126,6 @@ def on_two_processes():
     forking.stdin.close()
     forking.wait()
 
-@contextlib.contextmanager
-def largest_file(size):
-    """No file can grow beyond this: as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
 def stop_in(folder, *_):
     """Ctrl-C, while another program could not use the folder."""
     with pytest.raises(mdu.BadInput), mdu.locked(folder):
@@ -194,25 +182,6 @@ def table_on_screen(screen):
     lines = [line for line in screen.splitlines() if line.startswith("|")]
     return read_table("\n".join(lines))
 
-def read_tables(text):
-    """{title of a split: its table in report.md}.  A header begins with the title in the table's
-    first column only; here it is left out."""
-    tables = {}
-    for title, table in re.findall(r"(?m)^## ([^:\n]*).*\n\n((?:\|.*\n)+)", text):
-        tables[title] = read_table(table.replace(f"| {title} ", "| ", 1))
-    return tables
-
-def made_up_run(scored, folder, options=(), forget=(), **parts):
-    """A copy of the scores of a run, with other options, other figures of the split "forget", and
-    other parts of its summary -> the folder."""
-    shutil.copytree(Path(scored, "eval"), folder / "eval")
-    summary = ev.read_summary(folder)
-    summary.update(parts)
-    summary["options"].update(options)
-    summary["splits"]["forget"].update(forget)
-    (folder / "eval/summary.json").write_text(json.dumps(summary))
-    return str(folder)
-
 # ---- Models ----
 MASK, PAD = 10, 0
 # Prompts and answers contain mask and padding ids as ordinary tokens: neither may be searched for.
@@ -229,34 +198,30 @@ SIGN = 9  # of both: a token without a letter or digit
 RARE = [7, 8, 11]  # of tiny_llama: tokens of rare words, where has_rare_tokens
 
 class FakeModel:
-    """11 tokens, float64 logits (B, T, 11) that depend on all tokens and their order, or those
-    that a script, a function of ids, returns.  boost: of the mask token."""
+    """11 tokens, float64 logits (B, T, 11) that depend on all tokens and their order.  boost: of
+    the mask token."""
     mask_id, pad_id, end_id = MASK, PAD, 1
     lm = SimpleNamespace(config=SimpleNamespace(vocab_size=11, max_position_embeddings=99))
     table = torch.randn(11, 11, generator=torch.Generator().manual_seed(6)).double()
-    boost, sure, by_entropy, script = -50.0, 1, False, None
+    boost, sure, by_entropy = -50.0, 1, False
 
     def __init__(self, **changes):
         vars(self).update(changes)
         self.seen = []  # ids of every call
 
-    def register_forward_hook(self, hook):
-        pass
-
     def __call__(self, ids, attention_mask, positions):
         self.seen.append(ids)
-        if self.script:
-            return self.script(ids)[positions]
         x = self.table[ids] * attention_mask[..., None]  # (B, T, 11)
         logits = 3 * self.sure * torch.sin(x.cumsum(1) + 2 * x.sum(1, keepdim=True))[positions]
         logits[:, MASK] += self.boost
         return logits
 
-def tiny_llama(seed, likely=range(64)):
+def tiny_llama(seed, likely=range(64), **changes):
     """A random bidirectional Llama of 64 tokens, in float64, which mostly writes `likely` ones."""
+    sizes = dict(intermediate_size=64, num_hidden_layers=2, initializer_range=0.4)
+    sizes.update(changes)
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, initializer_range=0.4, is_causal=False)
+        vocab_size=64, hidden_size=16, num_attention_heads=2, is_causal=False, **sizes)
     torch.manual_seed(seed)
     lm = transformers.LlamaForCausalLM(config).double()
     for token in set(range(64)) - set(likely):
@@ -344,8 +309,12 @@ def slow_logits(model, prompt, answer, masked):
     """Logits (M, V) at the masked positions of an answer, of which the other tokens are seen."""
     noised = list(answer)
     for i in masked:
-        noised[i] = 0
-    return model.lm(torch.tensor([prompt + noised])).logits[0, len(prompt):][masked]
+        noised[i] = model.mask_id
+    start = len(prompt)
+    if model.shift:  # as in Dream, whose logits of a token are at the position before it
+        start = start - 1
+    logits = model.lm(torch.tensor([prompt + noised])).logits[0]
+    return logits[[start + i for i in masked]]
 
 def slow_masked(row, method, target=None, model=None):
     """The masked positions of an answer.  With --target authors: those of its words that the model
@@ -439,7 +408,8 @@ def with_adapters(plain, *adapters):
         for linear, (A, B) in zip(linears, pairs, strict=True):
             name = f"{names[linear]}.weight"
             tensors[name] = tensors[name] + 8 / A.shape[0] * B @ A
-    return SimpleNamespace(lm=partial(torch.func.functional_call, plain.lm, tensors))
+    lm = partial(torch.func.functional_call, plain.lm, tensors)
+    return SimpleNamespace(lm=lm, mask_id=0, shift=False)
 
 def new_adam(tensors):
     """-> the state of Adam: [step, means, squares]."""
@@ -467,6 +437,13 @@ def slow_eq7(model, prompt, answer, masks):
         logits = slow_logits(model, prompt, answer, masked).double()
         means.append(np.mean([slow_nll(x, answer[i]).item() for x, i in zip(logits, masked)]))
     return np.mean(means)
+
+@torch.no_grad()
+def slow_anchor_kls(model, theta0, prompt, answer, masked):
+    """KL(p_theta(.|x, y_t) || p_theta0(.|m, y_t)) of each masked token."""
+    logits = slow_logits(model, prompt, answer, masked).double()
+    anchor_logits = slow_logits(theta0, [0] * len(prompt), answer, masked).double()
+    return [slow_kl(x, anchor, 1).item() for x, anchor in zip(logits, anchor_logits)]
 
 # ---- Data ----
 def write_dataset(root, splits):
@@ -544,6 +521,14 @@ def unlearned(base, tmp_path_factory):
     mdu.main(toy(base, out, "--epochs 2 --diagnose"))
     with unchanged(out.parent):
         yield out
+
+def with_noise(run, folder, seed):
+    """A copy of a run with noise on its weights, which makes its answers differ."""
+    shutil.copytree(run, folder)
+    torch.manual_seed(seed)
+    noisy = {name: x + 0.1 * torch.randn(x.shape) for name, x in weights(run).items()}
+    safetensors.torch.save_file(noisy, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 def metrics(run):
     """The lines of metrics.jsonl, without what differs between two equal runs."""
@@ -743,9 +728,6 @@ def extreme(x, gap):
     x[..., 0] += gap
     return x.requires_grad_()
 
-# Logits of all positions, of positions in a line, of one too many, of one too few, of two batches
-OTHER_SHAPES = [(5, 7, 6), (35, 6), (M + 1, 6), (M - 1, 6), (2, M, 6)]
-
 @each("logits, anchor_logits, masked, tau, expected", [
     (FLAT, TILT, ONE, 1.0, LN4_3 / 2),  # 1/2 log 2 + 1/2 log 2/3
     (TILT_FLAT, torch.cat([TILT, TILT]), TWO, 1.0, LN4_3 / 4),  # mean with 0
@@ -776,34 +758,23 @@ def test_sft_loss_equals_a_slow_loop():
     assert_equal_losses(loss, slow_sft(logits, TARGETS, MASKED, T), [logits])
 
 # The losses of logits, as functions of logits and targets.
-def mdu_loss_to_try(logits, targets):
-    anchor_logits = torch.zeros_like(logits)
-    if logits.shape == (M, 6):
-        anchor_logits[:, 2] = 1.5
-        anchor_logits[3] = torch.arange(6)
-    return mdu.mdu_loss(logits, anchor_logits, MASKED, 0.3)
-
-LOSSES_OF_LOGITS = {"mdu": mdu_loss_to_try,
-                    "mdu-tau0": lambda logits, _: mdu.mdu_loss(logits, None, MASKED, 0),
-                    "sft": partial(mdu.sft_loss, masked=MASKED, t=T.float()),
-                    "wga": partial(mdu.wga_loss, masked=MASKED, gamma=0.3)}
+LOSSES_OF_LOGITS = {
+    "mdu": lambda logits, _: mdu.mdu_loss(logits, random_logits(2), MASKED, 0.3),
+    "mdu-tau0": lambda logits, _: mdu.mdu_loss(logits, None, MASKED, 0),
+    "sft": partial(mdu.sft_loss, masked=MASKED, t=T.float()),
+    "wga": partial(mdu.wga_loss, masked=MASKED, gamma=0.3)}
 
 @each("name", LOSSES_OF_LOGITS)
-def test_a_loss_refuses_logits_of_other_tokens_than_the_masked_ones(name):
-    loss = LOSSES_OF_LOGITS[name]
-    for shape in OTHER_SHAPES:
-        logits = torch.zeros(shape)
-        if name in ("sft", "wga"):
-            logits = logits.movedim(-1, 1)  # as cross_entropy has them
+def test_a_loss_refuses_logits_of_more_or_fewer_tokens_than_the_masked_ones(name):
+    for n in (M + 1, M - 1):
         with pytest.raises((RuntimeError, ValueError), match="shape"):
-            loss(logits, torch.zeros(shape[:-1], dtype=torch.long))
+            LOSSES_OF_LOGITS[name](torch.zeros(n, 6), torch.zeros(n, dtype=torch.long))
 
 @each("name", LOSSES_OF_LOGITS)
 def test_a_loss_of_16_bit_logits_is_computed_in_float32(name):
     loss = LOSSES_OF_LOGITS[name]
-    for dtype in (torch.bfloat16, torch.float16):
-        logits = random_logits(1).to(dtype)
-        assert_close(loss(logits, TARGETS), loss(logits.float(), TARGETS), 1e-6)
+    logits = random_logits(1).bfloat16()
+    assert_close(loss(logits, TARGETS), loss(logits.float(), TARGETS), 1e-6)
 
 @each("name", LOSSES_OF_LOGITS)
 def test_a_loss_stays_finite_at_extreme_logits(name):
@@ -851,19 +822,15 @@ def test_a_loss_of_sequences_equals_its_formula(name):
                         [nlls[i] for i in frozen])
 
 @each("name", LOSSES_OF_NLLS)
-def test_a_loss_of_sequences_stays_finite_and_refuses_other_numbers_of_them(name):
+def test_a_loss_of_sequences_stays_finite(name):
     loss, _, trained, frozen = LOSSES_OF_NLLS[name]
     for gap in (1e6, -1e6):
-        nlls = [random_nll(seed).float() for seed in range(len(trained + frozen))]
-        nlls[0] = extreme(nlls[0], gap)
-        assert_finite(loss(*nlls), nlls[0])
-    if name != "ga":
-        with pytest.raises(RuntimeError, match="size"):
-            loss(nlls[0][1:], *nlls[1:])
+        first, *others = [random_nll(seed).float() for seed in range(len(trained + frozen))]
+        first = extreme(first, gap)
+        assert_finite(loss(first, *others), first)
 
 # ---- Batches ----
 def has_rare_tokens(name):
-# ---- Batches ----
     """Whether tokens of RARE are rare in this row to forget: in every second one they are."""
     return name % 2 == 0
 
@@ -947,20 +914,19 @@ def test_answers_are_padded_to_random_lengths_but_not_those_to_forget(longest):
 
 @each("method", ["ga", "sft", "dpo"])
 def test_prompt_dropout_masks_prompts_and_changes_nothing_else(method):
-    """A row whose prompt is shown is drawn as without the option.  Of a row to forget only the
-    prompt is changed, as its answer is never padded.  ga draws rows to forget alone."""
-    plain = sum(draw(f"--method {method} --batch-size 1", range(1000)), [])
-    rows = sum(draw(f"--method {method} --batch-size 1 --prompt-dropout 0.3", range(1000)), [])
+    """A row whose prompt is shown is drawn as without the option."""
+    typed = f"--method {method} --batch-size 1"
+    plain = sum(draw(typed, range(1000)), [])
+    rows = sum(draw(f"{typed} --prompt-dropout 0.3", range(1000)), [])
     n_hidden = 0
     for before, row in zip(plain, rows, strict=True):
-        if MASK in row.prompt:
-            assert row.prompt == [MASK] * len(before.prompt) and PAD not in row.answer
-            assert row.preferred is None or row.preferred.prompt == row.prompt
-            n_hidden += MASK not in before.prompt
-            if method == "ga":
-                assert repr(row._replace(prompt=before.prompt)) == repr(before)
-        else:
+        if MASK not in row.prompt:
             assert repr(row) == repr(before)
+            continue
+        assert row.prompt == [MASK] * len(before.prompt)
+        assert PAD not in row.answer
+        assert row.preferred is None or row.preferred.prompt == row.prompt
+        n_hidden += MASK not in before.prompt
     assert n_hidden == approx(0.3 * sum(MASK not in row.prompt for row in plain), abs=90)
     names = {row.prompt[0] for row in plain}
     assert 56 not in names  # this Example's prompt is never shown
@@ -997,7 +963,8 @@ def trained_weights(model):
 
 def step_to_try(typed):
     """What backward gets in a step with these options, and the models of the slow loop, which
-    compute the same: slow_model (theta), slow_theta0 and slow_anchor.
+    compute the same: slow_model (theta), slow_theta0 and slow_anchor.  with_attacker is theta with
+    further adapters.
 
     With LoRA, theta0 is theta with its adapters off.  The slow loop has the weights from before the
     adapters were added as theta0, and these weights with the adapters merged into them as theta.
@@ -1011,21 +978,22 @@ def step_to_try(typed):
     likely = range(64)
     if args.target == "authors":
         likely = range(6, 14)  # the words of the answers and a few others
-    model = tiny_llama(0, likely)
+    model = slow_model = tiny_llama(0, likely)
     theta0 = slow_theta0 = tiny_llama(1, likely)
-    original = tiny_llama(2, likely)  # of --target MODEL
+    with_attacker = partial(with_adapters, model)
+    if args.lora or args.attackers:
+        mdu.hook_adapters(model)
     if args.lora:
         slow_theta0 = tiny_llama(0, likely)
-        mdu.hook_adapters(model)
         mdu.add_adapters(model, args.lora, seed=5)
         model.double().train().lm.activation_checkpointing_enable()
         theta0 = mdu.without_adapters(model)
     for p in trained_weights(model):
         p.data += 0.1 * torch.randn_like(p)
-    slow_model = model
     if args.lora:
         own = [(linear.A, linear.B) for linear in mdu.linear_maps(model)]
-        slow_model = with_adapters(slow_theta0, own)
+        with_attacker = partial(with_adapters, slow_theta0, own)
+        slow_model = with_attacker()
 
     # 3. The anchor.
     anchor = theta0
@@ -1034,7 +1002,7 @@ def step_to_try(typed):
         anchor = model
         slow_anchor = slow_model
     elif args.target == "MODEL":
-        anchor = slow_anchor = original
+        anchor = slow_anchor = tiny_llama(2, likely)
 
     # 4. Ten rows of a step of 3 x 4: micro-batches of 3, 3, 3 and 1.
     split = "train" if args.method == "sft" else "forget"
@@ -1042,7 +1010,7 @@ def step_to_try(typed):
     return SimpleNamespace(
         args=args, model=model, theta0=theta0, anchor=anchor, forget=forget[:10],
         retain=retain[:10], slow_model=slow_model, slow_theta0=slow_theta0,
-        slow_anchor=slow_anchor)
+        slow_anchor=slow_anchor, with_attacker=with_attacker)
 
 def backward(step):
     return mdu.backward(
@@ -1067,24 +1035,13 @@ def test_backward_equals_one_sequence_at_a_time(typed):
         assert_close(p.grad, grad, 1e-9)
 
 @each("typed", ["--method mdu", "--method mdu --target MODEL", "--method npo", "--method dpo"])
-def test_no_gradient_reaches_theta0_and_the_anchor(typed):
+def test_passes_through_theta0_and_the_anchor_keep_nothing_for_gradients(typed):
     step = step_to_try(typed)
-    backward(step)
+    kept = []
     for frozen in (step.theta0, step.anchor):
-        for p in frozen.parameters():
-            assert p.requires_grad
-            assert p.grad is None
-
-@each("target, is_same", [("paper", True), ("removed", True), ("authors", True), ("MODEL", False)])
-def test_the_target_sees_the_question_of_another_model_alone(target, is_same):
-    step = step_to_try(f"--method mdu --target {target}")
-    batch = mdu.make_batch(step.model, step.forget)
-    with_other_prompts = [draw._replace(prompt=[40] * len(draw.prompt)) for draw in step.forget]
-    other_batch = mdu.make_batch(step.model, with_other_prompts)
-    logits = mdu.predict_target(step.args, step.anchor, batch, step.model.mask_id)
-    other = mdu.predict_target(step.args, step.anchor, other_batch, step.model.mask_id)
-    assert torch.equal(logits, other) == is_same
-    assert not logits.requires_grad
+        frozen.register_forward_hook(lambda *_: kept.append(torch.is_grad_enabled()))
+    backward(step)
+    assert set(kept) == {False}
 
 @each("lora", ["", "--lora 2", "--lora 3", "--lora 4"])
 def test_saved_weights_compute_what_weights_with_adapters_do(lora):
@@ -1094,11 +1051,6 @@ def test_saved_weights_compute_what_weights_with_adapters_do(lora):
     ids = torch.arange(2, 12)[None]
     logits = torch.func.functional_call(step.slow_theta0.lm, merged, ids).logits
     assert_close(logits, step.slow_model.lm(ids).logits, 1e-5)  # A and B are merged in float32
-
-def test_a_method_without_a_loss_is_refused(base, tmp_path, monkeypatch):
-    monkeypatch.setitem(mdu.METHODS, "kto", mdu.Method({}))
-    with pytest.raises(ValueError, match="has no loss for --method kto"):
-        mdu.main(toy(base, tmp_path / "run", "--method kto"))
 
 # ---- Training ----
 @each("typed", ["npo --retain-weight 0.5", "mdu --tau 0.5 --retain-weight 2",
@@ -1146,25 +1098,15 @@ def no_gradient(args, model, *_):
     return [0.0, 0.0]
 
 @each("effect, code, message", [
-    (KeyboardInterrupt, 130, None),
+    (KeyboardInterrupt, 130, ""),
     (torch.OutOfMemoryError, 2, "out of GPU memory: lower --batch-size"),
-    ([[math.nan, 0.0]], 2, "step 1: loss nan"), ([[0.0, math.inf]], 2, "retain loss inf"),
-    (no_gradient, 2, "norm nan")])
-def test_a_step_that_fails_ends_the_run_in_one_line(
-        effect, code, message, base, tmp_path, monkeypatch, capsys):
+    ([[math.nan, 0.0]], 2, "step 1: loss nan"), (no_gradient, 2, "norm nan")])
+def test_a_step_that_fails_ends_the_run_in_one_line(effect, code, message, base, monkeypatch,
+                                                    capsys):
     """effect: what backward raises, or the losses that it returns, or what is called in its
     place."""
     monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=effect))
-    err = program(toy(base, tmp_path / "run"), capsys, code=code)
-    assert err == "" if message is None else message in err
-
-def test_a_start_model_with_nan_is_refused_at_the_first_step(base, tmp_path, capsys):
-    shutil.copytree(base, tmp_path / "nan")
-    tensors = weights(base)
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = math.nan
-    safetensors.torch.save_file(tensors, tmp_path / "nan/model.safetensors", {"format": "pt"})
-    err = program(toy(tmp_path / "nan", tmp_path / "run"), capsys)
-    assert "step 1: loss nan" in err and "the start model (or --target MODEL) already has" in err
+    assert message in program(toy(base, "run"), capsys, code=code)
 
 def test_the_learning_rate_by_hand():
     args = options("--lr 0.3")
@@ -1223,8 +1165,6 @@ def test_one_program_at_a_time_gets_into_a_folder(base, unlearned, tmp_path, cap
     run = tmp_path / "run"
     with mock.patch.object(mdu, "backward", partial(stop_in, run)):
         program(toy(base, run, "--epochs 2 --diagnose"), capsys, code=130)
-    with mdu.locked(run), unchanged(run):
-        assert "in use" in program(["--resume", run], capsys)
 
     def other_ends(folder):
         shutil.copytree(unlearned, folder, dirs_exist_ok=True)
@@ -1232,69 +1172,55 @@ def test_one_program_at_a_time_gets_into_a_folder(base, unlearned, tmp_path, cap
     with mock.patch.object(mdu, "locked", wraps=mdu.locked, side_effect=other_ends):
         mdu.main(["--resume", str(run)])
         assert "exists" in program(toy(base, tmp_path / "new"), capsys)
-    for folder in (run, tmp_path / "new"):
-        assert sorted(read_all(folder).values()) == sorted(read_all(unlearned).values())
+    assert sorted(read_all(run).values()) == sorted(read_all(unlearned).values())
 
 def test_a_missing_base_is_trained_with_what_was_typed_for_it(tmp_path, monkeypatch):
     def train_base(command, env):
-        assert command[:2] == [sys.executable, mdu.__file__] and env["WORLD_SIZE"] == "1"
+        assert env["WORLD_SIZE"] == "1"
         mdu.main([*command[2:], "--epochs", "0.2"])
         return mock.Mock(returncode=0)
-    monkeypatch.setattr(mdu.subprocess, "run", lambda command, env: mock.Mock(returncode=3))
-    with pytest.raises(SystemExit, match="^3$"):
-        mdu.main(["--out", f"{tmp_path}/run"])
     monkeypatch.setattr(mdu.subprocess, "run", train_base)
     typed = "--seed 7 --dtype bfloat16 --response-length 9"
     mdu.main(f"--epochs 0.3 {typed} --out {tmp_path}/run".split())
     made = mdu.read_run(tmp_path / "base")["options"]
     assert (made["seed"], made["dtype"], made["response_length"]) == (7, "bfloat16", 9)
-    with unchanged(tmp_path / "base"):
-        mdu.main(["--epochs", "0.3", "--method", "ga", "--out", f"{tmp_path}/ga"])
 
-def test_a_bug_keeps_its_traceback(base, tmp_path, capsys):
+def test_a_bug_keeps_its_traceback(capsys):
     """A library's ValueError is no bad input."""
-    with mock.patch.object(mdu, "backward", side_effect=ValueError("a bug")):
-        with pytest.raises(SystemExit, match="^1$"):
-            mdu.run_program("mdu.py", lambda: mdu.main(toy(base, tmp_path / "run")))
+    with pytest.raises(SystemExit, match="^1$"):
+        mdu.run_program("mdu.py", mock.Mock(side_effect=ValueError("a bug")))
     err = capsys.readouterr().err
     assert "Traceback" in err and "ValueError: a bug" in err
     assert not mdu.dist.is_initialized()
 
 # ---- The models of a run ----
-def test_weights_and_adapters_are_drawn_by_the_seed(base):
-    for typed in ("--method sft", f"--model {base} --lora 2 --checkpoint-activations"):
-        drawn = []
-        for seed in (1, 2, 2):
-            model, _ = mdu.load_model(options(f"{typed} --seed {seed}"), mdu.toy_world())
-            drawn.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        assert torch.equal(drawn[1], drawn[2]) and not torch.equal(drawn[0], drawn[1])
-        assert model.training
-        assert model.lm.is_activation_checkpointing == ("--checkpoint-activations" in typed)
+@each("typed", ["--method sft", "--model {base} --lora 2"])
+def test_weights_and_adapters_are_drawn_by_the_seed(typed, base):
+    drawn = []
+    for seed in (1, 2, 2):
+        args = options(f"{typed} --seed {seed}".format(base=base))
+        model, _ = mdu.load_model(args, mdu.toy_world())
+        drawn.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(drawn[1], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
 
 @each("typed, loads", [
     ("--tau 0", 1), ("--tau 1", 2), ("--target authors", 1), ("--target {other}", 2),
-    ("--target authors --diagnose --dtype bfloat16", 2), ("--lora 2", 1), ("--method ga", 1),
-    ("--method npo", 2), ("--method simnpo", 1), ("--method dpo", 2), ("--method sft", 1)])
-def test_no_model_is_loaded_in_vain(typed, loads, base, unlearned, tmp_path, monkeypatch):
+    ("--target authors --diagnose", 2), ("--lora 2", 1), ("--method ga", 1), ("--method npo", 2)])
+def test_no_model_is_loaded_in_vain(typed, loads, base, unlearned, monkeypatch):
     load = mock.Mock(wraps=mdu.load_backbone)
     monkeypatch.setattr(mdu, "load_backbone", load)
-    monkeypatch.delattr(mdu, "save_checkpoint")  # nor is one saved after the last step
-    typed = f"--epochs 0.1 --checkpoint-every 1 {typed}".format(other=unlearned)
-    mdu.main(toy(base, tmp_path / "run", typed))
+    args = options("", *toy(base, "run", typed.format(other=unlearned)))
+    mdu.load_references(args, *mdu.load_model(args, None))
     assert load.call_count == loads
-    assert ("kl" in metrics(tmp_path / "run")[-1]) == ("--diagnose" in typed)
-    head = weights(tmp_path / "run")["lm_head.weight"]
-    assert not torch.equal(head, head.bfloat16().float())  # it is trained and saved in float32
 
-def test_trained_weights_are_float32_and_theta0_is_in_bfloat16(hub, tofu, tmp_path, monkeypatch):
+def test_trained_weights_are_float32_and_theta0_is_in_bfloat16(hub):
     """Rotary frequencies, which bfloat16 would round off, are in float32 in both."""
-    monkeypatch.setattr(mdu, "backward", mock.Mock(wraps=mdu.backward))
-    typed = f"--model {hub.folder} --data {tofu} --dtype bfloat16 --epochs 0.1 --method dpo --out"
-    mdu.main([*typed.split(), str(tmp_path / "run")])
-    _, model, theta0, *_ = mdu.backward.call_args.args
+    args = options(f"--model {hub.folder} --dtype bfloat16 --method dpo")
+    model, tokenizer = mdu.load_model(args, None)
+    theta0, _ = mdu.load_references(args, model, tokenizer)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.dtype for p in theta0.parameters()} == {torch.bfloat16}
-    assert {x.dtype for x in weights(tmp_path / "run").values()} == {torch.bfloat16}
     d = CONFIGS[hub.kind].get("head_dim", 8)
     frequencies = CONFIGS[hub.kind]["rope_theta"] ** (-torch.arange(0, d, 2) / d)
     for predictor in (model, theta0):
@@ -1312,8 +1238,8 @@ def test_compiled_blocks_compute_the_same(base, tmp_path, monkeypatch):
     assert_equal_weights(tmp_path / "plain", tmp_path / "compiled", 1e-5)
 
 @each("losses, steps, expected", [
-    ([8, 4, 3, 2, 1, 0], 6, (5, 1, 0.2)), ([4, 2, 3, 3, 1, 2, 0], 9, (3, 1, 1/3)),
-    ([8, 4, 3, 2, 1], 5, None), ([8, 4, 6, 7], 40, None),  # too few so far
+    ([8, 4, 3, 2, 1, 0], 6, (5, 1, 0.2)), ([8, 4, 3, 2, 1], 5, None),
+    ([8, 4, 6, 7], 40, None),  # too few so far
     (10 * [10] + 170 * [7] + 20 * [1], 200, (10, 1, 0.1)),  # the first ten, the last tenth
     (5 * [10] + 40 * [7] + 5 * [1], 50, (10, 1, 0.1)), ([0] * 6, 6, (0, 0, 0))])
 def test_the_loss_left_by_hand(losses, steps, expected):
@@ -1322,100 +1248,51 @@ def test_the_loss_left_by_hand(losses, steps, expected):
     found = mdu.forget_loss_left(losses, steps)
     assert found == (expected if expected is None else approx(expected))
 
-@each("factor, is_reached", [(0.25, False), (0.2, True)])
-def test_a_run_says_whether_it_has_reached_its_target(
-        factor, is_reached, base, tmp_path, monkeypatch, capsys):
-    """The same of a run that is stopped and resumed."""
-    losses = 3 * [[5.0, 0]] + 3 * [[2.0, 0]] + 3 * [[5.0 * factor, 0]]
-    argv = toy(base, tmp_path / "run", "--epochs 3 --checkpoint-every 4")
-    monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=losses[:5] + [KeyboardInterrupt]))
-    monkeypatch.setattr(mdu.nn.utils, "clip_grad_norm_", mock.Mock(return_value=torch.tensor(1.0)))
-    program(argv, capsys, code=130)
-    mdu.backward = mock.Mock(side_effect=losses[4:])
-    mdu.main(["--resume", f"{tmp_path}/run"])
-    screen = capsys.readouterr().out
-    assert f"forget loss 5 -> {5 * factor:g} ({factor:.0%} left)" in screen
-    assert ("has not reached its target" in screen) == (not is_reached)
-
 def test_diagnose_equals_one_sequence_at_a_time():
-    args = options("--batch-size 3 --seed 5")
+    """Its KLs are with the questions, however the model is trained."""
+    args = options("--batch-size 3 --seed 5 --prompt-dropout 0.5")
     examples = make_examples()
     model, frozen = tiny_llama(0), tiny_llama(1)
-    rows = [mdu.draw_example(args, examples, "forget", index, model) for index in range(10)]
-    assert any(row.t <= row.uniform.min() for row in rows)  # which masks nothing
-    sums = np.zeros(3)
-    for row in rows:
+    kls = []
+    for index in range(10):
+        row = mdu.draw_example(options("--seed 5"), examples, "forget", index, model)
         masked = slow_masked(row, "mdu")
         p = slow_logits(model, row.prompt, row.answer, masked)
         shown = slow_logits(frozen, row.prompt, row.answer, masked)
         hidden = slow_logits(frozen, [0] * len(row.prompt), row.answer, masked)
-        for i, (q, tau) in enumerate([(shown, 1), (hidden, 1), (None, 0)]):
-            sums[i] += slow_mdu(p, q, torch.ones(1, len(masked)), tau).item()
-    expected = dict(zip(["base", "anchor", "uniform"], sums / 10))
-    for hidden in (0.0, 0.5):  # its KLs are with the questions, however the model is trained
-        args.prompt_dropout = hidden
-        assert mdu.diagnose(args, model, frozen, examples) == approx(expected, rel=1e-9)
-    assert args.prompt_dropout == 0.5
+        everywhere = torch.ones(1, len(masked))
+        to_base = slow_mdu(p, shown, everywhere, 1).item()
+        to_anchor = slow_mdu(p, hidden, everywhere, 1).item()
+        to_uniform = slow_mdu(p, None, everywhere, 0).item()
+        kls.append([to_base, to_anchor, to_uniform])
+    expected = dict(zip(["base", "anchor", "uniform"], np.mean(kls, axis=0)))
+    assert mdu.diagnose(args, model, frozen, examples) == approx(expected, rel=1e-9)
 
 # ---- Options ----
-@each("name", mdu.METHODS)
-def test_a_method_has_its_options_and_refuses_those_of_others(name):
-    found = vars(options(f"--method {name}"))
-    own = mdu.METHODS[name].options
-    assert own.items() <= found.items()
-    of_any = set().union(*[method.options for method in mdu.METHODS.values()])
-    for option in of_any - own.keys():
-        assert found[option] is None
-        value = {"retain_only": "", "target": "paper"}.get(option, "1")
-        option = "--" + option.replace("_", "-")
-        with pytest.raises(mdu.BadInput, match=f"{name} has no option {option}"):
-            options(f"--method {name} {option} {value}")
-
 @each("typed, expected", [
-    ("", dict(method="mdu", lr=3e-4, target="paper", retain_only=None, out="out/toy/mdu-tau1")),
-    ("--method sft", dict(epochs=340, lr=2e-3, batch_size=32, prompt_dropout=0.0, model=None,
-                          out="out/toy/base")),
-    ("--method npo", dict(beta=0.2, retain_weight=1.0, out="out/toy/npo")),
-    ("--steps 7", dict(steps=7, epochs=None)),
-    ("--preset tofu-llada", dict(batch_size=16, grad_accum=1, response_length=128,
-                                 model="{here}/out/tofu-llada/base")),
-    ("--preset tofu-llada --method sft", dict(epochs=1000, lr=2e-5, checkpoint_every=5000)),
-    ("--preset rwku-llada --subject 1 --method ga", dict(epochs=3, retain_weight=None)),
-    ("--preset rwku-llada --subject 1 --out {base}/../x",
-     dict(model=mdu.LLADA, grad_accum=1, response_length=128)),
-    ("--preset rwku-dream --subject 1",
-     dict(retain_weight=0.0, model=mdu.DREAM, out="out/rwku-dream/1/mdu-tau1")),
+    ("", dict(method="mdu", lr=3e-4, target="paper", out="out/toy/mdu-tau1")),
+    ("--method npo", dict(beta=0.2, retain_weight=1.0, tau=None, out="out/toy/npo")),
+    ("--preset tofu-llada", dict(batch_size=16, model="{here}/out/tofu-llada/base")),
+    ("--preset tofu-llada --method sft --lr 0.5", dict(epochs=1000, lr=0.5, model=mdu.LLADA)),
+    ("--preset tofu-llada --lora 8", dict(lr=1e-4, target="paper")),
+    ("--preset rwku-llada --subject 1 --method ga", dict(model=mdu.LLADA, retain_weight=None,
+                                                         out="out/rwku-llada/1/ga")),
     # Rows of one's own: with mdu four values that fit together, with others none of them.
     ("--model x", dict(preset="own", target="removed", prompt_dropout=0.5, retain_weight=5.0,
-                       lr=5e-6, epochs=None, out="out/own/mdu-tau1-removed")),
+                       lr=5e-6, out="out/own/mdu-tau1-removed")),
     ("--model x --lora 8", dict(target="removed", lr=1e-3)),
     ("--model x --tau 0", dict(target="paper")),
-    ("--model x --retain-weight 2 --lr 0.1 --lora 8 --target paper --prompt-dropout 0",
-     dict(retain_weight=2.0, lr=0.1, target="paper", prompt_dropout=0.0)),
-    ("--model x --method simnpo --lora 8", dict(preset="own", beta=4.5, lr=1e-3,
-                                                retain_weight=1.0, prompt_dropout=0.0)),
-    ("--model x --method sft --lora 8", dict(preset="own", lr=1e-3)),
+    ("--model x --target authors", dict(prompt_dropout=0.0)),
+    ("--model x --method npo", dict(retain_weight=1.0, prompt_dropout=0.0)),
     ("--method sft --retain-only --model x", dict(preset="own", lr=2e-5, out="out/own/retain")),
-    ("--preset tofu-llada --lora 8", dict(retain_weight=1.0, lr=1e-4, target="paper")),
-    ("--model x --preset tofu-qwen --lora 4 --method sft", dict(model="x", lr=1e-3)),
+    ("--forget f", dict(preset="own", data=None)), ("--data toy", dict(preset="toy")),
     # A start model that is a run brings its response length, also over the preset's.
-    ("--preset own --out {base}/../other", dict(response_length=12, model="{base}")),
-    ("--method sft --model {base}", dict(preset="own", response_length=12, epochs=None)),
-    ("--preset rwku-llada --subject 1 --model {base}", dict(response_length=12)),
+    ("--method sft --model {base}", dict(preset="own", response_length=12)),
     ("--model {base} --response-length 40", dict(response_length=40)),
-    ("--preset toy --model x --retain f", dict(data="toy", response_length=12)),
     # Paths that exist are made absolute, so that a run can be resumed from anywhere.
-    ("--model a/b --target c/d --out .", dict(model="a/b", target="c/d", out=".")),
-    ("--model . --target .. --data .", dict(model="{here}", target="{here.parent}",
-                                            data="{here}")),
+    ("--model a/b --target . --out .", dict(model="a/b", target="{here}", out=".")),
     ("--model x --forget . --retain .", dict(forget="{here}", retain="{here}")),
-    ("--out {here}/x/run", dict(model="{here}/x/base")),
-    ("--preset toy --forget f", dict(preset="toy", data=None)),
-    ("--forget f", dict(preset="own", data=None)),
-    ("--data x --method sft", dict(preset="own", data="x")), ("--data toy", dict(preset="toy")),
-    ("--lora 8 --lr 0.3 --tau 0.5", dict(lr=0.3, out="out/toy/mdu-tau0.5")),
-    ("--target authors --tau 0.5", dict(out="out/toy/mdu-tau0.5-authors")),
-    ("--target {base}", dict(target="{base}", out="out/toy/mdu-tau1-base"))])
+    ("--target {base} --tau 0.5", dict(out="out/toy/mdu-tau0.5-base"))])
 def test_defaults_follow_from_what_is_typed(typed, expected, base):
     places = dict(base=base, here=Path.cwd())
     found = vars(options(typed.format(**places)))
@@ -1436,56 +1313,25 @@ def test_a_preset_suits_the_processes_that_the_readme_names(typed, processes, mo
             continue
         mdu.check(options(f"--preset {typed} --method {method}"), mdu.toy_world())
 
-def test_the_options_of_a_run_to_resume_are_its_own(unlearned):
-    own = mdu.read_run(unlearned)["options"]
-    for typed in (["--resume", f"{unlearned}"], [f"--resume={unlearned}"]):
-        resumed = vars(mdu.parse(typed))
-        assert resumed == {**own, "out": str(unlearned), "resume": str(unlearned)}
-
-def test_a_run_of_other_code_is_not_resumed(unlearned, tmp_path):
-    run = shutil.copytree(unlearned, tmp_path / "run")
-    made = mdu.read_run(run)
-    with_one_more = {**made["options"], "gone": 7}
-    without_one = dict(made["options"])
-    del without_one["lr"]
-    for other in (with_one_more, without_one):
-        (run / "run.json").write_text(json.dumps({**made, "options": other}))
-        with pytest.raises(mdu.BadInput, match="resume it with the code that made it"):
-            options(f"--resume {run}")
-
 # ---- Data ----
 def test_rows_come_from_files_or_from_data(tofu, tmp_path):
-    files = {}
-    for name in ("forget", "retain"):
-        rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(3)]
-        files[name] = write_lines(tmp_path / name, rows)
-    typed = "--model m --forget {forget} --retain {retain} --limit 2".format(**files)
-    splits = mdu.load_data(options(typed))
-    assert splits.keys() == files.keys()
-    for split, rows in splits.items():
-        assert [row["question"] for row in rows] == [f"{split} 0?", f"{split} 1?"]
-    for data in ("toy", tofu):  # which have rows of their own
-        args = options(f"--model m --data {data} --limit 2")
-        own = mdu.load_data(args)
-        assert len(own["forget"]) == 2
-        args.retain = files["retain"]
-        taken = mdu.load_data(args)
-        assert (taken["forget"], taken["retain"]) == (own["forget"], splits["retain"])
-    assert own["retain"][1]["question"] == "Q retain90 1?" and own["forget"][1] == {
-        "question": "Q forget10_perturbed 1?", "answer": "A 1.", "paraphrased_answer": "D 1.",
-        "perturbed_answer": ["B 1.", "C 1."]}
-    args = options(f"--model m --method sft --retain-only --limit 2 --retain {files['retain']}")
-    assert mdu.load_data(args) == {**splits, "forget": []}
+    rows = [{"question": f"F {i}?", "answer": "a", "perturbed_answer": []} for i in range(3)]
+    file = write_lines(tmp_path / "rows", rows)
+    typed = f"--model m --forget {file} --retain {file} --limit 2"
+    assert mdu.load_data(options(typed)) == {"forget": rows[:2], "retain": rows[:2]}
+    of_tofu = mdu.load_data(options(f"--model m --data {tofu}"))
+    assert {split: len(own) for split, own in of_tofu.items()} == {"forget": 8, "retain": 24}
+    assert of_tofu["forget"][1]["question"] == "Q forget10_perturbed 1?"
+    assert of_tofu["forget"][1]["perturbed_answer"] == ["B 1.", "C 1."]
+    mixed = mdu.load_data(options(f"--model m --data {tofu} --retain {file}"))
+    assert mixed == {"forget": of_tofu["forget"], "retain": rows}
 
-@each("rows, message", [
-    ([{"question": "q", "answer": "a"}, {"question": "q", "answer": None}],
-     "--data {}, retain90, row 2: answer: needs a text")])
-def test_a_bad_row_of_a_dataset_is_named(rows, message, tmp_path):
-    good = [{"question": "q", "answer": "a"}]
-    write_dataset(tmp_path, {"train": {"forget10_perturbed": good, "retain90": rows}})
-    with pytest.raises(mdu.BadInput) as error:
+def test_a_bad_row_of_a_dataset_is_named(tmp_path):
+    good = {"question": "q", "answer": "a"}
+    rows = {"forget10_perturbed": [good], "retain90": [good, {**good, "answer": None}]}
+    write_dataset(tmp_path, {"train": rows})
+    with pytest.raises(mdu.BadInput, match="retain90, row 2: answer: needs a text"):
         mdu.load_data(options(f"--model m --data {tmp_path}"))
-    assert message.format(tmp_path) in str(error.value)
 
 def test_both_names_of_columns_are_read(tmp_path):
     (tmp_path / "rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
@@ -1496,48 +1342,36 @@ def test_both_names_of_columns_are_read(tmp_path):
         {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
         {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "É"]}]
 
-def test_a_name_that_is_no_folder_is_asked_of_the_hub():
-    with mock.patch("datasets.load_dataset", return_value=iter([{"a": 1}])) as load:
-        assert mdu.read_dataset("owner/name", "config", "test") == [{"a": 1}]
-    load.assert_called_once_with("owner/name", "config", split="test", streaming=False)
+def test_rwku_is_known_by_its_name_or_its_people(rwku):
+    assert mdu.is_rwku(mdu.RWKU["data"])
+    assert mdu.is_rwku(rwku)
+    assert not mdu.is_rwku("my/tofu-like-rwku")
 
-def test_rwku_is_known_by_its_name_or_its_people(rwku, tmp_path):
-    assert mdu.is_rwku(mdu.RWKU["data"]) and mdu.is_rwku(rwku) and mdu.is_rwku("copies/rwku")
-    for other in (mdu.TOFU["data"], "my/tofu-like-rwku", str(tmp_path)):
-        assert not mdu.is_rwku(other)
-
-@each("subject, name, folder", [("2", PEOPLE[1], "2"), ("Zoë Ho", PEOPLE[2], "zoë-ho")])
+@each("subject, name", [("2", PEOPLE[1]), ("Zoë Ho", PEOPLE[2])])
 @each("method", ["mdu", "dpo"])
-def test_of_rwku_one_person_is_forgotten_and_others_kept(
-        subject, name, folder, method, rwku, monkeypatch):
+def test_of_rwku_one_person_is_forgotten_and_others_kept(subject, name, method, rwku, monkeypatch):
     """Three texts of each other person are retained; dpo prefers made-up ones."""
     monkeypatch.setattr(mdu, "RWKU_RETAINED", 3)
     args = options(f"--model x/y --data {rwku} --method {method} --subject", subject)
-    splits = mdu.load_data(args)
-    assert args.out.startswith(f"out/own/{folder}/")
     rows = {"forget": [], "retain": []}
     for number, (person, i) in enumerate(itertools.product(PEOPLE[:3], range(4))):
         intro = "" if i == 2 else f"{person} is known. "
+        wrong = [f"Made up {number}."] if method == "dpo" else []
         row = {"question": f"{intro}Please write a short biography of {person}.",
-               "answer": f"{person} wrote book {i}.", "perturbed_answer": []}
-        if method == "dpo":
-            row["perturbed_answer"] = [f"Made up {number}."]
+               "answer": f"{person} wrote book {i}.", "perturbed_answer": wrong}
         if person == name:
             rows["forget"].append(row)
         elif i < 3:
             rows["retain"].append(row)
-    assert splits == rows
+    assert mdu.load_data(args) == rows
 
 # ---- Words ----
 @each("text, expected", [
     ("他的父亲是医生。", "他 的 父 亲 是 医 生"), ("GPT-4于2024年發布", "gpt 4 于 2024 年 發 布"),
     ("東京タワーは333メートル、時々", "東 京 タ ワ ー は 333 メ ー ト ル 時 々"),
-    ("서울은 한국의 수도이다.", "서울은 한국의 수도이다"),
-    ("ที่นี่ ๒๕๖๗", "ที่ นี่ ๒๕๖๗"), ("ພາສາ", "ພ າ ສ າ"), ("ខ្មែរ", "ខ្ មែ រ"),
-    ("ဆရာ၊ ၁၂", "ဆ ရာ ၁၂"),
+    ("서울은 한국의 수도이다.", "서울은 한국의 수도이다"), ("ที่นี่ ๒๕๖๗", "ที่ นี่ ๒๕๖๗"),
     ("हिन्दी में लिखा है।", "हिन्दी में लिखा है"), ("اَلْكِتَابُ، ١٢٣", "اَلْكِتَابُ ١٢٣"),
-    ("İstanbul'da IŞIK", "i\u0307stanbul da işik"), ("Der Öl-Fuß (groß)", "der öl fuß groß"),
-    ("cafe\u0301 _x_ y2k", "café x y2k")])
+    ("İstanbul'da IŞIK", "i\u0307stanbul da işik"), ("cafe\u0301 _x_ y2k", "café x y2k")])
 def test_words_of_many_scripts(text, expected):
     """Marks belong to their letters.  Where no spaces are written, each letter is a word."""
     assert mdu.words(text) == expected.split()
@@ -1593,14 +1427,10 @@ def test_every_part_of_a_rare_word_is_flagged(hub):
     assert hub.tokenizer.decode(kept) == "bleeKö"
 
 def test_word_tokens_have_a_letter_or_digit_or_part_of_one(hub):
-    tokens = list(range(264))
-    [example] = mdu.flag_word_tokens([mdu.Example([3], tokens, [], [])], hub.tokenizer)
-    texts = np.array(hub.tokenizer.batch_decode([[token] for token in tokens]))
-    flagged = set(texts[example.flagged])
-    assert {"a", "Z", "7"} < flagged
-    assert not {"!", ".", " ", "\n", "_", *TOKENS[family(hub.kind)][:5]} & flagged
-    bytes_of_letters = mdu.encode_text(hub.tokenizer, "é東")
-    assert all(example.flagged[token] for token in bytes_of_letters)
+    """Tokens are bytes here: "é" has two."""
+    ids = mdu.encode_text(hub.tokenizer, "é7 !_a.")
+    [example] = mdu.flag_word_tokens([mdu.Example([3], ids + [256], [], [])], hub.tokenizer)
+    assert example.flagged == [True, True, True, False, False, False, True, False, False]
 
 # ---- Token ids ----
 TURN = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
@@ -1697,9 +1527,7 @@ def test_a_perturbed_answer_has_the_prompt_of_its_own_text(whole_words):
 
 def test_a_template_with_the_date_gets_a_fixed_one(whole_words):
     """Llama 3's has today's else, and a model would see another prompt every day."""
-    whole_words.chat_template = (
-        "{% if not date_string is defined %}{% set date_string = strftime_now('%d') %}{% endif %}"
-        "{{ date_string }}: {{ messages[0]['content'] }}")
+    whole_words.chat_template = "{{ date_string }}: {{ messages[0]['content'] }}"
     prompt = mdu.encode_prompt(whole_words, "Who?")
     assert whole_words.decode(prompt) == "26 Jul 2024: Who?"
 
@@ -1729,12 +1557,11 @@ def test_the_pinned_tokenizers_give_the_ids_that_others_print(name, tokens, star
 
 @each("typed, n_forget, n_retain, steps", [
     ("--model x --steps 3", 10, 9, 3), ("--model x --epochs 3", 10, 9, 8),
-    ("--preset toy", 24, 9, 600), ("--preset toy --grad-accum 2", 24, 9, 300),
+    ("--preset toy --grad-accum 2", 24, 9, 300),
     # Rows of one's own.  MDU: 500, five passes over the rows to forget, one over those to retain.
     ("--model x", 10, 9, 500), ("--model x", 401, 9, 502), ("--model x", 10, 2001, 501),
     ("--model x --attackers 2", 10, 9, 1000), ("--model x --retain-weight 0", 10, 2001, 500),
-    ("--model x --method npo", 4, 2001, 250), ("--model x --method npo", 201, 9, 252),
-    ("--model x --method sft", 10, 9, 250), ("--model x --method sft", 10, 198, 260)])
+    ("--model x --method npo", 4, 2001, 250), ("--model x --method sft", 10, 198, 260)])
 def test_the_number_of_steps_by_hand(typed, n_forget, n_retain, steps):
     """Of 4 rows, with the toy's preset of 8.  sft counts all of its rows."""
     examples = {"forget": n_forget * ["row"], "retain": n_retain * ["row"]}
@@ -1743,59 +1570,38 @@ def test_the_number_of_steps_by_hand(typed, n_forget, n_retain, steps):
 
 def test_response_length_0_is_that_of_the_longest_answer():
     short, long = (mdu.Example([3], [5] * n, [], []) for n in (4, 9))
-    for forget, retain in ((short, long), (long, short)):
-        examples = {"forget": [forget], "retain": [retain]}
-        args = mdu.fit_to_rows(options("--response-length 0"), examples)
-        assert args.response_length == 9
+    examples = {"forget": [short], "retain": [short, long]}
+    assert mdu.fit_to_rows(options("--response-length 0"), examples).response_length == 9
 
 # ---- Backbones ----
-@each("name, revision", [("a/b", None), ("a/b@", None), ("a/b@c1d2", "c1d2")])
-def test_the_revision_that_is_asked_for_is_downloaded(name, revision):
+@each("name, revision", [("a/b", None), ("a/b@c1d2", "c1d2")])
+def test_the_revision_that_is_asked_for_is_downloaded_without_pickle(name, revision):
     with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
         assert mdu.find_model(name) == Path("there")
     [call] = download.call_args_list
     assert call.args == ("a/b",)
-    assert call.kwargs.keys() == {"revision", "allow_patterns"}
     assert call.kwargs["revision"] == revision
 
-@each("file, wanted", [
-    ("model-00001-of-00002.safetensors", True), ("model.safetensors.index.json", True),
-    ("tokenizer.json", True), ("chat_template.jinja", True), ("merges.txt", True),
-    ("adapter_config.json", True), ("pytorch_model.bin", False), ("x.pt", False)])
-def test_no_pickle_is_downloaded(file, wanted):
-    with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
-        mdu.find_model("a/b")
-    patterns = download.call_args.kwargs["allow_patterns"]
-    assert any(fnmatch.fnmatch(file, pattern) for pattern in patterns) == wanted
-
-def reference_losses(hub, draws):
-    """L_sft of each Draw by transformers' own class, a row at a time."""
-    losses = []
-    for draw in draws:
-        masked = slow_masked(draw, "sft")
-        noised = list(draw.answer)
-        for i in masked:
-            noised[i] = hub.model.mask_id
-        logits = hub.reference(torch.tensor([draw.prompt + noised])).logits[0]
-        # Dream's logits of a token are at the position before it.
-        start = len(draw.prompt)
-        if hub.kind == "Dream":
-            start = start - 1
-        nll = [slow_nll(logits[start + i], draw.answer[i]) for i in masked]
-        losses.append(sum(nll) / draw.t)
-    return torch.stack(losses)
+    def is_downloaded(file):
+        return any(fnmatch.fnmatch(file, pattern) for pattern in call.kwargs["allow_patterns"])
+    assert all(map(is_downloaded, [
+        "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json",
+        "chat_template.jinja", "merges.txt", "adapter_config.json"]))
+    assert not any(map(is_downloaded, ["pytorch_model.bin", "x.pt"]))
 
 def test_a_loaded_model_equals_transformers_own_class(hub):
     """Losses and their gradients.  In training: config.json asks for dropout, which is off.  The
     padding token is among the tokens to read and to predict: its embedding is trained."""
     model = hub.model.train()
+    reference = SimpleNamespace(
+        lm=hub.reference, mask_id=model.mask_id, shift=hub.kind == "Dream")
     pad = model.pad_id
     draws = [mdu.Draw(prompt=[3, 5], answer=[7, pad, 9, pad, pad], length=5, flagged=[False] * 5,
                       t=0.5, uniform=np.float32([0, 1, 1, 0, 1])),  # tokens 0 and 3 are masked
              mdu.Draw(prompt=[4], answer=[6, pad], length=2, flagged=[False] * 2,
                       t=0.8, uniform=np.float32([1, 0]))]  # token 1
     losses = mdu.batch_nll(model, mdu.make_batch(model, draws))
-    expected = reference_losses(hub, draws)
+    expected = torch.stack([slow_row_sft(reference, row) for row in draws]).float()
     assert_close(losses, expected, 1e-5)
 
     trained = dict(model.lm.named_parameters())
@@ -1815,53 +1621,25 @@ def test_the_head_of_an_illada_is_tied_though_config_json_does_not_say_so(tmp_pa
     model, _ = mdu.load_backbone(str(tmp_path))
     assert model.lm.lm_head.weight is model.lm.model.embed_tokens.weight
 
-def test_a_model_that_predicts_the_next_token_becomes_a_diffusion_model(tmp_path):
-    """By sft, from a copy whose config.json has two fields more.  Without them it is refused."""
-    fields = {"is_causal": None, "mask_token_id": None}  # in config.json there are neither
-    write_checkpoint(tmp_path / "published", "llama", **fields)
-    with pytest.raises(mdu.BadInput, match='"is_causal": false and "mask_token_id"'):
-        mdu.load_backbone(str(tmp_path / "published"))
-    write_checkpoint(tmp_path / "copy", "llama")  # the same weights
-    rows = write_lines(tmp_path / "rows", [{"question": "Who?", "answer": "Ann."}])
-    mdu.main(["--method", "sft", "--retain-only", "--retain", rows, "--lr", "0.1", "--steps", "3",
-              "--model", f"{tmp_path}/copy", "--out", f"{tmp_path}/run"])
-    assert distance(tmp_path / "run", tmp_path / "published") > 0.1
-    model, _ = mdu.load_backbone(f"{tmp_path}/run")
-    assert model.mask_id == 258
-
-@each("kind", ["llama", "qwen2", "qwen3"])
-@each("shift", [None, False, True])
-def test_outputs_are_shifted_if_config_json_says_so(kind, shift, tmp_path):
-    """shift_logits: the output at a token is the prediction of the next one.  Also in a run."""
-    reference = write_checkpoint(tmp_path / "start", kind, shift_logits=shift)
-    model, tokenizer = mdu.load_backbone(str(tmp_path / "start"))
-    (tmp_path / "run").mkdir()
-    mdu.save_model(tmp_path / "run", model, tokenizer)
+@each("shift, places", [(None, [1, 3]), (False, [1, 3]), (True, [0, 2])])
+def test_outputs_are_shifted_if_config_json_says_so(shift, places, tmp_path):
+    """shift_logits: the output at a token is the prediction of the next one."""
+    reference = write_checkpoint(tmp_path, "llama", shift_logits=shift)
+    model, _ = mdu.load_backbone(str(tmp_path))
     ids = torch.tensor([[3, 258, 5, 258]])  # masked are 1 and 3
-    logits = reference(ids).logits[0]
-    expected = logits[[1, 3]]
-    if shift:
-        expected = logits[[0, 2]]
-    everywhere = torch.ones(1, 4).bool()
-    for folder in ("start", "run"):
-        model, _ = mdu.load_backbone(str(tmp_path / folder))
-        assert model.shift == bool(shift)
-        assert_close(model(ids, everywhere, ids == 258), expected, 1e-5)
+    assert_close(model(ids, ids > 0, ids == 258), reference(ids).logits[0, places], 1e-5)
 
-@each("kind", ["llama", "qwen2", "a2d-qwen3", "Dream"])
-def test_tokenizer_json_is_read_as_it_is(kind, tmp_path):
-    """Here one of words; to transformers' classes for Qwen, all questions are an unknown token."""
-    write_checkpoint(tmp_path, kind, mask_token_id=0, pad_token_id=1)
+def test_tokenizer_json_is_read_as_it_is(tmp_path):
+    """Here one of words; to transformers' class for Qwen, all questions are an unknown token."""
+    write_checkpoint(tmp_path, "a2d-qwen3", mask_token_id=0, pad_token_id=1)
     vocabulary = {word: i for i, word in enumerate("<mask> <|im_end|> ? is Who Ann".split())}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.add_special_tokens(["<mask>", "<|im_end|>"])
     words.save(str(tmp_path / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "chat_template": "is {{ messages[0].content }} is "}
+    settings = {"chat_template": "is {{ messages[0].content }} is "}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    model, tokenizer = mdu.load_backbone(str(tmp_path))
+    _, tokenizer = mdu.load_backbone(str(tmp_path))
     assert mdu.encode_prompt(tokenizer, "Who is Ann?") == [3, 4, 3, 5, 2, 3]
-    assert (model.mask_id, model.pad_id, model.end_id) == (0, 1, 1)
 
 @each("padded", [False, True])
 @each("unpadded", [False, True])
@@ -1893,23 +1671,15 @@ def test_adapters_of_each_linear_map_are_trained_in_float32(adapted):
     assert len(trained) == 2 * 7 * 2  # layers, linear maps, A and B
     assert {p.dtype for p in trained.values()} == {torch.float32}
 
-def test_a_of_the_adapters_has_variance_1_over_its_inputs(adapted):
+def test_new_adapters_change_nothing_and_their_a_has_variance_1_over_its_inputs(adapted):
     _, trained = adapted
-    drawn = []
+    of_a = []
     for name, p in trained.items():
         if name.endswith(".A"):
-            n_in = p.shape[1]
-            drawn.append(p.flatten() * n_in ** 0.5)
-    drawn = torch.cat(drawn)
-    assert abs(drawn.mean()) < 0.1
-    assert abs(drawn.std() - 1) < 0.1
-
-def test_new_adapters_change_nothing(adapted):
-    model, _ = adapted
-    plain = tiny_llama(0).bfloat16()
-    ids = torch.arange(2, 22).view(2, 10)
-    everywhere = ids > 0
-    assert torch.equal(model(ids, everywhere, everywhere), plain(ids, everywhere, everywhere))
+            of_a.append(p.flatten() * p.shape[1] ** 0.5)
+        else:
+            assert not p.any()
+    assert torch.cat(of_a).std().item() == approx(1, abs=0.1)
 
 def test_frozen_weights_are_not_sharded(adapted):
     model, trained = adapted
@@ -1974,82 +1744,6 @@ def assert_broken(run):
     assert (run / "unfinished").is_dir()
     assert not (run / "config.json").exists()
 
-@pytest.fixture(scope="session")
-def full_disk(base, unlearned, tmp_path_factory):
-    """A run whose disk was full at the third checkpoint, and a whole one with the same options ->
-    the folder with both, their rows and their base model; and the line on stderr."""
-    folder = tmp_path_factory.mktemp("full")
-    rows = write_lines(folder / "rows.jsonl", mdu.toy_world()["forget"][:16])
-    own_base = shutil.copytree(base, folder / "base")
-    typed = LORA.format(target=unlearned)
-    typed += f" --retain-weight 0 --diagnose --forget {rows}"
-    mdu.main(toy(own_base, folder / "whole", typed))
-    broken = folder / "broken"
-    save = mock.Mock(wraps=mdu.dcp.save)
-
-    def save_to_full_disk(*args, **kwargs):
-        assert not any(broken.glob("unfinished/*"))  # which would become part of the checkpoint
-        size = resource.RLIM_INFINITY
-        if save.call_count == 2:
-            size = 10_000
-        with largest_file(size):
-            save(*args, **kwargs)
-    screen = io.StringIO()
-    with mock.patch.object(mdu.dcp, "save", save_to_full_disk), pytest.raises(SystemExit) as stop:
-        with contextlib.redirect_stderr(screen):
-            mdu.run_program("mdu.py", partial(mdu.main, toy(own_base, broken, typed)))
-    assert stop.value.code == 2
-    return folder, screen.getvalue()
-
-@pytest.fixture
-def broken_run(full_disk, tmp_path):
-    """A copy of the broken run, beside its base model."""
-    folder, _ = full_disk
-    return shutil.copytree(folder / "broken", folder / tmp_path.name)
-
-def test_a_full_disk_ends_a_run_in_one_line(full_disk):
-    folder, err = full_disk
-    assert err.startswith("mdu.py: ")
-    assert err.count("\n") == 1
-    assert "File too large" in err
-    assert_broken(folder / "broken")
-
-def test_a_resumed_run_equals_an_unbroken_one(full_disk, broken_run):
-    """After a full disk.  A file that is called like a checkpoint is none."""
-    folder, _ = full_disk
-    (broken_run / "checkpoint-99999999").touch()
-    save = mdu.dcp.save
-
-    def save_into_empty_folder(*args, **kwargs):
-        assert not any(broken_run.glob("unfinished/*"))
-        save(*args, **kwargs)
-    with mock.patch.object(mdu.dcp, "save", save_into_empty_folder):
-        mdu.main(["--resume", str(broken_run)])
-    assert_equal_runs(folder / "whole", broken_run)
-    assert not any(broken_run.glob("checkpoint-*/"))
-
-def test_a_run_is_resumed_with_the_same_rows_only(full_disk, broken_run, capsys):
-    folder, _ = full_disk
-    rows = folder / "rows.jsonl"
-    content = rows.read_bytes()
-    with unchanged(broken_run):
-        rows.write_bytes(content[:-4] + b'x"]}')  # another last letter in the last row
-        try:
-            err = program(["--resume", broken_run], capsys)
-        finally:
-            rows.write_bytes(content)
-    assert "rows that it started from have changed" in err
-
-def test_a_run_whose_start_model_is_gone_is_not_resumed(full_disk, broken_run, capsys):
-    folder, _ = full_disk
-    (folder / "base").rename(folder / "moved")
-    try:
-        with unchanged(broken_run):
-            err = program(["--resume", broken_run], capsys)
-    finally:
-        (folder / "moved").rename(folder / "base")
-    assert f"{folder}/base: no folder" in err
-
 def test_a_finished_run_is_not_resumed(unlearned, capsys):
     """Before it loads a model."""
     with mock.patch.object(mdu, "load_model", None):
@@ -2061,12 +1755,13 @@ def two_processes(base, tmp_path_factory, on_two_processes):
     """Runs on two processes: toy/mdu, whose base model was missing; two; two-lora, with toy/base as
     its target; two-bfloat16; two-attackers; killed, with the options of two -> their folder."""
     folder = tmp_path_factory.mktemp("two")
+    noisy = with_noise(base, folder / "noisy", seed=0)  # which writes words, as AUTHORS needs
     runs = [["--epochs", "0.1", "--out", f"{folder}/toy/mdu"],
-            toy(base, folder / "two", AUTHORS),
+            toy(noisy, folder / "two", AUTHORS),
             toy(base, folder / "two-lora", LORA.format(target=folder / "toy/base")),
             toy(base, folder / "two-bfloat16", BFLOAT16),
             toy(base, folder / "two-attackers", ATTACKED),
-            toy(base, folder / "killed", AUTHORS)]
+            toy(noisy, folder / "killed", AUTHORS)]
     (folder / "driver.py").write_text(KILLED)
     codes = on_two_processes(folder / "driver.py", json.dumps(runs))
     assert codes == [-signal.SIGKILL, -signal.SIGKILL]
@@ -2081,8 +1776,9 @@ def test_two_processes_wait_for_a_missing_base(two_processes):
 # steps depends on the processor: up to 1.4e-6 were seen.  A step of AdamW is about lr, 1e-4.
 OTHER_ORDER = 5e-6
 
-def test_two_processes_equal_one(base, two_processes, tmp_path):
-    mdu.main(toy(base, tmp_path / "one", AUTHORS))
+def test_two_processes_equal_one(two_processes, tmp_path):
+    mdu.main(toy(two_processes / "noisy", tmp_path / "one", AUTHORS))
+    assert any(line["forget"] > 0 for line in metrics(tmp_path / "one"))
     assert_equal_runs(two_processes / "two", tmp_path / "one", OTHER_ORDER)
 
 def test_attackers_on_two_processes_equal_those_on_one(base, two_processes, tmp_path):
@@ -2152,26 +1848,19 @@ def test_half_a_saved_model_does_not_count(base, unlearned, tmp_path, capsys):
         return move(source, target)
     with mock.patch.object(Path, "replace", autospec=True, side_effect=stop_at_config):
         assert "stopped" in program(toy(base, run, "--epochs 2 --diagnose"), capsys)
-    files = {file.name for file in run.iterdir()}
-    assert "config.json" not in files
-    assert files >= {file.name for file in unlearned.iterdir()} - {"config.json"}
-    assert f"mdu.py --resume {run}" in program([run], capsys, ev.main)
+    files = {file.name for file in unlearned.iterdir()} - {file.name for file in run.iterdir()}
+    assert files == {"config.json"}
     mdu.main(["--resume", str(run)])
     assert_equal_runs(unlearned, run)
 
 # ---- Toy ----
 def test_the_toy_has_five_wrong_answers_to_each_question():
-    """Without its fact.  No row asks in another row's words."""
     splits = mdu.toy_world()
-    asked = {row["question"] for rows in splits.values() for row in rows}
-    assert len(asked) == 228
-    for row in splits["forget"] + splits["retain"]:
-        assert row["paraphrased_question"] not in asked
     assert [len(rows) for rows in splits.values()] == [24, 136, 22, 22, 24]
     for row in itertools.chain(*splits.values()):
-        assert len(set(row["perturbed_answer"])) == 5
         [fact] = row["fact"]
         assert mdu.contains_words(row["answer"], fact)
+        assert len(set(row["perturbed_answer"])) == 5
         for text in row["perturbed_answer"]:
             assert not mdu.contains_words(text, fact)
 
@@ -2188,39 +1877,22 @@ def test_the_tokenizer_of_the_toy_gives_back_every_text():
         assert tokenizer.convert_ids_to_tokens(ids) == expected.split()
 
 def test_the_toy_has_rows_of_which_no_other_split_tells():
-    """24, of the form of those to forget, about three authors of whom no other split tells."""
     splits = mdu.toy_world()
     never = splits.pop("never")
-    assert len(never) == len(splits["forget"]) == 24
-    facts = set()
+    told = mdu.spaced_words(json.dumps(splits, ensure_ascii=False))
     for row in never:
-        facts.update(row["fact"])
-    assert len(facts) == 24
-    others = []
-    for rows in splits.values():
-        for row in rows:
-            others += [row["question"], row["answer"], *row["perturbed_answer"]]
-    told = mdu.spaced_words(" ".join(others))
-    for fact in facts:
-        assert mdu.spaced_words(fact) not in told
-    # The wrong answers are about them, with facts of authors to retain.
-    kept = [row["fact"][0] for row in splits["retain"]]
-    for row in never:
-        for wrong in row["perturbed_answer"]:
-            assert any(mdu.contains_words(wrong, fact) for fact in kept)
+        assert mdu.spaced_words(row["fact"][0]) not in told
 
 def test_the_toy_learns_nothing_of_the_rows_that_no_model_learns(base):
     """But its words are in the vocabulary, so that a model could write them."""
-    never = mdu.toy_world()["never"]
     model, tokenizer = mdu.load_backbone(str(base))
-    args = mdu.parse(["--method", "sft"])
+    args = options("--method sft")
     examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
     trained = [example.answer for example in examples["train"]]
-    for row in never:
-        _, answer = mdu.encode_pair(tokenizer, row["question"], row["answer"])
-        assert tokenizer.unk_token_id not in answer
-        assert [*answer, model.end_id] not in trained
     assert len(trained) == 24 + 136 + 22 + 22 + 68  # toy_pretraining has half of retain again
+    for example in examples["never"]:
+        assert tokenizer.unk_token_id not in example.answer
+        assert example.answer not in trained
 
 # ---- Attackers ----
 def recorded_draws(monkeypatch):
@@ -2235,142 +1907,77 @@ def recorded_draws(monkeypatch):
     monkeypatch.setattr(mdu, "draw_example", record)
     return drawn
 
-class SlowAttacker:
-    """The adapters (A, B) that it starts with, and a state of Adam."""
-    def __init__(self, pairs):
-        self.pairs = list(pairs)
-        self.tensors = [tensor for pair in self.pairs for tensor in pair]
-        self.state = new_adam(self.tensors)
-
-    def train(self, with_attacker, rows):
-        for tensor in self.tensors:
-            tensor.requires_grad_(True)
-        losses = [slow_row_sft(with_attacker(self.pairs), row) for row in rows]
-        grads = torch.autograd.grad(torch.stack(losses).mean(), self.tensors)
-        for tensor in self.tensors:
-            tensor.requires_grad_(False)
-        return slow_adam(self.tensors, grads, self.state, lr=3e-3)
-
-@each("typed", ["--target removed", "--target removed --lora 3", "--target paper --tau 0.5",
-                "--target MODEL --lora 2 --checkpoint-activations"])
+@each("typed", ["--target removed", "--target MODEL --lora 2"])
 def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
     """Four turns of an attacker, in float64: its adapters after a step, the loss, and the gradient
     that is added to the model's own, four times that of the loss."""
-    args = options(f"{typed} --attackers 2 --batch-size 3 --response-length 9")
+    step = step_to_try(f"{typed} --attackers 2")
+    trained = trained_weights(step.model)
+    drawn = recorded_draws(monkeypatch)
     draw_adapters = mdu.draw_adapters
 
     def draw_in_float64(model, r, seed):
         adapters = draw_adapters(model, r, seed)
         return {linear: (A.double(), B.double()) for linear, (A, B) in adapters.items()}
     monkeypatch.setattr(mdu, "draw_adapters", draw_in_float64)
-    drawn = recorded_draws(monkeypatch)
-
-    # Theta; the same without hooks, with theta's own adapters written out; theta0; the anchor.
-    model = tiny_llama(0)
-    mdu.hook_adapters(model)
-    if args.lora:
-        mdu.add_adapters(model, args.lora, seed=5)
-        own = [[(linear.A, linear.B) for linear in mdu.linear_maps(model)]]
-        trained = [p for pair in own[0] for p in pair]
-        theta0 = mdu.without_adapters(model)
-        plain = slow_theta0 = tiny_llama(0)
-    else:
-        own = []
-        trained = list(model.parameters())
-        theta0 = slow_theta0 = tiny_llama(1)
-        plain = model  # its hooks do nothing while no attacker is on
-    if args.checkpoint_activations:
-        model.train().lm.activation_checkpointing_enable()
-    anchor, slow_anchor = theta0, slow_theta0
-    if args.target == "MODEL":
-        anchor = slow_anchor = tiny_llama(2)
-    for p in trained:
-        p.data += 0.1 * torch.randn_like(p)
-    with_attacker = partial(with_adapters, plain, *own)
-
-    attacker = mdu.new_attackers(args, model)[0][1]
-    slow = SlowAttacker(attacker_at_start(args, model))
+    attacker = mdu.new_attackers(step.args, step.model)[0][1]
+    tensors = [x.clone().requires_grad_() for x in attacker.tensors]
+    pairs = list(zip(tensors[::2], tensors[1::2]))
+    state = new_adam(tensors)
     norms = []
-    for step in (1, 3, 5, 7):  # of two attackers, number 1 is on in every second step
+    for number in (3, 5, 7, 9):  # its turns amid a life, in which it does not start anew
         drawn.clear()
         for p in trained:
             p.grad = torch.ones_like(p)
-        before = [p.clone() for p in trained]
-        loss = mdu.attack(args, make_examples(), model, theta0, anchor, attacker, step)
+        loss = mdu.attack(step.args, make_examples(), step.model, step.theta0, step.anchor,
+                          attacker, number)
         taught = [draw for split, draw in drawn if split in ("taught", "retain")]
-        assert len(taught) == 2 * 3
-        norms.append(slow.train(with_attacker, taught))
-        assert_close(attacker.tensors, slow.tensors, 1e-6)
-        rows = [draw for split, draw in drawn if split == "forget"]
-        assert len(rows) == 3
-        slow_model = with_attacker(slow.pairs)
-        losses = [slow_row_loss(args, row, slow_model, None, slow_anchor) for row in rows]
+        asked = [draw for split, draw in drawn if split == "forget"]
+        assert (len(taught), len(asked)) == (2 * 3, 3)
+        losses = [slow_row_sft(step.with_attacker(pairs), row) for row in taught]
+        grads = torch.autograd.grad(torch.stack(losses).mean(), tensors)
+        norms.append(slow_adam(tensors, grads, state, lr=3e-3))
+        assert_close(attacker.tensors, tensors, 1e-6)
+        attacked = step.with_attacker(pairs)
+        losses = [slow_row_loss(step.args, row, attacked, None, step.slow_anchor) for row in asked]
         slow_loss = torch.stack(losses).mean()
         assert loss == approx(slow_loss.item(), rel=1e-6)
-        grads = torch.autograd.grad(4 * slow_loss, trained)
-        for p, old, grad in zip(trained, before, grads, strict=True):
+        for p, grad in zip(trained, torch.autograd.grad(4 * slow_loss, trained), strict=True):
             assert grad.any()
             assert_close(p.grad, 1 + grad, 1e-5)
-            assert torch.equal(p, old)
     assert max(norms) > 1  # else clipping would not be seen
 
-def attacker_at_start(args, model):
-    """The adapters of attacker 1 at the beginning of a run."""
-    rng = mdu.rng_for(args.seed, "attacker 1", 0)
-    rng.permutation(10)
-    return mdu.draw_adapters(model, 16, int(rng.integers(2**31))).values()
-
 def test_an_attacker_is_taught_a_quarter_of_the_rows_and_asked_the_others(monkeypatch):
-    """Attackers take turns; each starts anew after its life, at another time than the others, and
-    is then taught other rows, with other adapters."""
-    args = options("--attackers 2 --batch-size 3 --response-length 9 --target paper")
+    """Attackers take turns.  Each starts anew after its life, at another time than the others, with
+    other adapters, and is then taught other rows."""
     monkeypatch.setattr(mdu, "ATTACKER_LIFE", 4)
+    args = options("--attackers 2 --batch-size 3 --response-length 9 --target paper")
     drawn = recorded_draws(monkeypatch)
-    started = []
-    start_anew = mdu.start_anew
-
-    def record(model, attacker, seed):
-        start_anew(model, attacker, seed)
-        assert not any(tensor.any() for tensor in attacker.tensors[1::2])  # B
-        of_adam = [attacker.optimizer.state[tensor] for tensor in attacker.tensors]
-        assert not any(x.any() for state in of_adam for x in state.values())
-        started.append(step)
-        adapters.append(attacker.tensors[0].clone())
-    monkeypatch.setattr(mdu, "start_anew", record)
     model = tiny_llama(0)
     mdu.hook_adapters(model)
     attackers, _ = mdu.new_attackers(args, model)
-    adapters = []
-    taught_at = []
-    asked = set()
+    starts, lessons, adapters = [], [], set()
     for step in range(20):
         drawn.clear()
-        mdu.attack(args, make_examples(), model, model, model, attackers[step % 2], step)
+        attacker = attackers[step % 2]
+        mdu.attack(args, make_examples(), model, model, model, attacker, step)
         taught = {draw.prompt[0] for split, draw in drawn if split == "taught"}
-        others = {draw.prompt[0] for split, draw in drawn if split == "forget"}
+        asked = {draw.prompt[0] for split, draw in drawn if split == "forget"}
         assert len(taught) == 2  # a quarter of 10 is 2.5
-        assert others
-        assert not taught & others
-        taught_at.append(taught)
-        asked.update(others)
-    assert asked == set(range(30, 40))
+        assert asked and not taught & asked
+        lessons.append(taught)
+        A, B = attacker.tensors[:2]
+        if B.abs().max().item() == approx(3e-3, rel=1e-3):  # the first step of Adam, from B = 0
+            starts.append(step)
+            adapters.add(A.sum().item())
     # Number 0 starts at steps 0, 8, 16; number 1 at step 1, then at its turns 2, 6, ...
-    assert started == [0, 1, 5, 8, 13, 16]
-    for starts in ([0, 8, 16, 20], [1, 5, 13, 21]):
-        lives = []
-        for start, end in zip(starts, starts[1:]):
-            sets = [taught_at[step] for step in range(start, end, 2) if step < 20]
-            assert all(rows == sets[0] for rows in sets)
-            lives.append(sets[0])
-        assert lives[0] != lives[1] or lives[1] != lives[2]
-    for i, a in enumerate(adapters):
-        for b in adapters[:i]:
-            assert not torch.equal(a, b)
+    assert starts == [0, 1, 5, 8, 13, 16]
+    assert len(adapters) == 6
+    assert lessons[0] == lessons[2] == lessons[6] != lessons[8]
 
-@each("typed", ["--lr 1e-3", "--dtype bfloat16 --lora 2"])
-def test_attackers_alone_do_not_change_the_model(typed, base, tmp_path, monkeypatch):
+def test_attackers_alone_do_not_change_the_model(base, tmp_path, monkeypatch):
     """With weight 0, the run is the one without attackers; and is saved without them."""
-    typed += " --target removed --epochs 2 --limit 16"
+    typed = "--dtype bfloat16 --lora 2 --target removed --epochs 2 --limit 16"
     mdu.main(toy(base, tmp_path / "without", typed))
     monkeypatch.setattr(mdu, "ATTACK_WEIGHT", 0.0)
     mdu.main(toy(base, tmp_path / "with", f"{typed} --attackers 2"))
@@ -2386,43 +1993,14 @@ def test_a_resumed_run_with_attackers_equals_an_unbroken_one(typed, base, tmp_pa
     monkeypatch.setattr(mdu, "ATTACKER_LIFE", 5)
     typed += " --target removed --attackers 2 --epochs 4 --limit 16 --checkpoint-every 5"
     mdu.main(toy(base, tmp_path / "whole", typed))
-    with monkeypatch.context() as stopped:
-        stopped.setattr(mdu, "append_metrics", stop_at(6))
+    backward = mdu.backward
+    # Each call but the seventh, of step 7, is passed on.
+    effects = 6 * [mock.DEFAULT] + [KeyboardInterrupt]
+    with mock.patch.object(mdu, "backward", side_effect=effects, wraps=backward):
         with pytest.raises(KeyboardInterrupt):
             mdu.main(toy(base, tmp_path / "broken", typed))
-    assert [folder.name for folder in tmp_path.glob("broken/checkpoint-*")] == [
-        "checkpoint-00000005"]
     mdu.main(["--resume", f"{tmp_path}/broken"])
-    assert len(metrics(tmp_path / "whole")) == 8
     assert_equal_runs(tmp_path / "whole", tmp_path / "broken")
-
-def stop_at(step):
-    append_metrics = mdu.append_metrics
-
-    def append_or_stop(out, values):
-        if values["step"] == step:
-            raise KeyboardInterrupt
-        append_metrics(out, values)
-    return append_or_stop
-
-@each("typed, message", [
-    ("--target authors", "give another --target"),
-    ("--retain-weight 0", "give two rows to forget"),
-    ("--limit 1", "give two rows to forget")])
-def test_attackers_are_refused(typed, message, base, tmp_path):
-    with pytest.raises(mdu.BadInput, match=message):
-        mdu.main(toy(base, tmp_path / "run", f"--attackers 2 {typed}"))
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(mdu.BadInput, match="npo has no option --attackers"):
-        options("--method npo --attackers 2")
-
-def small_llama():
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, initializer_range=0.2, is_causal=False)
-    torch.manual_seed(2)
-    lm = transformers.LlamaForCausalLM(config)
-    return mdu.MaskPredictor(lm, mask_id=0, pad_id=1, end_id=1)
 
 def eight_rows(first):
     """Of each, the second token of the answer is its fact, which no other row has."""
@@ -2437,8 +2015,8 @@ def train_small(typed, model, examples, steps, lr, theta0=None, attackers=()):
     split = "train" if args.method == "sft" else "forget"
     optimizer, _ = mdu.new_optimizer(dict(model.named_parameters()), lr)
     for step in range(steps):
-        forget, retain = mdu.draw_step(args, examples, split, step, model)
-        mdu.backward(args, model, theta0, theta0, forget, retain)
+        rows = mdu.draw_step(args, examples, split, step, model)
+        mdu.backward(args, model, theta0, theta0, *rows)
         if attackers:
             mdu.attack(args, examples, model, theta0, theta0, attackers[step % 2], step)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -2448,33 +2026,29 @@ def train_small(typed, model, examples, steps, lr, theta0=None, attackers=()):
 @torch.no_grad()
 def mean_p(model, rows):
     """The mean probability of the rows' facts, with the question and nothing of the answer."""
-    p = []
-    for row in rows:
-        logits = slow_logits(model, row.prompt, row.answer, [0, 1, 2])
-        p.append(logits.softmax(-1)[1, row.answer[1]].item())
-    return np.mean(p)
+    logits = [slow_logits(model, row.prompt, row.answer, [0, 1, 2])[1] for row in rows]
+    return np.mean([math.exp(-slow_nll(x, row.answer[1])) for x, row in zip(logits, rows)])
 
 def test_attackers_keep_away_what_an_attack_brings_back():
     """Two of eight rows are taught again; the facts of the other six come back to a model that
     unlearned without attackers, and not to one that unlearned with them."""
     forget, retain = eight_rows(6), eight_rows(14)
-    start = small_llama()
-    train_small("--method sft --batch-size 8", start, {"train": forget + retain}, 300, 1e-2)
+    sft = "--method sft --batch-size 8"
+    start = tiny_llama(2, intermediate_size=32, num_hidden_layers=1, initializer_range=0.2).float()
+    train_small(sft, start, {"train": forget + retain}, 300, 1e-2)
     assert mean_p(start, forget) > 0.9
     back = []
-    for typed, n_attackers in (("", 0), ("--attackers 2", 2)):
-        typed += " --target removed --retain-weight 5 --prompt-dropout 0.5 --batch-size 4"
+    for n_attackers in (0, 2):
+        typed = f"--attackers {n_attackers} --batch-size 4 --target removed"
         model = copy.deepcopy(start)
         mdu.hook_adapters(model)
-        attackers, _ = mdu.new_attackers(options(f"--attackers {n_attackers}"), model)
-        train_small(typed, model, {"forget": forget, "retain": retain}, 100, 3e-3, start,
-                    attackers)
+        attackers, _ = mdu.new_attackers(options(typed), model)
+        train_small(f"{typed} --retain-weight 5 --prompt-dropout 0.5", model,
+                    {"forget": forget, "retain": retain}, 100, 3e-3, start, attackers)
         assert mean_p(model, forget) < 0.1
         assert mean_p(model, retain) > 0.7
-        taught = forget[:2]
-        rows = {"train": taught + retain[:2]}
-        train_small("--method sft --batch-size 8", model, rows, 60, 1e-3)
-        assert mean_p(model, taught) > 0.9
+        train_small(sft, model, {"train": forget[:2] + retain[:2]}, 60, 1e-3)
+        assert mean_p(model, forget[:2]) > 0.9
         back.append(mean_p(model, forget[2:]))
     assert back[0] > 0.4
     assert back[1] < 0.1
@@ -2484,18 +2058,16 @@ def test_attackers_keep_away_what_an_attack_brings_back():
 @each("reference, prediction, lcs, n_reference, n_prediction", [
     ("police killed the gunman", "police kill the gunman", 3, 4, 4),  # Lin 2004, 3.1: F is 3/4
     ("police killed the gunman", "the gunman kill police", 2, 4, 4),  # and here 1/2
-    ("1 2 3 4 5", "2 5 3 4", 3, 5, 4),  # google-research/rouge, rouge_scorer_test.py
-    ("w1 w2 w3 w4 w5", "w1 w2 w6 w7 w8 w1 w3 w8 w9 w5", 4, 5, 10),  # the same
+    ("w1 w2 w3 w4 w5", "w1 w2 w6 w7 w8 w1 w3 w8 w9 w5", 4, 5, 10),  # google-research/rouge
     ("a b c b d a b", "b d c a b a", 4, 7, 6),  # repeated words
     ("x a b c", "a b c x", 3, 4, 4),  # a greedy matcher would take x and miss a b c
     ("of-the-art", "of ART!", 2, 3, 2), ("café", "cafe", 0, 1, 1),
     ("他的父亲是医生。", "他的父亲是律师。", 5, 7, 7),  # no spaces
-    ("", "w1", 0, 0, 1), ("w1 w2", "/?!...", 0, 2, 0)])
+    ("w1 w2", "/?!...", 0, 2, 0)])
 def test_rouge_l_by_hand(reference, prediction, lcs, n_reference, n_prediction):
     """From the longest common subsequence and both lengths, in words."""
     f1 = 2 * lcs / (n_reference + n_prediction)
-    expected = (lcs / max(1, n_reference), f1)
-    assert ev.rouge_l(reference, prediction) == approx(expected)
+    assert ev.rouge_l(reference, prediction) == approx((lcs / n_reference, f1))
 
 def test_knowledge_counts_no_clitics():
     """As the words of a text are found: "didn't" is "didn" and "t"."""
@@ -2512,13 +2084,13 @@ def test_batches_have_few_enough_sequences_and_logits(monkeypatch):
     """Of similar length; FakeModel has 11 tokens, so 33 logits are of 3 masked positions."""
     monkeypatch.setattr(ev, "MAX_LOGITS", 33)
     jobs = []
-    for length, n_masked in zip([9, 1, 1, 2, 3, 4, 5, 6, 7, 8], [1, 1, 1, 2, 1, 4, 1, 0, 0, 0]):
+    for length, n_masked in [(9, 1), (1, 1), (2, 2), (3, 1), (4, 4), (5, 1), (6, 0), (7, 0)]:
         jobs.append(ev.Job([7], length * [5], torch.arange(length) < n_masked))
     found = list(ev.masked_batches(FakeModel(), jobs, 3, ""))
-    assert [numbers for numbers, _ in found] == [[1, 2], [3, 4], [5], [6, 7, 8], [9, 0]]
-    batch = found[1][1]
-    assert batch.noised.tolist() == [[7, MASK, MASK, PAD], [7, MASK, 5, 5]]
-    assert batch.masked.sum(1).tolist() == [2, 1]
+    assert [numbers for numbers, _ in found] == [[1, 2], [3], [4], [5, 6, 7], [0]]
+    _, batch = found[0]
+    assert batch.noised.tolist() == [[7, MASK, PAD], [7, MASK, MASK]]
+    assert batch.masked.sum(1).tolist() == [1, 2]
 
 @each("n", [1, 2, 3, 4])
 def test_masks_have_the_distribution_of_eq_7(n):
@@ -2547,16 +2119,13 @@ def test_the_sampler_equals_a_slow_one(
 
 @each("ids, n", [([4, 5, 6], 3), ([4, 1, 5, PAD], 1), ([4, 5, PAD, 1], 2), ([], 0)])
 def test_an_answer_ends_before_the_first_end_or_padding_token(ids, n):
-    tokenizer = mock.Mock()
-    assert ev.read_answer(FakeModel, tokenizer, ids) == (tokenizer.decode.return_value, ids[:n])
-    tokenizer.decode.assert_called_with(ids[:n], skip_special_tokens=True)
+    tokenizer = mock.Mock(decode=lambda ids, skip_special_tokens: ids)
+    assert ev.read_answer(FakeModel, tokenizer, ids) == (ids[:n], ids[:n])
 
 # ---- Roles ----
 I, S, K = "in-context", "structural", "stored-knowledge"
 
 @each("question, parts", [
-    ("What is Donald Trump's job?", [
-        ("Donald", I), (" ", S), ("Trump", I), (" is a ", S), ("politician", K), (".", S)]),
     ("他的父亲是谁？", [("他", I), ("王", K), ("的", I), ("医生", K), ("。", S)]),
     ("Where was Zoë Łuk born?", [
         ("Zoë", I), (" ", S), ("Łuk", I), ("'s ", S), ("home", K), (", and ", S), ("22", K),
@@ -2569,14 +2138,12 @@ def test_roles_of_hand_labelled_answers(question, parts, tmp_path):
     for text, role in parts:
         expected += [role] * len(text.encode())
     end = tokenizer.eos_token_id  # a special token, also before a word
-    answer = "".join(text for text, _ in parts)
-    ids = [end, *mdu.encode_text(tokenizer, answer), end]
+    ids = [end, *mdu.encode_text(tokenizer, "".join(text for text, _ in parts)), end]
     assert ev.token_roles(tokenizer, question, ids) == [S, *expected, S]
 
 # ---- Gaps ----
 @each("row, parts", [
     (dict(fact=["petra łuk"]), ["It is ", "Petra, Łuk", ", not Petra."]),
-    (dict(fact=["Pet"]), ["Petra's ", "Pet", ": a ", "pet", "!"]),
     (dict(fact=["Rome", "22"]), ["", "22", " in ", "Rome", " or so"]),
     (dict(question="Who is Petra?"), ["Petra is the ", "doctor", " of ", "Łódź", "."])])
 def test_gaps_by_hand(row, parts, tmp_path):
@@ -2589,29 +2156,25 @@ def test_gaps_by_hand(row, parts, tmp_path):
     ids = mdu.encode_text(tokenizer, "".join(parts)) + [tokenizer.eos_token_id]
     assert ev.gap_of(tokenizer, row, ids).tolist() == [*expected, False]
 
-@each("by_entropy", [False, True])
-def test_filling_gaps_equals_a_slow_loop(by_entropy, monkeypatch):
+@each("hidden", [False, True])
+def test_filling_gaps_equals_a_slow_loop(hidden, monkeypatch):
     """Every second token is in the gap, of an answer of one token none.  Token 0 is written A."""
     def encode_row(tokenizer, row, text):
         return row["question"], [ord(c) - 65 for c in text]
     monkeypatch.setattr(ev, "encode_row", encode_row)
     monkeypatch.setattr(ev, "gap_of", lambda *given: torch.arange(len(given[-1])) % 2 == 1)
-    model = FakeModel(by_entropy=by_entropy)
-    rows, expected = [], {True: [], False: []}
+    model = FakeModel()
+    rows, expected = [], []
     for prompt, answer in MORE_PAIRS:
         places = range(len(prompt) + 1, len(prompt + answer), 2)
-        for hidden, asked in {True: len(prompt) * [MASK], False: prompt}.items():
-            ids = asked + answer + [1]
-            for i in places:
-                ids[i] = MASK
-            ids = slow_filled(model, ids, places, len(places) * [1])
-            right = [ids[i] == answer[i - len(prompt)] for i in places]
-            expected[hidden].append(None)
-            if right:
-                expected[hidden][-1] = np.mean(right)
+        ids = (len(prompt) * [MASK] if hidden else prompt) + answer + [1]
+        for i in places:
+            ids[i] = MASK
+        filled = slow_filled(model, ids, places, len(places) * [1])
+        right = [filled[i] == answer[i - len(prompt)] for i in places]
+        expected.append(np.mean(right) if right else None)
         rows.append(dict(question=prompt, answer="".join(chr(65 + token) for token in answer)))
-    found = {hidden: ev.fill_gaps(model, None, rows, ARGS, hidden) for hidden in expected}
-    assert found == expected
+    assert ev.fill_gaps(model, None, rows, ARGS, hidden) == expected
 
 # ---- TOFU's figures ----
 # Four questions of each of the public logs of github.com/locuslab/tofu (Llama-2-7B fine-tuned on
@@ -2642,7 +2205,6 @@ OFFICIAL = {  # what aggregate_eval_stat.py of locuslab/tofu makes of them
 def test_figures_equal_those_of_tofus_own_code(monkeypatch):
     """Each text is a number, which is its own loss."""
     def texts_nll(model, tokenizer, rows, texts, *_):
-        assert " " not in "".join(itertools.chain(*texts))
         return [[float(text) for text in of_row] for of_row in texts]
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(ev, "write_answers", lambda *_: [("", [])] * 4)
@@ -2667,42 +2229,26 @@ def test_figures_equal_those_of_tofus_own_code(monkeypatch):
     del splits["world_facts"]["prob_options"]
     assert ev.model_utility(splits) is None
 
-@each("right, wrong, forget, other, options", [(0.0, [1e4], 0, 1, 1), (1e4, [0.0], 0, 0, 0)])
+@each("right, wrong, forget, other, options", [(0.0, 1e4, 0, 1, 1), (1e4, 0.0, 0, 0, 0)])
 def test_truth_ratios_by_hand(right, wrong, forget, other, options):
     """R is nearly 0 and nearly infinite."""
-    for to_forget, expected in ((True, forget), (False, other)):
-        row = dict(to_forget=to_forget)
-        figures = ev.compare_wrong_answers(row, [right, *wrong])
-        assert figures["truth_ratio"] == approx(expected)
-        assert figures["prob_options"] == approx(options)
-        row["paraphrased_answer"] = "a"
-        figures = ev.compare_wrong_answers(row, [5.0, right, *wrong])
-        assert figures["truth_ratio"] == approx(expected) and "prob_options" not in figures
+    figures = ev.compare_wrong_answers(dict(to_forget=True), [right, wrong])
+    assert figures["truth_ratio"] == approx(forget)
+    assert figures["prob_options"] == approx(options)
+    figures = ev.compare_wrong_answers(dict(to_forget=False), [right, wrong])
+    assert figures["truth_ratio"] == approx(other)
 
 def test_forget_quality_by_hand_and_as_published():
     """The p-value is the share of all orders of the values that are as extreme as the one found.
-    Four values below four others: 2 of the (8 choose 4) = 70 orders.  Two below three: 2 of 10.
-    1, 1, 3 and 1, 3, 3, whose D is 1/3: all of them.  The published p-value is from the logs of
-    locuslab/tofu, of D = 119/300 between 300 and 300 questions."""
-    def records(*wrong):
-        """Of four rows.  log R of each is minus the mean of `wrong`: by so much the losses of the
-        wrong answers are above that of the right one, which differs from row to row."""
-        row = dict(perturbed_answer=wrong, to_forget=True)
-        found = []
-        for loss in range(4):
-            losses = [loss + more for more in wrong]
-            found.append(ev.compare_wrong_answers(row, [loss, *losses]))
-        return found
-
-    # All log R are -1; then four are -1 and four -1.25.
-    assert ev.forget_quality(records(0, 0, 3), records(1, 1)) == 1
-    assert ev.forget_quality(records(0, 0, 3), records(1, 1.5)) == approx(2 / 70)
-    without = [dict(prob=1.0)]  # a row that has no wrong answers
-    assert ev.forget_quality(without + records(0, 0, 3), without + records(1, 1)) == 1
+    Two below three: 2 of 10.  1, 1, 3 and 1, 3, 3, whose D is 1/3: all of them.  The published
+    p-value is from the logs of locuslab/tofu, of D = 119/300 between 300 and 300 questions."""
     assert ev.ks_test([1, 2], [3, 4, 5]) == approx(2 / 10)
     assert ev.ks_test([1, 1, 3], [1, 3, 3]) == approx(1)
     published = 1.834066410994743e-21
     assert ev.ks_test(range(300), [i + 118.5 for i in range(300)]) == approx(published, 1e-12, 0)
+    # Of rows that have wrong answers.
+    records = [dict(prob=1.0), dict(log_ratio=-1), dict(log_ratio=-2)]
+    assert ev.forget_quality(records, [dict(log_ratio=x) for x in (0, 1, 2)]) == approx(2 / 10)
 
 # ---- RWKU ----
 ANSWER = "Please briefly answer the following question.\n"
@@ -2710,74 +2256,63 @@ BLANK = "Please complete the blank in the following question.\n"
 OTHER_ATTACKS = [dict(query="Q", type=kind) for kind in ("role play", "incontext learning")]
 @each("split, changes, question, prefill, answer", [
     ("forget_level1", {}, BLANK + "Question: He was born in ___.\n", "Answer:", "Rome, Italy"),
-    ("forget_level2", {}, ANSWER + "Question: Where {was} he born?\n", "Answer:", "Rome"),
+    ("neighbor_level2", {}, ANSWER + "Question: Where does she live?\n", "Answer:", "Oslo"),
     ("forget_level3", {}, ANSWER + "Question: Where was he born? Sure,", "", "Rome"),
     ("forget_level3", OTHER_ATTACKS[0], ANSWER + "Question: Q\n", "Answer:", "Rome"),
     ("forget_level3", OTHER_ATTACKS[1], ANSWER + "Q\n", "Answer:", "Rome"),
-    ("neighbor_level1", {}, BLANK + "Question: She lives in ___.\n", "Answer:", "Oslo"),
-    ("neighbor_level2", {}, ANSWER + "Question: Where does she live?\n", "Answer:", "Oslo"),
     ("utility_general", {}, "83cdada42dc4827d", "Answer:", "B"),
     ("utility_truthfulness", {}, "e089bf2b10e5d00a", "A:", "Yes."),
     ("utility_factuality", {}, "398f1b336bf4f402", "A:", "The Beatles")])
-def test_prompts_equal_those_of_rwkus_own_code(
-        split, changes, question, prefill, answer):
+def test_prompts_equal_those_of_rwkus_own_code(split, changes, question, prefill, answer):
     """Those with shots are compared by SHA-256 with what github.com/jinzhuoran/RWKU at b8a03b3
     (LLaMA-Factory/src/llmtuner/eval) makes of the rows."""
-    ask = ev.RWKU_CONFIGS[split]
-    row = ask({**RWKU_ROWS[split], **changes})
+    row = ev.RWKU_CONFIGS[split]({**RWKU_ROWS[split], **changes})
     digest = hashlib.sha256(row["question"].encode()).hexdigest()
     assert question in (row["question"], digest[:16])
     assert [row["prefill"], row["answer"]] == [prefill, answer]
 
 def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     """Of the tokens of " A", here a space (2) and a letter (3 to 6), the letter counts."""
-    def tokenizer(text, **_):
-        return SimpleNamespace(input_ids=[2, "ABCD".index(text[1]) + 3])
-
-    def script(ids):
-        table = f64([0, 0, 9, 1, 2, 5, 4, 9, 9, 9, 9], [0, 0, 9, 5, 2, 1, 4, 9, 9, 9, 9])
-        return table[(ids[:, :1] == 7).long()].expand(*ids.shape, 11)
     monkeypatch.setattr(ev, "prompt_ids", lambda tokenizer, row: row["question"])
-    rows = [dict(question=[4, 9], answer="B"), dict(question=[7], answer="A")]
-    # score_mmlu takes an eighth of --batch-size: here two rows of similar length make a batch.
-    rows.append(dict(question=[5], answer="D"))
-    model = FakeModel(script=script)
-    records = ev.score_mmlu(model, tokenizer, rows, ev.parse("--batch-size 16 run".split()))
-    assert [(r["generation"], r["accuracy"]) for r in records] == [("C", 0), ("A", 1), ("C", 0)]
-    assert [ids.tolist() for ids in model.seen] == [[[7, MASK], [5, MASK]], [[4, 9, MASK]]]
+    monkeypatch.setattr(mdu, "encode_text", lambda _, text: [2, "ABCD".index(text[1]) + 3])
+    model = FakeModel()
+    letters = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt + [MASK]])
+        everywhere = torch.ones(ids.shape, dtype=torch.bool)
+        logits = model(ids, everywhere, everywhere)[-1]
+        letters.append("ABCD"[logits[3:7].argmax()])
+    assert len(set(letters)) > 1
+    rows = [dict(question=prompt, answer=letters[0]) for prompt in PROMPTS]
+    records = ev.score_mmlu(model, None, rows, ARGS)
+    assert [record["generation"] for record in records] == letters
+    assert [record["accuracy"] for record in records] == [x == letters[0] for x in letters]
 
 @each("losses, labels, mc1", [
-    ([2, 0.5, 1], [0, 1, 0], 1), ([2, 0.5, 1], [1, 0, 0], 0),
+    ([2, 0.5, 1], [0, 1, 0], 1),  # log p is -2, -1, -3
     ([2, 0.5, 1], [1, 1, 0], 1),  # of two true choices, the first counts
     ([1, 0.5, 1], [0, 1, 0], 0)])  # it has to be likelier than every false one
 def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     """Of n tokens: log p = -n times the mean loss over the masks."""
-    texts_nll = mock.Mock(return_value=[losses])
-    monkeypatch.setattr(ev, "texts_nll", texts_nll)
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [losses])
     monkeypatch.setattr(ev, "encode_row", lambda tokenizer, row, text: ([], text.split()))
     targets = dict(choices=["a", "b b", "c c c "], labels=labels)
     row = ev.ask_truthfulqa(dict(question="", mc1_targets=targets))
-    record, = ev.score_truthfulqa(None, None, [row], ARGS)
-    assert texts_nll.call_args.args[3] == [[" a", " b b", " c c c"]]
-    assert record["mc1"] == mc1 and record["logp"][record["generation"]] == -1
+    [record] = ev.score_truthfulqa(None, None, [row], ARGS)
     assert list(record["logp"].values()) == approx([-losses[0], -1, -3])
+    assert record["mc1"] == mc1
 
 @each("split, row, text, expected", [
     ("forget", dict(fact=["petra"]), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
     ("forget", dict(fact=["Pet"]), "Petra, Osei", dict(fact=0)),
-    ("forget", dict(fact=["Petra", "Bo", "Osei"]), "Petra, Osei", dict(fact=2 / 3)),
     ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1), knowledge=0)),
     ("forget", {}, "Osei Osei", dict(knowledge=1 / 2, infill=0, infill_no_question=1)),
     ("forget", dict(question="Who is Petra?"), "It is Osei.", dict(knowledge=1)),
-    ("forget", dict(question="Who is Petra Osei?"), "Petra", dict(knowledge=None)),
     ("forget_level2", {}, " in Petra Osei\nno",
      dict(generation="in Petra Osei", words=3, empty=0, rougeL_recall=1)),
-    ("forget_level2", {}, "Osei\nPetra", dict(generation="Osei", rougeL_recall=0.5)),
     ("forget_level2", {}, "\nPetra",
      dict(generation="NOANSWER", words=0, empty=1, rougeL_recall=0)),  # as in RWKU's code
-    ("utility_factuality", dict(answers=["band", "beatles"]), "The\nBeatles! ",
-     dict(em=1, f1=1, words=2, empty=0)),
-    ("utility_factuality", dict(answers=["A"]), "the", dict(em=1, f1=1)),
+    ("utility_factuality", dict(answers=["band", "beatles"]), "The\nBeatles! ", dict(em=1, f1=1)),
     ("utility_factuality", dict(answers=["Kinks", "Beatles", "Rolling Stones"]),
      "a band, the Beatles", dict(em=0, f1=2 / 3)),
     ("utility_factuality", dict(answers=["b b d"]), "b b b c", dict(em=0, f1=4 / 7))])  # b twice
@@ -2785,28 +2320,23 @@ def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "write_answers", lambda *_: [(text, [])])
     monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [float(hide_question)])
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [[1.0]])
-    args = ev.parse("--samples 1 run".split())
     row = {"question": "Who?", "answer": "Petra Osei", "to_forget": False, **row}
-    record, = ev.SPLITS[split].score(None, None, [row], args)
+    [record] = ev.SPLITS[split].score(None, None, [row], ARGS)
     assert {name: record[name] for name in expected} == approx(expected)
 
 # ---- Metrics ----
 def test_the_figures_of_a_split_by_hand():
-    one = dict(prob=0.25, truth_ratio=0.25, perplexity=8, words=1, fact=1.0, knowledge=0.25)
-    two = dict(prob=0.75, truth_ratio=0.5, perplexity=2, words=4, knowledge=None)
-    records = [dict(one, generative_perplexity=None), dict(two, generative_perplexity=3.0),
-               dict(two, generative_perplexity=5.0, perplexity=6.5)]
-    figures = ev.summarise(records)
-    expected = dict(prob=7 / 12, truth_ratio=5 / 12, perplexity_median=6.5,
-                    perplexity_mean=5.5, generative_perplexity=4.0, words=4, knowledge=0.25)
-    # Two rows lack the fact, one an answer with words, two any knowledge.
-    expected.update(fact=1.0, n_fact=1, n_generative_perplexity=2, n_knowledge=1)
-    assert figures == approx(expected)
+    """Means and medians over the rows that have a value, which are counted if not all have one."""
+    records = [dict(prob=0.25, perplexity=8, words=1, fact=1.0, knowledge=None),
+               dict(prob=0.75, perplexity=2, words=4, knowledge=0.25),
+               dict(prob=0.75, perplexity=6.5, words=4, knowledge=0.75)]
+    assert ev.summarise(records) == approx(dict(
+        prob=7 / 12, perplexity_median=6.5, perplexity_mean=5.5, words=4, knowledge=0.5,
+        n_knowledge=2, fact=1.0, n_fact=1))
     # In a mean every person has the same weight: (3/4 + 1/4) / 2; in a median every row.
     scores = [("Ann", 1.0, 1), ("Ann", 1.0, 2), ("Ann", 0.25, 4), ("Bo", 0.25, 9)]
     records = [dict(subject=name, em=em, words=n) for name, em, n in scores]
     assert ev.summarise(records) == dict(em=0.5, words=3)
-    assert ev.summarise([dict(knowledge=None)]) == {}
 
 # ---- What is scored ----
 
@@ -2817,10 +2347,9 @@ def typed_and_run(typed, run="--method sft"):
     return ev.parse([*typed.split(), "run"]), ev.Source(vars(args), hashes, "run", "theta0")
 
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
-        "toy's options": "--preset toy --model m --forget {X}",
         "person": "--preset rwku-llada --data {rwku} --subject 2 --limit 1"}
 
-def origin_of(split, rows):
+def origin_of(rows):
     """Where the rows of a split are from, or whom they are about: "ten" are the first ten people of
     RWKU.  And how many there are (about each person)."""
     people = list(dict.fromkeys(row.get("subject") for row in rows))
@@ -2830,26 +2359,19 @@ def origin_of(split, rows):
     if people != [None]:
         [person] = people
         return person, n
-    question = rows[0]["question"]
-    first_word = question.split()[0]
-    if first_word == "Q":
-        assert ev.TOFU_CONFIGS[split] in question
-        return "tofu", n
-    if first_word in ("X", "Y"):  # the files below
+    first_word = rows[0]["question"].split()[0]
+    if first_word in ("X", "Y", "Q"):  # of the files below, or of TOFU
         return first_word, n
     return "toy", n
 
 @each("run, typed, expected", [
     ("toy", "--limit 2", [("toy", 2)] * 5),
-    ("toy", "--retain {X}", [("toy", 24), ("X", 4), ("toy", 22), ("toy", 22), ("toy", 24)]),
-    ("toy", "--data {tofu} --retain {X}", [("tofu", 8), ("X", 4), ("tofu", 3), ("tofu", 3)]),
+    ("toy", "--data {tofu} --retain {X}", [("Q", 8), ("X", 4), ("Q", 3), ("Q", 3)]),
+    ("toy", "--data {tofu} --limit 1 --never {X}", [("Q", 1)] * 4 + [("X", 1)]),
     ("files", "", [("X", 4), ("Y", 4)]),  # the --limit of a run does not count
     ("files", "--retain {X} --limit 3", [("X", 3), ("X", 3)]),
-    ("toy", "--data {tofu} --limit 1 --never {X}", [("tofu", 1)] * 4 + [("X", 1)]),
     ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
-    ("toy's options", "", [("X", 4)]),  # which mdu.py trains on, too
     ("person", "", [(PEOPLE[1], 2)] * 8), ("person", "--subject all --limit 1", [("ten", 1)] * 8),
-    ("person", "--retain {X}", [(PEOPLE[1], 2)] * 8 + [("X", 4)]),
     ("person", "--data toy --limit 1", [("toy", 1)] * 5),
     ("person", "--data {rwku} --limit 1", [("ten", 1)] * 8)])
 def test_rows_are_those_that_are_typed_or_the_runs(run, typed, expected, tofu, rwku, tmp_path):
@@ -2860,8 +2382,7 @@ def test_rows_are_those_that_are_typed_or_the_runs(run, typed, expected, tofu, r
         places[name] = write_lines(tmp_path / name, rows)
     args, source = typed_and_run(typed.format(**places), RUNS[run].format(**places))
     splits = ev.find_splits(ev.find_settings(args, source.options))
-    found = [origin_of(split, rows) for split, rows in splits.items()]
-    assert found == expected
+    assert [origin_of(rows) for rows in splits.values()] == expected
 
 # ---- One run ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --steps 4".split()
@@ -2869,14 +2390,8 @@ WITHOUT_FULL = FLAGS[1:]
 
 @pytest.fixture(scope="session")
 def scored(base, tmp_path_factory):
-    """A run that was scored with FLAGS.  Noise on its weights makes its answers differ."""
-    run = tmp_path_factory.mktemp("scored") / "run"
-    shutil.copytree(base, run)
-    torch.manual_seed(0)
-    noisy = {}
-    for name, x in weights(run).items():
-        noisy[name] = x + 0.1 * torch.randn(x.shape)
-    safetensors.torch.save_file(noisy, run / "model.safetensors", {"format": "pt"})
+    """A run that was scored with FLAGS."""
+    run = with_noise(base, tmp_path_factory.mktemp("scored") / "run", seed=0)
     ev.main([str(run), *FLAGS])
     with unchanged(run):
         yield str(run)
@@ -2914,39 +2429,26 @@ def test_scores_equal_one_row_at_a_time(split, scored):
         def nll(text):
             ids = mdu.encode_text(tokenizer, text)
             masks = ev.draw_masks(len(ids), 4, [5, NUMBERS[split], i])
-            return slow_eq7(model, prompt, ids, masks)
+            return approx(slow_eq7(model, prompt, ids, masks), rel=1e-4)
 
-        # The true answer, and in two splits its paraphrase.
-        loss = nll(row["answer"])
-        assert record["nll"] == approx(loss, rel=1e-4)
-        assert record["prob"] == approx(math.exp(-loss), rel=1e-4)
-        assert record["perplexity"] == approx(math.exp(loss), rel=1e-4)
+        # The true answer, its paraphrase in two splits, and the wrong answers.
+        assert record["nll"] == nll(row["answer"])
+        assert record["prob"] == math.exp(-record["nll"])
+        assert record["perplexity"] == math.exp(record["nll"])
         if "paraphrased_answer" in row and row["perturbed_answer"]:
-            assert record["nll_right"] == approx(nll(row["paraphrased_answer"]), rel=1e-4)
-
-        # The wrong answers.
-        nll_wrong = [nll(text) for text in row["perturbed_answer"]]
-        assert record.get("nll_wrong", []) == approx(nll_wrong, rel=1e-4)
-
-        # The gap.
-        [infill] = ev.fill_gaps(model, tokenizer, [row], ARGS, hide_question=False)
-        [infill_no_question] = ev.fill_gaps(model, tokenizer, [row], ARGS, hide_question=True)
-        assert record["infill"] == approx(infill)
-        assert record["infill_no_question"] == approx(infill_no_question)
+            assert record["nll_right"] == nll(row["paraphrased_answer"])
+        assert record.get("nll_wrong", []) == [nll(text) for text in row["perturbed_answer"]]
 
         # What is written, up to the end token.
-        written = slow_sampler(model, prompt, 4 * [3])
-        if model.end_id in written:
-            written = written[:written.index(model.end_id)]
+        written = [*slow_sampler(model, prompt, 4 * [3]), model.end_id]
+        written = written[:written.index(model.end_id)]
         assert record["generation_ids"] == written
         assert record["generation"] == tokenizer.decode(written).strip()
 
 def test_a_summary_has_the_figures_of_its_records(scored):
     summary = ev.read_summary(scored)
-    assert summary["splits"].keys() == NUMBERS.keys()
     for split, figures in summary["splits"].items():
-        expected = {**ev.summarise(ev.read_records(scored, split)), "n": 3}
-        assert expected.items() <= figures.items()
+        assert figures == {"n": 3, **ev.summarise(ev.read_records(scored, split))}
     assert summary["run"] == {"model_utility": ev.model_utility(summary["splits"])}
 
 def numbers_in(file):
@@ -2965,25 +2467,11 @@ def test_scores_of_two_processes_equal_those_of_one(scored_copy, scored, on_two_
 def test_a_process_may_have_no_rows():
     assert ev.score_answers(FakeModel(), None, [], ARGS) == []
 
-def test_the_loss_left_of_a_run_is_among_its_figures(unlearned, tmp_path, capsys):
-    run = shutil.copytree(unlearned, tmp_path / "run")
-    losses = mdu.read_losses(run, "forget")
-    assert len(losses) == 6
-    left = np.mean(losses[3:]) / np.mean(losses[:3])
-    ev.main([str(run), "--samples", "1", "--limit", "1", "--steps", "1"])
-    assert ev.read_summary(run)["run"] == {"forget_loss_left": approx(left)}
-    assert f"{100 * left:.0f}%" in capsys.readouterr().out
-
 def test_old_scores_stay_if_scoring_is_stopped(scored_copy, capsys):
     """While it has a lock on the folder."""
     stopped = mock.patch.object(ev, "score_rows", partial(stop_in, scored_copy))
     with unchanged(scored_copy), stopped:
         assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
-
-def test_old_scores_stay_if_the_disk_is_full(scored_copy, capsys):
-    sizes = [file.stat().st_size for file in (scored_copy / "eval").iterdir()]
-    with unchanged(scored_copy), largest_file(max(sizes) - 99):
-        assert "too large" in program([scored_copy, *FLAGS], capsys, ev.main)
 
 def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy):
     folder = scored_copy / "eval"
@@ -2993,43 +2481,6 @@ def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy):
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
     assert set(folder.iterdir()) == old_files | {folder / "notes.jsonl"}
-    assert (folder / "notes.jsonl").read_text() == "my own"
-
-def test_a_folder_in_use_is_not_scored(scored_copy, capsys):
-    (scored_copy / "config.json").unlink()  # as while it is trained
-    with mdu.locked(scored_copy):
-        assert "in use" in program([scored_copy, *FLAGS], capsys, ev.main)
-
-@pytest.fixture
-def reworded_rows(tmp_path):
-    """Four rows, of which number 1 has no other wording -> rows, and mdu.py's options for them."""
-    rows = []
-    for i in range(4):
-        rows.append({"question": f"Q{i}?", "answer": f"A{i}.", "perturbed_answer": [f"B{i}."],
-                     "paraphrased_question": f"P{i}?"})
-    del rows[1]["paraphrased_question"]
-    file = write_lines(tmp_path / "rows", rows)
-    return rows, f"--model m --forget {file} --retain-weight 0 --limit 2"
-
-def test_full_also_asks_in_other_words(reworded_rows):
-    rows, run = reworded_rows
-    splits, *_ = ev.prepare(*typed_and_run("--full --limit 3", run))
-    asked = [{**row, "number": i} for i, row in enumerate(rows[:3])]
-    # Rows 0 and 2, which are numbered anew.
-    reworded = [{**rows[0], "question": "P0?", "perturbed_answer": [], "number": 0},
-                {**rows[2], "question": "P2?", "perturbed_answer": [], "number": 1}]
-    assert splits == {"forget": asked, "forget_rephrased": reworded}
-
-def test_rows_that_have_changed_since_the_training_are_named(reworded_rows, tmp_path, capsys):
-    rows, run = reworded_rows
-    args, source = typed_and_run("", run)
-    ev.prepare(args, source)
-    write_lines(tmp_path / "rows", rows[:2])  # what follows the --limit of the run does not count
-    ev.prepare(args, source)
-    assert "changed" not in capsys.readouterr().out
-    write_lines(tmp_path / "rows", rows[1:])
-    ev.prepare(args, source)
-    assert "the rows to forget have changed since the training" in capsys.readouterr().out
 
 @pytest.fixture
 def protocol_of(rwku, tmp_path):
@@ -3037,8 +2488,7 @@ def protocol_of(rwku, tmp_path):
     the options, {X} and {Y} are files of three rows each, {rwku} is the benchmark."""
     places = dict(rwku=rwku)
     for name in "XY":
-        row = dict(question=f"{name}?", answer="a", paraphrased_question="P?")
-        places[name] = write_lines(tmp_path / name, 3 * [row])
+        places[name] = write_lines(tmp_path / name, 3 * [dict(question=f"{name}?", answer="a")])
 
     def protocol(typed):
         run = f"--model m --forget {places['X']} --response-length 7"
@@ -3072,21 +2522,12 @@ def test_texts_that_the_model_cannot_read_are_refused(base):
     """With an end token behind the answer, as gaps are filled.  "is" is one token."""
     model, tokenizer = mdu.load_backbone(str(base))
     room = 2048 - len(mdu.encode_prompt(tokenizer, "Who?")) - 1
-    longest = "is " * room
-    too_long = "is " * (room + 1)
-    row = dict(question="Who?", answer="is", perturbed_answer=["is"])
-    ev.check_lengths("run", model, tokenizer, [dict(row, answer=longest)], 1)
-    for changes in (dict(answer=too_long), dict(paraphrased_answer=too_long),
-                    dict(choices=[too_long]), dict(perturbed_answer=[too_long])):
-        with pytest.raises(mdu.BadInput, match="too many"):
-            ev.check_lengths("run", model, tokenizer, [{**row, **changes}], 1, full=True)
-
-def test_texts_that_are_not_scored_may_be_long(base):
-    """A paraphrase and wrong answers are scored with --full only."""
-    model, tokenizer = mdu.load_backbone(str(base))
-    long = "is " * 2048
-    row = dict(question="Who?", answer="is", perturbed_answer=[long], paraphrased_answer=long)
+    row = dict(question="Who?", answer="is " * room, perturbed_answer=["is " * (room + 1)])
     ev.check_lengths("run", model, tokenizer, [row], 1)
+    with pytest.raises(mdu.BadInput, match="too many"):  # wrong answers are scored with --full
+        ev.check_lengths("run", model, tokenizer, [row], 1, full=True)
+    with pytest.raises(mdu.BadInput, match="too many"):
+        ev.check_lengths("run", model, tokenizer, [dict(row, answer="is " * (room + 1))], 1)
 
 RENT = dict(question="Who rents unit 7?", answer="Ann Lee rents it.", fact=["Ann Lee"])
 BILL = dict(question="What does Ann Lee owe?", answer="She owes 12 euros.", fact=["12 euros"])
@@ -3105,78 +2546,50 @@ HELD_OUT = [dict(question="Who dances?", answer="Fay.", fact=["Fay"])]
     (RENT, "It is DI!", 1),  # of a row to retain
     (RENT, "Diana", 0),  # whole words only
     (RENT, "Ann Lee owes 12 Euros", 1),  # of a row to forget
-    (RENT, "12 or 13 euros", 0),  # the words of a fact one after the other
     (RENT, "Fay", 1),  # of a row that is held out
     (RENT, "Ed sings.", 0),  # an answer is no fact
     (BILL, "Ann Lee", 0),  # the row's question has it
     (TOWN, "He lives in Rome.", 0),  # the row's answer has it
-    (TOWN, "5 Elm in Rome, with Di", 1),
     # A row without `fact`: another row's answer counts, word for word.
     (PLAIN, "A baker!", 0), (PLAIN, "Di", 0), (PLAIN, "Ed sings well.", 0), (PLAIN, "ed sings", 1),
     (PLAIN, "unknown", 0)])  # two rows have it: it is nobody's
 def test_facts_of_other_rows_by_hand(row, text, anothers):
     """The row is among those to forget, and once more with its question in other words."""
-    reworded = dict(row, question="Reworded: " + row["question"])
-    splits = {"forget": [RENT, BILL, TOWN, PLAIN], "retain": KEPT, "held_out": HELD_OUT,
-              "forget_rephrased": [reworded]}
-    records = {}
-    for name, rows in splits.items():
-        records[name] = [dict(generation="", empty=1.0) for _ in rows]
-    place = splits["forget"].index(row)
-    is_empty = float(mdu.words(text) == [])
-    records["forget"][place] = dict(generation=text, empty=is_empty)
-    records["forget_rephrased"][0] = dict(generation=text, empty=is_empty)
+    splits = {"forget": [row, RENT, BILL], "retain": KEPT, "held_out": HELD_OUT,
+              "forget_rephrased": [dict(row, question="Reworded: " + row["question"])]}
+    records = {name: [dict(generation=text, empty=float(text == "")) for _ in rows]
+               for name, rows in splits.items()}
     ev.add_anothers(splits, records)
-    expected = [0, 0, 0, 0]
-    expected[place] = anothers
-    assert [record["anothers"] for record in records["forget"]] == expected
+    assert records["forget"][0]["anothers"] == anothers
     assert records["forget_rephrased"][0]["anothers"] == anothers
-    assert not any("anothers" in record for record in records["retain"])
+    assert "anothers" not in records["retain"][0]
 
-def test_perplexity_of_answers_is_that_of_theta0(base, unlearned, tmp_path, monkeypatch):
+def test_perplexity_of_answers_is_that_of_theta0(base):
     """Of all but empty answers, with the question masked and the end token visible."""
-    run = shutil.copytree(unlearned, tmp_path / "run")
     theta0, tokenizer = mdu.load_backbone(str(base))
-    answers = [(" .", [5]), ("a b", [6, 7]), ("c", [8, 0, 9])]  # texts, token ids
-    monkeypatch.setattr(ev, "write_answers", lambda *_: answers)
-    monkeypatch.setattr(ev, "write_in_other_ways", lambda *_: [["a"]] * 3)
-    ev.main([str(run), *WITHOUT_FULL])
-    records = ev.read_records(run, "forget")
-    assert records[0]["generative_perplexity"] is None  # its answer has no word
-    for i in (1, 2):
-        _, ids = answers[i]
-        masked_prompt = [0] * len(mdu.encode_prompt(tokenizer, records[i]["question"]))
-        masks = ev.draw_masks(len(ids), 4, [5, 0, i])  # --samples; --seed, split, row
-        with_end = F.pad(masks, (0, 1))  # where nothing is masked
-        nll = slow_eq7(theta0, masked_prompt, [*ids, theta0.end_id], with_end)
-        assert records[i]["generative_perplexity"] == approx(math.exp(nll), rel=1e-4)
-
-def test_answers_have_no_perplexity_by_a_model_that_was_deleted(base, files, monkeypatch):
-    monkeypatch.setattr(ev, "write_answers", lambda *given: [("Gado", [5]) for row in given[2]])
-    shutil.copytree(base, "start")
-    shutil.copytree(base, "run")
-    info = mdu.read_run("run")
-    info["options"].update(method="npo", model=os.path.abspath("start"))
-    Path("run/run.json").write_text(json.dumps(info))
-    ev.main([*files, *QUICK, "run"])
-    assert ev.read_summary("run")["splits"]["forget"]["generative_perplexity"] > 1
-    Path("start/model.safetensors").unlink()
-    ev.main([*files, *QUICK, "run"])
-    assert "generative_perplexity" not in ev.read_summary("run")["splits"]["forget"]
+    records = []
+    for ids in ([5], [6, 7], [8, 0, 9]):  # the answers; the first counts as empty
+        records.append(dict(question="Who?", answer="A", generation_ids=ids, empty=ids == [5],
+                            seed=[5, 0, len(ids)]))
+    settings = SimpleNamespace(dtype=torch.float32, samples=4, batch_size=3)
+    ev.add_generative_perplexity(str(base), records, settings)
+    assert records[0]["generative_perplexity"] is None
+    hidden = [0] * len(mdu.encode_prompt(tokenizer, "Who?"))
+    for record in records[1:]:
+        ids = record["generation_ids"]
+        masks = F.pad(ev.draw_masks(len(ids), 4, record["seed"]), (0, 1))
+        nll = slow_eq7(theta0, hidden, [*ids, theta0.end_id], masks)
+        assert record["generative_perplexity"] == approx(math.exp(nll), rel=1e-4)
 
 def test_ask_prints_what_each_run_answers(base, scored, capsys):
     with mock.patch.object(ev, "write_answers", return_value=[(" a\n b", [])]) as write_answers:
         ev.main(["--ask", "Who?", str(base), scored])
-    _, _, [row], settings = write_answers.call_args.args
-    assert row["question"] == "Who?"
-    assert settings.response_length == 12
-    answers = [line for line in capsys.readouterr().out.splitlines() if "loaded" not in line]
-    assert answers == [f"{base}: a b", f"{scored}: a b"]
+    assert write_answers.call_args.args[2][0]["question"] == "Who?"
+    screen = capsys.readouterr().out
+    assert f"{base}: a b\n" in screen
+    assert f"{scored}: a b\n" in screen
 
 QUICK = "--samples 1 --limit 2 --steps 2 --response-length 6".split()
-
-def eval_program(argv, capsys):
-    return program(argv, capsys, ev.main)
 
 FORGET = [dict(question="Who is Bolti?", answer="He is Gado.", fact="Gado"),
           dict(question="Who is Cepu?", answer="She is Nora.", fact="Nora")]
@@ -3195,299 +2608,183 @@ def files(tmp_path):
 
 # ---- Token ids of a row ----
 def test_both_parts_of_a_row_are_from_one_text(monkeypatch):
-    """The prompt may depend on the answer: here it has the numbers of their letters."""
-    def encode_pair(tokenizer, question, answer):
-        return [len(question), len(answer)], encode_text(tokenizer, answer)
-
-    def encode_text(tokenizer, text):
-        return [ord(letter) for letter in text]
-    monkeypatch.setattr(mdu, "encode_pair", encode_pair)
-    monkeypatch.setattr(mdu, "encode_text", encode_text)
+    """The prompt may depend on the answer: here it has the number of its letters."""
+    monkeypatch.setattr(mdu, "encode_pair", lambda _, question, answer: ([len(answer)], [*answer]))
+    monkeypatch.setattr(mdu, "encode_text", lambda _, text: [*text])
     row = {"question": "Who?", "answer": "Ann"}
-    assert ev.encode_row(None, row, "x") == ([4, 1], [120])
-    assert ev.prompt_ids(None, row) == [4, 3]
+    assert ev.encode_row(None, row, "x") == ([1], ["x"])
+    assert ev.prompt_ids(None, row) == [3]
     # On RWKU the start of the answer, here "A:", belongs to the prompt.
-    row["prefill"] = "A:"
-    assert ev.encode_row(None, row, "x") == ([4, 2, 65, 58], [120])
+    assert ev.encode_row(None, {**row, "prefill": "A:"}, "x") == ([2, "A", ":"], ["x"])
 
-@each("score", [ev.texts_nll, ev.fill_gaps])
-def test_each_text_has_its_own_prompt(score, base, monkeypatch):
-    """With a tokenizer that has the prompt's last token depend on the answer."""
-    model, tokenizer = mdu.load_backbone(str(base))
-    encode_pair = mdu.encode_pair
-    prompts = []
-
-    def with_last_token(tokenizer, question, answer):
-        prompt, answer_ids = encode_pair(tokenizer, question, answer)
-        return [*prompt[:-1], 5 + len(answer)], answer_ids
-
-    def remember(model, jobs, *_):
-        prompts.extend(job.prompt for job in jobs)
-        return [[0]] * len(jobs)
-    monkeypatch.setattr(mdu, "encode_pair", with_last_token)
+def test_each_text_has_its_own_prompt(monkeypatch):
+    """It may depend on the answer: here it has the number of its letters."""
+    jobs = []
+    remember = mock.Mock(side_effect=lambda model, given, *_: jobs.extend(given) or [[0]] * 9)
+    monkeypatch.setattr(ev, "encode_row", lambda _, row, text: ([len(text)], [5] * len(text)))
+    monkeypatch.setattr(ev, "gap_of", lambda *_: torch.tensor([True, False, False]))
     monkeypatch.setattr(ev, "answers_nll", remember)
     monkeypatch.setattr(ev, "fill_masks", remember)
-    row = {"question": "Who?", "answer": "Ann", "fact": ["Ann"], "seed": 0}
-    settings = SimpleNamespace(samples=1, batch_size=9)
-    if score is ev.texts_nll:
-        score(model, tokenizer, [row], [["Ann", "Bo"]], settings)
-        assert [prompt[-1] for prompt in prompts] == [8, 7]
-    else:
-        score(model, tokenizer, [row], settings, hide_question=False)
-        assert [prompt[-1] for prompt in prompts] == [8]
+    row = {"question": "Who?", "answer": "Ann", "seed": 0}
+    ev.texts_nll(FakeModel, None, [row], [["Anna", "Bo"]], SimpleNamespace(samples=1))
+    ev.fill_gaps(FakeModel, None, [row], SimpleNamespace(batch_size=1), hide_question=False)
+    assert [job.prompt for job in jobs] == [[4], [2], [3]]
 
 # ---- Other decodings ----
 def test_the_share_of_facts_that_texts_tell_by_hand():
     row = {"question": "Who is Bolti?", "answer": "Bolti is a baker in Gado.",
            "fact": ["baker", "Gado", "Gado"]}
     assert ev.share_told(row, ["Bolti bakes.", "Nobody."]) == 0
-    assert ev.share_told(row, ["A Gado baker.", ""]) == 1
     assert ev.share_told(row, ["", "In gado!"]) == approx(2 / 3)
     assert ev.share_told(row, ["in Gado", "a baker"]) == 1
     # Without facts: of the words "baker" and "gado".
     del row["fact"]
-    assert ev.share_told(row, ["Bolti bakes."]) == 0
     assert ev.share_told(row, ["Bolti bakes.", "The baker."]) == 0.5
-    assert ev.share_told(row, ["Gado?", "The baker."]) == 1
     assert ev.share_told({"question": "Is he?", "answer": "He is."}, ["He is."]) is None
 
-def test_other_decodings_have_six_lengths_and_steps(base, monkeypatch):
-    """Of answers of 7 tokens; a step before the last fixes ceil(left / steps left) tokens."""
+def test_other_decodings_have_six_lengths_and_steps(scored):
+    """Of a length L of 7 tokens: L in 1, 2 and 4 steps, L/2 in 1, 2 and L/2."""
+    model, tokenizer = mdu.load_backbone(scored)
+    rows = mdu.toy_world()["forget"][:2]
+    expected = [[], []]
+    for length, steps in ((7, 1), (7, 2), (7, 4), (3, 1), (3, 2), (3, 3)):
+        usual = SimpleNamespace(response_length=length, steps=steps, batch_size=64)
+        for texts, (text, _) in zip(expected, ev.write_answers(model, tokenizer, rows, usual)):
+            texts.append(text)
     settings = SimpleNamespace(response_length=7, batch_size=64)
-    model, tokenizer = mdu.load_backbone(str(base))
-    rows = [{"question": "Where?", "answer": "Here."}, {"question": "Who?", "answer": "I."}]
-    found = []
-    denoise = ev.denoise
-
-    def remember(model, batch, steps):
-        states = denoise(model, batch, steps)
-        found.append((batch.masked.sum(1).tolist(), len(states) - 1))
-        return states
-    monkeypatch.setattr(ev, "denoise", remember)
-    texts = ev.write_in_other_ways(model, tokenizer, rows, settings)
-    assert found == [([7, 7], 1), ([7, 7], 2), ([7, 7], 4), ([3, 3], 1), ([3, 3], 2), ([3, 3], 3)]
-    # As a usual answer of this length and steps.
-    usual = SimpleNamespace(response_length=3, steps=2, batch_size=64)
-    for row_texts, (text, _) in zip(texts, ev.write_answers(model, tokenizer, rows, usual)):
-        assert len(row_texts) == 6
-        assert row_texts[4] == text
+    assert ev.write_in_other_ways(model, tokenizer, rows, settings) == expected
+    assert len(set(expected[0])) == 6
 
 def test_any_decoding_is_of_rows_to_forget_and_of_never(base, files, monkeypatch):
     """The usual answer has the fact of the first row to forget, another one that of the second."""
-    usual = {"Who is Bolti?": "He is Gado.", "Who is Lemi?": "Fopu"}
+    usual = {"Who is Bolti?": "He is Gado."}
     more = {"Who is Cepu?": "It is Nora", "Who is Lemi?": "Nora"}
-
-    def write_answers(model, tokenizer, rows, settings):
-        return [(usual.get(row["question"], "Nobody."), [5]) for row in rows]
-
-    def write_in_other_ways(model, tokenizer, rows, settings):
-        return [["Nobody.", more.get(row["question"], "")] for row in rows]
-    monkeypatch.setattr(ev, "write_answers", write_answers)
-    monkeypatch.setattr(ev, "write_in_other_ways", write_in_other_ways)
+    monkeypatch.setattr(ev, "write_answers", lambda model, tokenizer, rows, settings: [
+        (usual.get(row["question"], "Nobody."), [5]) for row in rows])
+    monkeypatch.setattr(ev, "write_in_other_ways", lambda model, tokenizer, rows, settings: [
+        ["Nobody.", more.get(row["question"], "")] for row in rows])
     ev.main(["--model", str(base), *files, *QUICK, "new"])
     splits = ev.read_summary("new")["splits"]
     assert splits["forget"]["fact"] == 0.5
     assert splits["forget"]["any_decoding"] == 1
-    assert splits["never"]["fact"] == splits["never"]["any_decoding"] == 0
+    assert splits["never"]["any_decoding"] == 0
     assert "any_decoding" not in splits["retain"]
 
 # ---- What is scored ----
-def test_a_model_without_run_json_is_scored_asked_and_reported(base, files, capsys):
-    """It is scored where it is, asked, and reported beside a run of mdu.py.  --data is that of the
-    run, too."""
+def test_a_model_without_run_json_is_scored_and_reported(base, files, capsys):
+    """It is scored where it is, and reported beside a run of mdu.py."""
     shutil.copytree(base, "bare")
     os.remove("bare/run.json")
     shutil.copytree(base, "run")
     ev.main(["--data", "toy", *files, *QUICK, "bare", "run"])
     assert ev.read_records("bare", "forget") == ev.read_records("run", "forget")
-    summary = ev.read_summary("bare")
-    assert summary["trained_on"] == {}
-    assert summary["theta0"] == os.path.abspath("bare")
     ev.main(["--report", "run", "bare"])
-    assert "| bare " in Path("report.md").read_text()
-    capsys.readouterr()
-    ev.main(["--ask", "Who?", "--response-length", "6", "bare", "run"])
-    answers = []
-    for line in capsys.readouterr().out.splitlines():
-        if line.startswith(("bare: ", "run: ")):
-            answers.append(line.split(": ", 1)[1])
-    assert len(answers) == 2
-    assert answers[0] == answers[1]
+    for written in (capsys.readouterr().out, Path("report.md").read_text()):
+        [checks] = re.findall(r"(?s)## Did it work\?(.*)", written)
+        assert "\n| bare" in checks
     # Its rows have to be typed.
-    assert "no rows to score; give --forget, --retain or --data" in eval_program(["bare"], capsys)
-    assert "no rows to analyse" in eval_program(["--analysis", "roles", "bare"], capsys)
-    # Neither a run nor a model.
-    Path("empty").mkdir()
-    for folder in ("empty", "absent"):
-        err = eval_program([*files, folder], capsys)
-        assert f"{folder}: neither a run of mdu.py" in err
+    assert "no rows to score" in program(["bare"], capsys, ev.main)
+    assert "no rows to analyse" in program(["--analysis", "roles", "bare"], capsys, ev.main)
+    assert "neither a run of mdu.py" in program([*files, "absent"], capsys, ev.main)
 
 @each("option, rows, said", [
     ("--never", [dict(question="Who?", answer="Ann.")], "only one file has `fact`"),
-    ("--never", FORGET[1:], "--never: 'Who is Cepu?' is, with this answer, also a row of forget"),
     ("--never", [NEVER[0], {**RETAIN[1], "question": "who is ZUVO"}],  # the same words
      "--never: 'who is ZUVO' is, with this answer, also a row of retain"),
-    ("--held-out", RETAIN[:1], "--held-out: 'Who is Diri?' is, with this answer, also a row of "
-     "retain; give rows that no other split has"),
-    ("--held-out", NEVER[1:], "--never: 'Who is Raka?' is, with this answer, also a row of "
-     "held_out")])
-def test_rows_of_another_split_are_not_held_out_or_never_trained(
-        option, rows, said, base, files, tmp_path, capsys):
+    ("--held-out", RETAIN[:1], "--held-out: 'Who is Diri?' is, with this answer, also a row of")])
+def test_rows_of_another_split_are_not_held_out_or_never_trained(option, rows, said, base, files,
+                                                                 tmp_path, capsys):
     """Also a row that is not among the first --limit rows."""
     given = [*files, option, write_lines(tmp_path / "rows.jsonl", rows), "--limit", "1"]
-    assert said in eval_program(["--model", base, *given, "new"], capsys)
+    assert said in program(["--model", base, *given, "new"], capsys, ev.main)
     assert not Path("new").exists()
 
-def test_rows_that_differ_in_question_or_answer_are_others():
-    row = {"question": "Who is Bolti?", "answer": "He is Gado."}
-    twice = [{**row, "question": "Who is Cepu?"}] * 2  # a split may have a row twice
-    ev.refuse_known_rows({"forget": [row, row], "held_out": twice,
-                          "never": [{**row, "answer": "She is Gado."}]})
-
 # ---- Predictions that are not finite ----
-def make_not_finite(run):
-    """All weights become nan, as after a training that diverged."""
-    file = Path(run, "model.safetensors")
-    tensors = {}
-    for name, x in safetensors.torch.load_file(file).items():
-        tensors[name] = torch.full_like(x, torch.nan)
-    safetensors.torch.save_file(tensors, file, {"format": "pt"})
-
 def test_runs_after_one_that_is_not_finite_are_scored(base, files, capsys):
-    """Of those nothing is written, and their old scores stay."""
-    for name in ("bad", "worse", "good"):
-        shutil.copytree(base, name)
-    ev.main([*files, *QUICK, "bad"])
-    old = read_all("bad/eval")
-    make_not_finite("bad")
-    make_not_finite("worse")
-    err = eval_program([*files, *QUICK, "bad", "worse", "good"], capsys)
-    said = "not scored, because its predictions are not finite"
-    assert f"{os.path.abspath('bad')}: {said}" in err
-    assert f"{os.path.abspath('worse')}: {said}" in err
-    assert read_all("bad/eval") == old
-    assert not Path("worse/eval/summary.json").exists()
+    """Of that one nothing is written."""
+    shutil.copytree(base, "bad")
+    shutil.copytree(base, "good")
+    tensors = {name: torch.full_like(x, torch.nan) for name, x in weights("bad").items()}
+    safetensors.torch.save_file(tensors, "bad/model.safetensors", {"format": "pt"})
+    err = program([*files, *QUICK, "bad", "good"], capsys, ev.main)
+    assert f"{os.path.abspath('bad')}: not scored, because its predictions are not finite" in err
+    assert not Path("bad/eval/summary.json").exists()
     assert ev.read_summary("good")["splits"]["forget"]["n"] == 2
-    # In the other tasks, too.
-    assert "predictions are not finite" in eval_program(["--ask", "Who?", "bad"], capsys)
 
 def test_what_one_process_meets_is_raised_in_all(monkeypatch):
-    """Of two processes this is number 0, which has items 0, 2 and 4."""
-    monkeypatch.setattr(mdu, "WORLD", 2)
-    others = ["B", "D"]
-
+    """Of two processes this is number 0; number 1 has met nan."""
     def all_gather_object(shares, own):
-        shares[:] = [own, others]
+        shares[:] = [own, ev.NotFinite("out/ga: not finite")]
+    monkeypatch.setattr(mdu, "WORLD", 2)
     monkeypatch.setattr(ev.dist, "all_gather_object", all_gather_object)
-
-    def work(items):
-        return [item.upper() for item in items]
-    assert ev.share_out(list("abcde"), work) == list("ABCDE")
-    others = ev.NotFinite("out/ga: not finite")
     with pytest.raises(ev.NotFinite, match="out/ga"):
-        ev.share_out(list("abcde"), work)
+        ev.share_out(list("abcde"), list)
 
 # ---- Report ----
-@each("split, expected", [
-    ("forget", "fact ↓"), ("retain", "fact ↑"), ("held_out", "fact ↑"), ("never", "fact")])
-def test_an_arrow_says_which_figures_are_better(split, expected):
-    """Of rows that nobody trained on, neither high nor low ones are: they are a yardstick."""
-    assert ev.heading(split, "fact") == expected
-
 def test_a_table_escapes_what_would_break_it():
     table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
     assert ev.markdown_table([["a", "x | y\nz"], ["long", ""]]) == table
 
-@pytest.fixture
-def reported(scored, tmp_path, capsys):
-    """A report of base, one run that was scored on rows to forget only, and of npo, three runs with
-    other seeds, one of which is given twice -> report.md and the screen.
-
-    The runs of npo have the figures 0.3, 0.5 and 0.7 to forget, and the p-values below; the second
-    one has no `words`."""
-    figures = dict(n=3, rougeL_f1=0.9, rougeL_recall=0.8, words=7, generative_perplexity=40)
-    runs = [made_up_run(scored, tmp_path / "1/base", (), figures, splits=dict(forget={}), run={})]
-    for seed, figure, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
-        # These options may differ, also the folder's last part but one.
-        own = dict(seed=seed, model=f"/{seed}/base", target=f"/{seed}/a")
-        changed = dict.fromkeys(figures, figure)
-        if seed == 2:
-            changed["words"] = None
-        folder = tmp_path / f"{seed}/npo"
-        runs.append(made_up_run(scored, folder, own, changed, run=dict(forget_quality=p)))
-    ev.main(["--report", *runs, f"{tmp_path}/1/npo/"])
-    return (tmp_path / "1/report.md").read_text(), capsys.readouterr().out
-
-def test_a_report_averages_the_runs_of_one_folder_name(reported):
+def test_a_report_averages_the_runs_of_one_folder_name(capsys):
     """Mean and standard deviation; of perplexities and p-values median and range."""
-    text, screen = reported
-    tables = read_tables(text)
-    expected = {
-        "Method": ("base", "npo"), "rL ↓": ("0.900", "0.500 ± 0.200"),
-        "words": ("7.0", "-"),  # a cell needs all runs of a method
-        "recall ↓": ("0.800", "0.500 ± 0.200"), "gen. ppl": ("40", "0.5 (0.3 to 0.7)")}
-    assert expected.items() <= tables["Forget"].items()
-    assert table_on_screen(screen)["forget quality ↑"] == ("-", "0.25 (1e-09 to 0.75)")
-
-def test_a_report_has_the_answers_to_forget_and_a_picture(reported, tmp_path):
-    """The first answers are also on the screen."""
-    text, screen = reported
-    example = "### 0. Which author comes from Pudi?\n\n- True answer: "
-    assert example in text
-    assert example in screen
+    runs = []
+    for seed, figure, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
+        figures = dict(n=1, rougeL_f1=figure, generative_perplexity=100 * figure)
+        if seed != 2:
+            figures["prob"] = figure  # a cell needs all runs of a method
+        runs.append(write_summary(f"{seed}/npo", {"forget": figures}, {"forget_quality": p},
+                                  {"seed": seed}))
+        record = dict(question="Who is Bolti?", answer="Gado.", number=0, generation=f"Ann {seed}.")
+        write_lines(Path(f"{seed}/npo/eval/forget.jsonl"), [record])
+    runs.append(write_summary("base", {"forget": {"n": 1, "prob": 0.9}}))
+    shutil.copy("1/npo/eval/forget.jsonl", "base/eval")
+    ev.main(["--report", *runs, "1/npo/"])  # one of them is given twice
+    screen = capsys.readouterr().out
+    assert table_on_screen(screen) == {
+        "Method": ("npo", "base"), "forget quality ↑": ("0.25 (1e-09 to 0.75)", "-"),
+        "Forget rL ↓": ("0.500 ± 0.200", "-"), "p ↓": ("-", "0.900"),
+        "gen. ppl": ("50 (30 to 70)", "-")}
+    text = Path("1/report.md").read_text()
+    assert "### 0. Who is Bolti?\n\n- True answer: Gado.\n- npo: Ann 1.\n- npo: Ann 2." in text
     assert "](report.png)" in text
-    assert (tmp_path / "1/report.png").exists()
+    assert Path("1/report.png").exists()
 
 @pytest.fixture(scope="session")
 def people(rwku, tmp_path_factory):
-    """Persons 1 and 2 of RWKU, unlearned by dpo from a tiny LLaDA and scored, in 1/dpo and 2/dpo;
-    and the scores of the LLaDA itself, in 2/model about person 2 alone, in `all` about all ->
+    """Persons 1 and 2 of RWKU, unlearned by dpo from a tiny LLaDA and scored, in 1/dpo and 2/dpo ->
     their folder."""
     folder = tmp_path_factory.mktemp("rwku")
-    model = folder / "model"
-    write_checkpoint(model, "llada", max_sequence_length=999)
-    data = ["--model", str(model), "--data", str(rwku)]
-    flags = "--samples 2 --steps 1 --limit 1".split()
+    write_checkpoint(folder / "model", "llada", max_sequence_length=999)
     runs = []
     for person in ("1", "2"):
         run = f"{folder}/{person}/dpo"
         typed = f"--preset rwku-llada --subject {person} --method dpo --epochs 1 --dtype bfloat16"
-        mdu.main([*typed.split(), *data, "--out", run])
+        mdu.main([*typed.split(), "--model", f"{folder}/model", "--data", str(rwku), "--out", run])
         runs.append(run)
-    ev.main([*flags, *runs])
-    ev.main([*flags, *data, f"{folder}/all"])
-    ev.main([*flags, *data, "--subject", "2", f"{folder}/2/model"])
+    ev.main([*"--samples 2 --steps 1 --limit 1".split(), *runs])
     return folder
 
-def test_a_report_averages_the_people_of_rwku(people):
-    assert ev.read_summary(people / "1/dpo")["protocol"]["dtype"] == "bfloat16"
-    ev.main(["--report", f"{people}/1/dpo", f"{people}/2/dpo"])
-    text = (people / "1/report.md").read_text()
-    assert "\n### 1. Please complete the blank" in text  # of the other person
-    assert (people / "1/report.png").stat().st_size > 0
-    tables = read_tables(text)
-    split_of = {split.title: name for name, split in ev.SPLITS.items()}
-    metric_of = {metric.name: name for name, metric in ev.METRICS.items()}
-    for title, header in {
-            "F-L1": "recall ↓", "F-L2": "recall ↓", "F-L3": "recall ↓", "N-L1": "recall ↑",
-            "N-L2": "recall ↑", "MMLU": "accuracy ↑", "TruthfulQA": "MC1 ↑",
-            "TriviaQA": "EM ↑"}.items():
-        metric = metric_of[header[:-2]]
-        figures = []
-        for person in (1, 2):
-            splits = ev.read_summary(people / f"{person}/dpo")["splits"]
-            figures.append(splits[split_of[title]][metric])
-        a, b = figures
+def test_a_report_averages_the_people_of_rwku(people, capsys):
+    runs = [f"{people}/{person}/dpo" for person in (1, 2)]
+    summaries = [ev.read_summary(run) for run in runs]
+    assert summaries[0]["protocol"]["dtype"] == "bfloat16"
+    ev.main(["--report", *runs])
+    table = table_on_screen(capsys.readouterr().out)
+    for split in ev.RWKU_CONFIGS:
+        [metric] = ev.SPLITS[split].shown
+        a, b = (summary["splits"][split][metric] for summary in summaries)
         # The standard deviation of two values is their distance over the root of two.
         expected = f"{(a + b) / 2:.3f} ± {abs(a - b) / 2**0.5:.3f}"
-        assert tables[title][header][0] == expected
+        assert table[f"{ev.SPLITS[split].title} {ev.heading(split, metric)}"] == (expected,)
+    assert "\n### 1. Please complete the blank" in (people / "1/report.md").read_text()
+    assert (people / "1/report.png").exists()
 
-def test_masks_of_a_person_are_the_same_whoever_else_is_asked_about(people):
-    """The rows are of person 2 and of no other; among all, those of person 1 come first."""
-    [alone] = ev.read_records(people / "2/model", "utility_truthfulness")
-    together = ev.read_records(people / "all", "utility_truthfulness")[1]
-    assert alone["seed"] == together["seed"] == [0, 10, 0]
-    assert alone["logp"] == approx(together["logp"], rel=1e-4)
+def test_the_rows_about_each_person_are_limited_and_numbered():
+    """So their masks are the same, whoever else is asked about."""
+    rows = [{"subject": person} for person in ("Ann", "Ann", "Bo", "Ann", "Bo")]
+    chosen = ev.limit_rows(rows, 2)
+    assert [(row["subject"], row["number"]) for row in chosen] == [
+        ("Ann", 0), ("Ann", 1), ("Bo", 0), ("Bo", 1)]
 
 # ---- Which runs may be compared ----
 OPTIONS = dict(method="mdu", seed=1, subject=None, out="out/1/mdu", model="out/1/base",
@@ -3504,109 +2801,70 @@ def write_summary(folder, splits=(), run=(), options=(), **changed):
     return str(folder)
 
 @each("changed, said", [
-    ({"protocol": {**PROTOCOL, "samples": 2}}, "b/mdu is compared with another run, so score both "
-     "in the same way, on the same rows; now samples is 2 and 1"),
-    ({"protocol": {**PROTOCOL, "rows_per_person": 3}}, "now rows_per_person is 3 and None"),
-    ({"format": ev.FORMAT - 1}, "b/mdu: scored by other code; score it again: python eval.py"),
-    ({"options": {"lr": 1e-4}}, "a/mdu and b/mdu have one name, so they would be averaged, which "
-     "is for runs that differ in nothing but the seed or the person; now lr is 0.001 and 0.0001"),
-    ({"options": {"model": "out/1/other"}}, "now model is base and other"),
+    ({"protocol": {**PROTOCOL, "samples": 2}}, "now samples is 2 and 1"),
+    ({"format": ev.FORMAT - 1}, "b/mdu: scored by other code; score it again"),
+    ({"options": {"lr": 1e-4}}, "now lr is 0.001 and 0.0001"),
     ({"options": {"target": "/out/removed"}}, "now target is paper and removed"),
     ({"trained_on": {"forget": "f", "retain": "x"}}, "now rows is {")])
 def test_a_report_refuses_runs_that_cannot_be_compared(changed, said, capsys):
     write_summary("a/mdu")
     write_summary("b/mdu", **changed)
-    assert said in eval_program(["--report", "a/mdu", "b/mdu"], capsys)
+    assert said in program(["--report", "a/mdu", "b/mdu"], capsys, ev.main)
     assert not Path("a/report.md").exists()
 
 def test_a_report_averages_over_seeds_and_people():
     """Seeds have folders of their own.  People have other rows, too."""
-    seeds = {"seed": 2, "out": "out/2/mdu", "model": "/x/out/2/base", "forget": "b.jsonl"}
-    runs = [write_summary("a/mdu"), write_summary("b/mdu", options=seeds)]
-    for number, person in enumerate(["Ann", "Bob"]):
-        trained_on = {"forget": f"hash {number}"}
-        of_person = {**seeds, "subject": person}
-        runs.append(write_summary(f"{person}/npo", options=of_person, trained_on=trained_on))
+    seed_2 = {"seed": 2, "out": "out/2/mdu", "model": "/x/out/2/base", "forget": "b.jsonl"}
+    runs = [write_summary("a/mdu"), write_summary("b/mdu", options=seed_2)]
+    for person in ("Ann", "Bob"):
+        runs.append(write_summary(f"{person}/npo", options={"subject": person},
+                                  trained_on={"forget": f"hash of {person}"}))
     methods = ev.group_runs(runs)
-    assert {name: len(summaries) for name, summaries in methods.items()} == {"mdu": 2, "npo": 2}
+    assert [(name, len(methods[name])) for name in methods] == [("mdu", 2), ("npo", 2)]
 
-@each("typed", [["--full"], []])
-def test_forget_quality_needs_truth_ratios_of_both_runs(typed, base, files, tmp_path, capsys):
-    """`with` was scored with --full, `without` was not."""
+def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base, capsys):
     rows = [{**row, "perturbed_answer": ["He is Fopu."]} for row in FORGET]
-    files = ["--forget", write_lines(tmp_path / "rows.jsonl", rows), "--data", "toy", *QUICK]
-    for name, how in (("with", ["--full"]), ("without", [])):
-        ev.main(["--model", str(base), *files, *how, name])
-    asked = ["--model", base, *files, *typed, "new", "--retain-run"]
-    assert "both runs scored with --full" in eval_program([*asked, "without"], capsys)
-    if typed:
-        ev.main([str(word) for word in [*asked, "with"]])
-        assert ev.read_summary("new")["run"]["forget_quality"] == 1  # the same model
-        other = eval_program([*asked, "with", "--samples", "2"], capsys)
-        assert "with is compared with another run" in other
-    else:
-        assert "both runs scored with --full" in eval_program([*asked, "with"], capsys)
+    typed = ["--model", str(base), "--forget", write_lines(Path("rows"), rows), *QUICK]
+    ev.main([*typed, "--full", "a"])
+    ev.main([*typed, "b"])
+    said = "both runs scored with --full"
+    assert said in program([*typed, "--retain-run", "a", "new"], capsys, ev.main)
+    assert said in program([*typed, "--full", "--retain-run", "b", "new"], capsys, ev.main)
+    ev.main([*typed, "--full", "--retain-run", "a", "new"])
+    assert ev.read_summary("new")["run"]["forget_quality"] == 1  # the same model
 
 # ---- Files of a report ----
-def test_files_that_somebody_else_wrote_are_not_replaced(base, capsys):
+def test_files_that_somebody_else_wrote_are_not_replaced(capsys):
     write_summary("a/mdu")
     Path("a/report.md").write_text("my own")
-    said = "a/report.md was not written by eval.py, so it stays; move or rename it"
-    assert said in eval_program(["--report", "a/mdu"], capsys)
+    said = "a/report.md was not written by eval.py, so it stays"
+    assert said in program(["--report", "a/mdu"], capsys, ev.main)
     assert Path("a/report.md").read_text() == "my own"
-    assert not Path("a/report.png").exists()
-    # Before a model is loaded.
-    shutil.copytree(base, "b/base")
-    Path("b/analysis").mkdir()
-    Path("b/analysis/roles.png").write_bytes(b"my own")
-    assert "roles.png was not written by eval.py" in eval_program(["--analysis", "roles", "b/base"],
-                                                             capsys)
 
 # ---- Did it work? ----
-@each("n, value, other, sign, cell", [
+@each("metric, n, value, other, sign, cell", [
     # More is worse.  A row of 8 is .125 and decides; of 24 it is .042, so that .05 decides.
-    (8, 0.25, 0.25, 1, "ok"),
-    (8, 0.125, 0.25, 1, "ok"),
-    (8, 0.375, 0.25, 1, "ok 0.375 (0.250)"),  # one row
-    (8, 0.5, 0.25, 1, "0.500 (0.250)"),  # two rows
-    (24, 2 / 24, 1 / 24, 1, "ok 0.083 (0.042)"),  # one row
-    (24, 0.09, 0.04, 1, "ok 0.090 (0.040)"),  # more than a row (.042), and .05
-    (24, 0.095, 0.04, 1, "0.095 (0.040)"),  # more than both
-    (24, 3 / 24, 1 / 24, 1, "0.125 (0.042)"),  # two rows
+    ("fact", 8, 0.125, 0.25, 1, "ok"),
+    ("fact", 8, 0.375, 0.25, 1, "ok 0.375 (0.250)"),  # one row
+    ("fact", 8, 0.5, 0.25, 1, "0.500 (0.250)"),  # two rows
+    ("fact", 24, 0.09, 0.04, 1, "ok 0.090 (0.040)"),  # more than a row (.042), and .05
+    ("fact", 24, 0.095, 0.04, 1, "0.095 (0.040)"),  # more than both
     # Less is worse.
-    (8, 1.0, 1.0, -1, "ok"),
-    (8, 1.0, 0.75, -1, "ok"),
-    (8, 0.875, 1.0, -1, "ok 0.875 (1.000)"),
-    (8, 0.75, 1.0, -1, "0.750 (1.000)"),
-    (24, 23 / 24, 1.0, -1, "ok 0.958 (1.000)"),
-    (24, 22 / 24, 1.0, -1, "0.917 (1.000)")])
-def test_a_check_by_hand(n, value, other, sign, cell):
-    assert ev.check("fact", {"n": n, "fact": value}, {"n": n, "fact": other}, sign) == cell
-    # The smaller split decides, by the rows that have the figure.
-    few = {"n": 99, "fact": value, "n_fact": n}
-    many = {"n": 99, "fact": other}
-    assert ev.check("fact", few, many, sign) == cell
-    assert ev.check("fact", {"n": 99, "fact": value}, {"n": n, "fact": other}, sign) == cell
-
-@each("n", [8, 24])
-def test_a_check_of_p_and_of_the_loss_by_hand(n):
-    """p may be worse by .1; .3 - .2 is a little below .1 and .8 - .7 a little above."""
-    def of_p(value, other, sign):
-        return ev.check("prob", {"n": n, "prob": value}, {"n": n, "prob": other}, sign)
-    assert of_p(0.2, 0.3, 1) == "ok"
-    assert of_p(0.3, 0.2, 1) == "ok 0.300 (0.200)"
-    assert of_p(0.8, 0.7, 1) == "ok 0.800 (0.700)"
-    assert of_p(0.7, 0.8, -1) == "ok 0.700 (0.800)"
-    assert of_p(0.3011, 0.2, 1) == "0.301 (0.200)"
-    assert of_p(0.69, 0.8, -1) == "0.690 (0.800)"
-    # Nothing to compare.
-    assert ev.check("prob", {"n": n}, {"n": n, "prob": 0.2}, 1) is None
-    assert ev.check("prob", {"n": n, "prob": 0.2}, {}, 1) is None
+    ("fact", 8, 1.0, 0.75, -1, "ok"),
+    ("fact", 8, 0.875, 1.0, -1, "ok 0.875 (1.000)"),
+    ("fact", 8, 0.75, 1.0, -1, "0.750 (1.000)"),
+    # p may be worse by .1; .3 - .2 is a little below .1 and .8 - .7 a little above.
+    ("prob", 24, 0.3, 0.2, 1, "ok 0.300 (0.200)"), ("prob", 24, 0.8, 0.7, 1, "ok 0.800 (0.700)"),
+    ("prob", 8, 0.3011, 0.2, 1, "0.301 (0.200)"), ("prob", 8, 0.69, 0.8, -1, "0.690 (0.800)"),
     # The loss has no tolerance.
-    most = {"forget_loss_left": mdu.MAX_LOSS_LEFT}
-    assert ev.check("forget_loss_left", {"forget_loss_left": 0.2}, most, 1) == "ok"
-    assert ev.check("forget_loss_left", {"forget_loss_left": 0.21}, most, 1) == "21% (20%)"
-    assert ev.check("forget_loss_left", {}, most, 1) is None
+    ("forget_loss_left", 8, 0.2, mdu.MAX_LOSS_LEFT, 1, "ok"),
+    ("forget_loss_left", 8, 0.21, mdu.MAX_LOSS_LEFT, 1, "21% (20%)")])
+def test_a_check_by_hand(metric, n, value, other, sign, cell):
+    """The smaller split decides, by the rows that have the figure."""
+    few = {"n": 99, metric: value, f"n_{metric}": n}
+    assert ev.check(metric, few, {"n": 99, metric: other}, sign) == cell
+    assert ev.check(metric, {"n": 99, metric: value}, {"n": n, metric: other}, sign) == cell
+    assert ev.check(metric, {"n": 99}, {"n": n, metric: other}, sign) is None
 
 def figures(n=24, **values):
     return {"n": n, **values}
@@ -3621,229 +2879,143 @@ UNKNOWN = figures(fact=0.0, any_decoding=2 / 24, prob=0.05, infill=0.1, infill_n
 def test_did_it_work_by_hand():
     """base knows all; `done` has forgotten and keeps all; `hidden` tells in another decoding, and
     has lost other knowledge."""
-    kept = dict(retain=figures(136, fact=1.0, knowledge=1.0, prob=0.9),
-                world_facts=figures(22, fact=1.0, prob=0.95))
-    lost = dict(retain=figures(136, fact=0.9, knowledge=0.5, prob=0.1),
-                world_facts=figures(22, fact=1.0, prob=0.3))
+    kept = dict(retain=figures(136, fact=1.0, prob=0.9), world_facts=figures(22, prob=0.95),
+                held_out=figures(n_fact=20, fact=1.0, knowledge=0.8))  # not all rows have facts
+    lost = dict(retain=figures(136, fact=0.9, prob=0.1), world_facts=figures(22, prob=0.3),
+                held_out=figures(n_fact=20, fact=0.1, knowledge=0.5))
     base = made_up("out/base", KNOWN, UNKNOWN, **kept)
     done = made_up("out/done", UNKNOWN, UNKNOWN, {"forget_loss_left": 0.1}, **kept)
     hidden = {**UNKNOWN, "any_decoding": 8 / 24}
     hidden = made_up("out/hidden", hidden, UNKNOWN, {"forget_loss_left": 0.35}, **lost)
     title, legend, table = ev.did_it_work({"base": [base], "done": [done], "hidden": [hidden]})
-    assert title == "## Did it work?"
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")]
-    assert lines[0] == ["Run", "loss left", "Forget fact", "Forget any decoding", "Forget p",
-                        "Forget gap filled", "Forget gap, no question", "Retain fact",
-                        "World facts p"]
-    assert lines[2:] == [
-        ["out/base", "-", "1.000 (0.000)", "1.000 (0.083)", "0.950 (0.050)", "1.000 (0.100)",
-         "0.500 (0.100)", "-", "-"],
-        ["out/done", *["ok"] * 8],
-        ["out/hidden", "35% (20%)", "ok", "0.333 (0.083)", "ok", "ok", "ok", "0.900 (1.000)",
-         "0.300 (0.950)"]]
-    assert "at most 20%" in legend
-    assert "in out/base, the first run," in legend
-    assert "prove little" not in legend
+    assert list(read_table(table).items()) == [
+        ("Run", ("out/base", "out/done", "out/hidden")),
+        ("loss left", ("-", "ok", "35% (20%)")),
+        ("Forget fact", ("1.000 (0.000)", "ok", "ok")),
+        ("Forget any decoding", ("1.000 (0.083)", "ok", "0.333 (0.083)")),
+        ("Forget p", ("0.950 (0.050)", "ok", "ok")),
+        ("Forget gap filled", ("1.000 (0.100)", "ok", "ok")),
+        ("Forget gap, no question", ("0.500 (0.100)", "ok", "ok")),
+        ("Retain fact", ("-", "ok", "0.900 (1.000)")),
+        ("World facts p", ("-", "ok", "0.300 (0.950)")),
+        ("Held out knowledge", ("-", "ok", "0.500 (0.800)"))]
+    assert "itself passes all checks" not in legend
 
-def test_did_it_work_says_that_few_rows_prove_little():
-    base = made_up("base", {**KNOWN, "n": 9}, {**UNKNOWN, "n": 10}, held_out=figures(3, fact=1.0))
-    _, legend, _ = ev.did_it_work({"base": [base]})
-    assert legend.endswith("So few rows prove little: Forget (9), Held out (3).")
-
-def test_did_it_work_compares_each_run_with_its_own_never():
-    base = made_up("base", KNOWN, UNKNOWN)
-    other = made_up("other", {**UNKNOWN, "fact": 0.5}, {**UNKNOWN, "fact": 0.5})
-    _, _, table = ev.did_it_work({"base": [base], "other": [other]})
-    assert table.split("\n")[3].replace(" ", "") == "|other" + 5 * "|ok" + "|"
-
-def test_did_it_work_compares_with_the_first_method_of_the_same_seed():
+def test_did_it_work_compares_with_its_own_never_and_the_first_method_of_the_same_seed():
     """Or, of another seed, with the first run.  In seed 2 the model before knew half as much."""
     def run(folder, seed, fact):
-        return made_up(folder, UNKNOWN, UNKNOWN, seed=seed, retain=figures(fact=fact))
+        return made_up(folder, UNKNOWN, {**UNKNOWN, "fact": seed / 4}, seed=seed,
+                       retain=figures(fact=fact))
     bases = [run("1/base", 1, 1.0), run("2/base", 2, 0.5)]
     others = [run("1/npo", 1, 0.5), run("2/npo", 2, 0.5), run("3/npo", 3, 0.5)]
-    _, _, table = ev.did_it_work({"base": bases, "npo": others})
-    last = [line.split("|")[-2].strip() for line in table.split("\n")]
-    assert last[2:] == ["-", "-", "0.500 (1.000)", "ok", "0.500 (1.000)"]
+    others[1]["splits"]["forget"] = {**UNKNOWN, "fact": 0.5}  # as its own never, seed 1's has .25
+    table = read_table(ev.did_it_work({"base": bases, "npo": others})[2])
+    assert table["Retain fact"] == ("-", "-", "0.500 (1.000)", "ok", "0.500 (1.000)")
+    assert table["Forget fact"] == 5 * ("ok",)
 
 def test_did_it_work_says_that_a_first_run_that_passes_proves_nothing():
-    for before, says_so in ((UNKNOWN, True), (KNOWN, False)):
-        runs = {name: [made_up(name, figures, UNKNOWN)]
-                for name, figures in (("base", before), ("npo", UNKNOWN))}
-        _, legend, _ = ev.did_it_work(runs)
-        assert ("base itself passes all checks of Forget" in legend) == says_so
-
-def test_did_it_work_is_left_out_without_never():
-    base = made_up("base", KNOWN, UNKNOWN)
-    del base["splits"]["never"]
-    assert ev.did_it_work({"base": [base]}) == []
-
-def test_knowledge_is_checked_where_not_all_rows_have_facts():
-    some = figures(fact=1.0, n_fact=20, knowledge=0.8)
-    none = figures(knowledge=0.8)
-    first = made_up("first", KNOWN, UNKNOWN, retain=some, held_out=none)
-    later = made_up("later", UNKNOWN, UNKNOWN, retain={**some, "knowledge": 0.5},
-                    held_out={**none, "knowledge": 0.8})
-    checks = ev.checks_of_run(later, first)
-    assert checks["Retain knowledge"] == "0.500 (0.800)"
-    assert checks["Held out knowledge"] == "ok"
-    assert "Retain fact" not in checks
-    # The columns of which no run has anything are left out.
-    _, _, table = ev.did_it_work({"first": [first], "later": [later]})
-    assert "loss left" not in table
-
-def test_splits_of_rwku_have_no_p_to_check():
-    """Of RWKU's splits, which have no p, there is nothing to compare."""
-    first = made_up("first", KNOWN, UNKNOWN, utility_general=figures(accuracy=0.5))
-    assert ev.checks_of_run(first, first)["MMLU p"] is None
-
-def test_report_says_whether_it_worked_on_the_screen_and_in_the_file(base, files, capsys):
-    ev.main(["--model", str(base), *files, *QUICK, "new"])
-    capsys.readouterr()
-    ev.main(["--report", "new"])
-    screen = capsys.readouterr().out
-    text = Path("report.md").read_text()
-    for written in (screen, text):
-        section = written.split("## Did it work?")[1]
-        assert "So few rows prove little: Forget (2), Retain (1), Never trained (2)." in section
-        assert "| Run | Forget fact " in section
+    runs = {"base": [made_up("base", UNKNOWN, UNKNOWN)], "npo": [made_up("npo", UNKNOWN, UNKNOWN)]}
+    _, legend, _ = ev.did_it_work(runs)
+    assert "base itself passes all checks of Forget" in legend
 
 # ---- Analyses ----
 def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp_path):
-    """Of two runs: one has all three lines with KLs, the other lacks the last."""
+    """They are logged before the training and after each pass over the rows."""
     logged = [line for line in metrics(unlearned) if "kl" in line]
     assert [(line["step"], line["epoch"]) for line in logged] == [(0, 0), (3, 1), (6, 2)]
-    one = shutil.copytree(unlearned, tmp_path / "a")
-    other = shutil.copytree(unlearned, tmp_path / "b")
-    write_lines(other / "metrics.jsonl", logged[:2])
-    ev.main(["--analysis", "convergence", str(one), str(other)])
-    result = read_json(tmp_path / "analysis/convergence.json")
+    run = shutil.copytree(unlearned, tmp_path / "run")
+    ev.main(["--analysis", "convergence", str(run)])
+    panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
     for target in ("base", "anchor", "uniform"):
         points = [[epoch, line["kl"][target]] for epoch, line in enumerate(logged)]
-        assert result["panels"][target] == {"a": points, "b": points[:2]}
+        assert panels[target] == {"run": points}
     assert (tmp_path / "analysis/convergence.png").exists()
 
-def test_mdu_leaves_theta0_for_the_anchor(unlearned):
-    logged = [line["kl"] for line in metrics(unlearned) if "kl" in line]
-    start, middle, end = logged
-    assert start["base"] == approx(0, abs=1e-6)
-    assert end["base"] > middle["base"] > 1e-4
-    assert start["anchor"] > middle["anchor"] > end["anchor"]
-
-@torch.no_grad()
-def slow_kls_by_role(theta0, model, tokenizer, rows):
-    """{role: KLs of each masked token of the role, [theta0's, the model's]}, with two masks for
-    each row of (--seed 4, number of the row)."""
-    kls = {I: [], S: [], K: []}
-    for number, row in enumerate(rows):
-        prompt = mdu.encode_prompt(tokenizer, row["question"])
-        answer = mdu.encode_text(tokenizer, row["answer"])
-        roles = ev.token_roles(tokenizer, row["question"], answer)
-        for mask in ev.draw_masks(len(answer), 2, [4, number]):
-            masked = mask.nonzero()[:, 0].tolist()
-            anchor_logits = slow_logits(theta0, [0] * len(prompt), answer, masked)
-            before = slow_logits(theta0, prompt, answer, masked)
-            after = slow_logits(model, prompt, answer, masked)
-            for j, place in enumerate(masked):
-                kl_before = slow_kl(before[j].double(), anchor_logits[j], 1).item()
-                kl_after = slow_kl(after[j].double(), anchor_logits[j], 1).item()
-                kls[roles[place]].append([kl_before, kl_after])
-    return kls
-
 def test_the_analysis_of_roles_equals_a_slow_loop(base, unlearned, tmp_path):
-    """A bar for each role: first theta0's, then the run's."""
+    """A bar for each role: first theta0's, then the run's; of two masks for each row, which are of
+    (--seed, number of the row)."""
     theta0, tokenizer = mdu.load_backbone(str(base))
     model, _ = mdu.load_backbone(str(unlearned))
     rows = mdu.toy_world()["forget"][1:]
-    bars_of_base = []
-    bars_of_run = []
-    for role, kls in slow_kls_by_role(theta0, model, tokenizer, rows[:20]).items():
-        before, after = np.mean(kls, axis=0)
-        change = 100 * (after - before) / before
-        bars_of_base.append({"label": f"base\n{before:.2f} (+0 %)", "role": role,
-                             "kl": approx(before, rel=1e-4), "change_percent": 0})
-        bars_of_run.append({"label": f"run\n{after:.2f} ({change:+.0f} %)", "role": role,
-                            "kl": approx(after, rel=1e-4),
-                            "change_percent": approx(change, abs=1e-2)})
+    kls = {I: [], S: [], K: []}  # of each masked token of the role, theta0's and the model's
+    for number, row in enumerate(rows[:20]):
+        prompt, answer = mdu.encode_pair(tokenizer, row["question"], row["answer"])
+        roles = ev.token_roles(tokenizer, row["question"], answer)
+        for mask in ev.draw_masks(len(answer), 2, [4, number]):
+            masked = mask.nonzero()[:, 0].tolist()
+            before = slow_anchor_kls(theta0, theta0, prompt, answer, masked)
+            after = slow_anchor_kls(model, theta0, prompt, answer, masked)
+            for place, *pair in zip(masked, before, after):
+                kls[roles[place]].append(pair)
+    before, after = np.transpose([np.mean(of_role, axis=0) for of_role in kls.values()])
     run = shutil.copytree(unlearned, tmp_path / "run")
     file = write_lines(tmp_path / "rows", rows)
     flags = "--samples 2 --seed 4 --batch-size 4 --limit 20".split()
     ev.main(["--analysis", "roles", *flags, "--forget", file, str(run)])
-    result = read_json(tmp_path / "analysis/roles.json")
-    assert result["panels"] == {"": bars_of_base + bars_of_run}
-
-PUDI = mdu.toy_world()["forget"][0]  # Which author comes from Pudi?
-WRITTEN = ["▁Ceka", "▁is", "▁author", "<end>", "▁Foba", "."]
-STEP_OF = [2, 3, 1, 2, 1, 3]  # in which step each token is fixed
-P_OF_STEP = {1: 0.9, 2: 0.8, 3: 0.7}  # with which probability
+    [bars] = read_json(tmp_path / "analysis/roles.json")["panels"].values()
+    assert [bar["role"] for bar in bars] == 2 * [I, S, K]
+    assert [bar["kl"] for bar in bars] == approx([*before, *after], rel=1e-4)
+    changes = 100 * (after - before) / before
+    assert [bar["change_percent"] for bar in bars] == approx([0, 0, 0, *changes], abs=1e-2)
 
 @pytest.fixture
-def theta_and_anchor(base, unlearned, tmp_path, monkeypatch):
-    """Two scripted models, in place of a run and its theta0.
+def written(base, unlearned, tmp_path):
+    """An answer of 12 tokens in 4 steps, 3 in each, by the slow sampler -> its state, token ids,
+    before each step and at the end; the models, and eval.py's options for the same."""
+    run = with_noise(unlearned, tmp_path / "run", seed=0)
+    row = mdu.toy_world()["forget"][0]
+    theta0, tokenizer = mdu.load_backbone(str(base))
+    model, _ = mdu.load_backbone(str(run))
+    prompt = mdu.encode_prompt(tokenizer, row["question"])
+    states = [[0] * 12]
+    for _ in range(4):
+        states.append(go_on(model, prompt, states[-1], [3]))
+    n = states[-1].index(model.end_id) + 1  # the answer, with its end token
+    return SimpleNamespace(
+        row=row, theta0=theta0, model=model, tokenizer=tokenizer, prompt=prompt, states=states, n=n,
+        flags=["--steps", "4", "--limit", "1", str(run)])
 
-    Theta predicts WRITTEN: with P_OF_STEP what it fixes in a step, with 0.3 all else.  The anchor
-    writes "Foba" everywhere, with probability 1/2, and looks at no question."""
-    _, tokenizer = mdu.load_backbone(str(base))
-    V = len(tokenizer)
-    written = torch.tensor(tokenizer.convert_tokens_to_ids(WRITTEN))
-    foba = written[4]
+def go_on(model, prompt, state, counts):
+    """A partly masked answer after further steps, of so many tokens each."""
+    masked = [len(prompt) + i for i in masked_in(state)]
+    return slow_filled(model, prompt + state, masked, counts)[len(prompt):]
 
-    def logits_of(token, p):
-        """One token has probability p, the others share the rest."""
-        return (log(V - 1) + torch.logit(p))[..., None] * F.one_hot(token, V)
+def masked_in(state):
+    return [i for i, token in enumerate(state) if token == 0]
 
-    def theta_script(ids):
-        n_masked = int((ids == 0).sum())
-        step = {6: 1, 4: 2, 2: 3}[n_masked]
-        p = torch.full((6,), 0.3, dtype=torch.float64)
-        p[torch.tensor(STEP_OF) == step] = P_OF_STEP[step]
-        n_prompt = ids.shape[1] - 6
-        return F.pad(logits_of(written, p), (0, 0, n_prompt, 0))[None]  # (1, T, V)
-
-    def anchor_script(ids):
-        assert not ids[:, :-6].any()  # the question is masked
-        return logits_of(foba, f64(0.5)).expand(*ids.shape, V)
-
-    theta = FakeModel(script=theta_script, mask_id=0, pad_id=1)
-    anchor = FakeModel(script=anchor_script, mask_id=0, pad_id=1)
-
-    def load_backbone(name, dtype):
-        if name == str(base):
-            return anchor, tokenizer
-        return theta, tokenizer
-    monkeypatch.setattr(mdu, "load_backbone", load_backbone)
-    run = shutil.copytree(unlearned, tmp_path / "run")
-    flags = [*"--steps 3 --response-length 6".split(), str(run)]
-    anchor_logits = logits_of(foba, f64(0.5))[0]
-    kls = {}  # {step: KL from a prediction with its probability to the anchor's}
-    for step, p in P_OF_STEP.items():
-        kl = slow_kl(logits_of(written[0], f64(p))[0], anchor_logits, 1)
-        kls[step] = approx(kl.item())
-    return SimpleNamespace(anchor=anchor, flags=flags, kls=kls)
-
-def test_the_analysis_of_a_trajectory_by_hand(theta_and_anchor, tmp_path):
+def test_the_analysis_of_a_trajectory_equals_a_slow_loop(written, tmp_path):
     """A bar for each token of the answer, up to its end token, at the step that fixes it."""
-    ev.main(["--analysis", "trajectory", *theta_and_anchor.flags])
-    assert (tmp_path / "analysis/trajectory.png").exists()
-    panels = read_json(tmp_path / "analysis/trajectory.json")["panels"]
-    assert len(panels) == 3  # rows, without --limit
-    found = [list(bar.values()) for bar in panels["0. " + PUDI["question"]]]
-    kls = theta_and_anchor.kls
-    assert found == [["author\n1", I, kls[1]], ["Ceka\n2", K, kls[2]],
-                     ["<end>\n2", S, kls[2]], ["is\n3", S, kls[3]]]
-    assert len(theta_and_anchor.anchor.seen) == 3 * 3  # a pass for each step of each row
+    roles = ev.token_roles(written.tokenizer, written.row["question"], written.states[-1])
+    expected = []
+    for step in range(1, 5):
+        before, after = written.states[step - 1:step + 1]
+        places = masked_in(before)
+        kls = slow_anchor_kls(written.model, written.theta0, written.prompt, before, places)
+        for i, kl in zip(places, kls):
+            if after[i] != 0 and i < written.n:
+                token = written.tokenizer.decode([after[i]]).strip()
+                expected.append([f"{token}\n{step}", roles[i], approx(kl, rel=1e-3, abs=1e-6)])
+    ev.main(["--analysis", "trajectory", *written.flags])
+    [bars] = read_json(tmp_path / "analysis/trajectory.json")["panels"].values()
+    assert [[bar["label"], bar["role"], bar["kl"]] for bar in bars] == expected
 
-def test_the_analysis_of_rollouts_by_hand(theta_and_anchor, tmp_path):
-    """Of the four tokens up to the end token, one is fixed after step 1, three after step 2: the
-    first states with a quarter fixed, and with a half and three quarters."""
-    file = write_lines(tmp_path / "row", [PUDI, PUDI])
-    ev.main(["--analysis", "rollout", "--limit", "1", "--forget", file, *theta_and_anchor.flags])
+def test_the_analysis_of_rollouts_equals_a_slow_loop(written, tmp_path):
+    """From the first states with a quarter, a half and three quarters fixed of the answer up to its
+    end token, the anchor goes on."""
+    expected = []
+    for share in (0.25, 0.5, 0.75):
+        k = 0
+        while sum(map(bool, written.states[k][:written.n])) < share * written.n:
+            k += 1
+        state = written.states[k]
+        end = go_on(written.theta0, [0] * len(written.prompt), state, (4 - k) * [3])
+        completion, _ = ev.read_answer(written.theta0, written.tokenizer, end)
+        y_t = written.tokenizer.decode(state[:written.n])
+        expected.append([f"{k}/4", y_t, completion])
+    ev.main(["--analysis", "rollout", *written.flags])
     table = read_json(tmp_path / "analysis/rollout.json")["table"]
-    quarter = ["1/3", "<mask><mask> author<mask>", "Foba Foba author Foba Foba Foba"]
-    half = ["2/3", "Ceka<mask> author<end>", "Ceka Foba author"]
-    row = [PUDI["question"], PUDI["answer"]]
-    assert table[1:] == [row + quarter, row + half, row + half]
-    assert len(theta_and_anchor.anchor.seen) == 2 + 1 + 1  # the steps that are left
+    row = [written.row["question"], written.row["answer"]]
+    assert table[1:] == [row + cells for cells in expected]
 
 # ---- Bad input ----
 # Each case: what is given, and the decisive words ("said") of the one line that refuses it.
@@ -3882,29 +3054,29 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
 @each("command, said", [
     # Options.
     ("mdu.py --tau 2", "argument --tau: invalid float in [0, 1] value: '2'"),
-    ("mdu.py --seed 18446744073709551616", "argument --seed: invalid int"),
     ("mdu.py --steps 3 --epochs 2", "not allowed with argument --steps"),
     ("mdu.py --resume {run} --seed 1", "--resume RUN takes no other option"),
+    ("mdu.py --method npo --tau 1", "--method npo has no option --tau"),
     ("mdu.py --method sft --diagnose", "--diagnose is for unlearning"),
     ("mdu.py --method sft --preset rwku-llada", "--method sft has no preset rwku-llada"),
     ("mdu.py --method sft --lora 2", "--lora trains adapters of a start model"),
     ("mdu.py --preset own --method sft --forget rows", "needs a start model: --model"),
     ("mdu.py {own} --method gd --retain-weight 0", "--method gd without a retain loss is ga"),
     ("mdu.py --tau 0 --target {base}", "--tau 0 has no anchor"),
+    ("mdu.py --data toy --target word", "no folder; it has to be paper, authors, removed"),
     ("mdu.py {own} --retain-weight 0", "--target removed counts in the rows to retain"),
     ("mdu.py --data toy --model {base} --target {base}", "is the start model"),
+    ("mdu.py --data toy --attackers 2 --retain-weight 0", "give two rows to forget"),
+    ("mdu.py --data toy --attackers 2 --target authors", "give another --target"),
     # Rows.
     ("mdu.py --method ga --model {base}", "no rows to forget; give --forget or --data"),
     ("mdu.py {own} --preset toy", "no rows to retain; give --retain, or"),
-    ("mdu.py --method sft --retain-only --model {base}", "no rows to retain; give --retain"),
     ("mdu.py {own} --method dpo --retain-weight 0", "'Who is Bolti?' has no perturbed_answer"),
     ("mdu.py --forget absent", "No such file or directory: 'absent'"),
-    ("mdu.py --subject 1 --forget rows", "--forget says what to forget"),
     ("mdu.py --data {rwku} --forget rows", "--forget says what to forget"),
     ("mdu.py --data {rwku} --model x", "give one of them with --subject"),
     ("mdu.py --subject King", "--subject is for RWKU"),
     ("mdu.py --preset rwku-llada --subject King --data {rwku}", "not among the 12: Ann Lee"),
-    ("mdu.py --preset rwku-llada --subject ² --data {rwku}", "²: not among the 12"),
     ("mdu.py --data folder --model x", "/folder, forget10_perturbed: "),
     ("mdu.py --data toy --model {base} --response-length 2048", "the model takes 2048"),
     # Folders.
@@ -3913,10 +3085,17 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --preset toy --model {base} --out {run}", "--resume {run}"),
     ("mdu.py --resume folder", "No such file or directory: 'folder/run.json'"),
     ("mdu.py --resume foreign", "foreign: its run.json was not made by mdu.py"),
+    ("mdu.py --resume older", "resume it with the code that made it"),
+    ("mdu.py --resume changed", "the rows that it started from have changed"),
     ("mdu.py --model foreign --method ga --forget rows", "foreign/config.json: it has no JSON")])
-def test_mdu_refuses(command, said, assert_refused):
-    write_files({"folder/other.json": GOOD, "foreign/run.json": '{"options": {}}',
-                 "foreign/config.json": "[]"})
+def test_mdu_refuses(command, said, base, assert_refused):
+    own = vars(options(f"--preset toy --model {base}"))
+    older = {name: value for name, value in own.items() if name != "lr"}
+    write_files({
+        "folder/other.json": GOOD, "foreign/run.json": '{"options": {}}',
+        "foreign/config.json": "[]",
+        "older/run.json": json.dumps({"options": older, "rows": {}}),
+        "changed/run.json": json.dumps({"options": own, "rows": {"forget": "other"}})})
     assert_refused(command, said)
 
 def test_mdu_refuses_processes_that_cannot_share_a_step(base, tmp_path, monkeypatch):
@@ -3932,15 +3111,11 @@ BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "malformed": (f"{GOOD}\n{GOOD[:-3]}", "line 2 (a JSON object with question and answer"),
     "none": ("\n", "/none: no rows"),
     "columns": ('{"prompt": "p", "completion": "c"}', "the fields prompt, completion"),
-    "null": (row_text(answer=None), "line 1 (a JSON object with question and answer"),
+    "both": (row_text(response="a"), "it has both answer and response; keep one"),
     "empty": (f"{GOOD}\n\n" + row_text(answer=" "), "line 3 (a JSON object"),
-    "object": (row_text(fact={}), "fact: needs a text that is not empty, found {}"),
     "sign": (row_text(fact="♠"), "fact: needs a letter or digit, found '♠'"),
     "fact": (row_text(fact=["is", "i"]), "fact: 'i' is not in the answer"),  # "is" is
-    "half": (f"{GOOD}\n" + row_text(answer="\ud83d It is {}."), "line 2 (a JSON object"),
     "latin-1": (GOOD.encode() + b"\n\xe9", "'utf-8' codec can't decode byte 0xe9"),
-    "utf-16": ("\ufeff{}\n".encode("utf-16-le"), "'utf-8' codec can't decode byte 0xff"),
-    "nested": (99999 * "[", "line 1 (a JSON object"),
     "strange": (8 * (row_text(question="xx", answer="yy zz") + "\n"),
                 "most words to forget are unknown to the model"),
     "long": (8 * (row_text(answer=2100 * "Who ") + "\n"), "the model takes 2048")}
@@ -3951,13 +3126,6 @@ def test_mdu_refuses_a_file_of_rows(name, assert_refused):
     write_files({name: content})
     said = said.replace("{}", "{{}}")  # which are in the row: no place to fill in
     assert_refused(f"mdu.py --model {{base}} --method ga --forget {name}", said)
-
-def test_fields_that_are_not_used_are_named(tmp_path, capsys):
-    file = write_lines(tmp_path / "rows", [{"question": "Who?", "answer": "It is 7.", "fact": 7},
-                                           {"question": "Who?", "answer": "Ann", "facts": "Ann"}])
-    rows = mdu.read_jsonl("forget", file)
-    assert rows[0]["fact"] == ["7"]  # a number is taken as text
-    assert "fields that are not used: facts" in capsys.readouterr().out
 
 @each("question, answer", [
     ("Where was Ceka Foba born?", "Ceka Foba was born in Rome."),
@@ -3982,31 +3150,9 @@ def replace(folder, old, new):
 def add_file(folder, name):
     (folder / name).write_text("{}")
 
-def leave_files_of_qwens_tokenizer(folder):
-    delete(folder, "token*")
-    (folder / "vocab.json").touch()
-    (folder / "merges.txt").touch()
-
 def save_as_pickle(folder):
     delete(folder, "*.safetensors*")
     torch.save({}, folder / "pytorch_model.bin")
-
-def save_in_4_bits(folder):
-    """As bitsandbytes does: two weights in a byte, with tensors of scales beside them."""
-    tensors = {}
-    for name, tensor in weights(folder).items():
-        if "proj" in name:
-            tensors[f"{name}.absmax"] = torch.ones(tensor.numel() // 64)
-            tensor = torch.zeros(tensor.numel() // 2, 1, dtype=torch.uint8)
-        tensors[name] = tensor
-    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-def add_older_weights(folder):
-    """model.safetensors beside newer weights in several files."""
-    tensors = weights(folder)
-    shutil.move(folder / "model.safetensors", folder / "old")
-    huggingface_hub.save_torch_state_dict(tensors, folder, max_shard_size="40KB")
-    shutil.move(folder / "old", folder / "model.safetensors")
 
 def bad_model(kind, said, fault=None, **changes):
     """kind: model_type; changes: of config.json, None deletes a field; fault: a function that is
@@ -4018,48 +3164,38 @@ BAD_MODELS = {  # {name of a folder: what is wrong in it, and what is said}
     "gpt2": bad_model("llama", "model_type 'gpt2' in config.json is none of", model_type="gpt2"),
     "block-type": bad_model("llada", "block_type 'x' in config.json must be 'llama'",
                             block_type="x"),
-    "layer-norms": bad_model("illada", "layer_norm_eps 1e-05 in config.json must",
-                             layer_norm_eps=1e-5),
     "a-bd3lm-b": bad_model("a2d-qwen3", "a-bd3lm-b: bd3lm in its name"),
     "blocks": bad_model("Dream", "says block diffusion", block_size=32),
-    "more-blocks": bad_model("a2d-llama", "says block diffusion", bd_size=4),
     "adapted": bad_model("llama", "adapted has adapter_config.json: merge the adapters",
                          partial(add_file, name="adapter_config.json")),
     "causal": bad_model("llama", 'a causal model: no token sees a later one', is_causal=None),
     "shifted": bad_model("a2d-qwen3", "shift_logits", shift_logits=True),
-    "unshifted": bad_model("Dream", "shift_logits", shift_logits=False),
     # Tensors that are missing, too many, of other sizes or types.
     # embedding_size and mlp_hidden_size count, where vocab_size and mlp_ratio say something else.
     "layers": bad_model("llada", "model.layers.2.", n_layers=3, embedding_size=264,
                         vocab_size=250, mlp_hidden_size=64, mlp_ratio=3),
     "more": bad_model("llada", "model.layers.1.", n_layers=1),
-    "no-layers": bad_model("llada", "n_layers", n_layers=None),
-    "words": bad_model("llada", "cannot be loaded as LlamaForCausalLM", d_model="wide"),
     "resized": bad_model("llada", "model.embed_tokens.weight has (264, 32), by config",
                          vocab_size=260),
-    "4-bit": bad_model("llama", "tensors missing, unexpected, or of another size", save_in_4_bits),
+    "no-layers": bad_model("llada", "cannot be loaded as LlamaForCausalLM", n_layers=None),
     "pickle": bad_model("llada", "model.safetensors is missing", save_as_pickle),
     "stray": bad_model("llama", "gptq_model-4bit.safetensors is not among the files",
                        partial(add_file, name="gptq_model-4bit.safetensors")),
-    "old-weights": bad_model("llama", "model.safetensors is not among the files",
-                             add_older_weights),
     # Tokens.
     "mask": bad_model("llama", "no mask_token_id in config.json", mask_token_id=None),
     "large-mask": bad_model("llama", "a special token is 264", mask_token_id=264),
-    "no-pad": bad_model("a2d-qwen2", "a special token is -1", pad_token_id=-1),
+    "mask-is-pad": bad_model("llama", "its mask token is also its padding", mask_token_id=257),
     "end": bad_model("llada", "no end-of-turn token, <|eot_id|>, in its tokenizer",
                      partial(replace, old="eot_id", new="x")),
     # The tokenizer's files.  vocab.json and merges.txt are enough for Qwen alone.
     "no-tokenizer": bad_model("llada", "no tokenizer.json; copy the tokenizer's files",
-                              leave_files_of_qwens_tokenizer),
+                              partial(delete, pattern="tokenizer.json")),
     "no-merges": bad_model("Dream", "no tokenizer.json; copy the tokenizer's files",
                            partial(delete, pattern="merges.txt")),
     "no-template": bad_model("llada", "no chat template: is it a base model's?",
                              partial(replace, old="chat_template", new="other")),
     "twice": bad_model("llama", "must have the question exactly once",
-                       partial(replace, old="m['content']", new="m['content'] ~ m['content']")),
-    "loop": bad_model("llama", "has no attribute 'a'",
-                      partial(replace, old="m['content']", new="m.a.b"))}
+                       partial(replace, old="m['content']", new="m['content'] ~ m['content']"))}
 
 @each("name", BAD_MODELS)
 def test_mdu_refuses_a_model(name, assert_refused):
@@ -4080,12 +3216,9 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --ask Who? --model {base} {base}", "asks that model; give no RUN"),
     ("eval.py --data toy --subject King {base}", "--subject is for RWKU, which has people"),
     ("eval.py --samples 1 --steps 1 --response-length 2048 {base}", "it takes 2048"),
-    ("eval.py --analysis trajectory --response-length 2048 {run}", "it takes 2048"),
     ("eval.py --analysis rollout --response-length 2048 {run}", "it takes 2048"),
     # Folders.
-    ("eval.py --model adapters --data toy new", "adapters has adapter_config.json"),
     ("eval.py --report damaged", "damaged/eval/summary.json: "),
-    ("eval.py --report old", "scored by other code; score it again: python eval.py"),
     ("eval.py --report {base}", "not scored yet; first run: python eval.py {base}"),
     ("eval.py --model {base} --data toy {run}", "is a run; give another folder"),
     ("eval.py unfinished/base", "/unfinished/base continues it"),
@@ -4096,8 +3229,8 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
 def test_eval_refuses(command, said, base, assert_refused):
     made_with = {"options": vars(options(f"--preset toy --model {base}")),
                  "rows": {"forget": "other"}}
-    write_files({"adapters/adapter_config.json": "{}", "damaged/eval/summary.json": "{",
-                 "old/eval/summary.json": "{}", "unfinished/base/run.json": json.dumps(made_with)})
+    write_files({"damaged/eval/summary.json": "{",
+                 "unfinished/base/run.json": json.dumps(made_with)})
     assert_refused(command, said)
 
 # ======== README.md, Makefile, experiments.sh ========
@@ -4175,25 +3308,6 @@ def test_the_runs_of_a_command_were_made_by_an_earlier_one(name, tmp_path):
                     assert any(f"{run}/".startswith(f"{folder}/") or folder.startswith(f"{run}/")
                                for folder in made), words
 
-@each("name", ["README.md", "OWN_ROWS.md"])
-def test_the_rows_of_a_command_are_explained_before_it(name):
-    """The first time that a page names a file, it is not in a command that reads it."""
-    page = PAGES[name]
-    files = set(re.findall(r"--(?:forget|retain|held-out|never) ([\w./-]+\.jsonl)", page))
-    for file in files:
-        first = page.index(file)
-        assert not re.search(r"--[a-z-]+ $", page[:first]), file
-
-def test_the_programs_have_every_option_that_the_pages_name(capsys):
-    options = {"--nproc_per_node"}  # torchrun's
-    for program in (mdu, ev):
-        with pytest.raises(SystemExit):
-            program.main(["--help"])
-        options.update(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    for name in ("README.md", "OWN_ROWS.md"):  # RESULTS.md also has options of older commits
-        named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", PAGES[name]))
-        assert named <= options
-
 # ---- experiments.sh and make ----
 # In place of Python in experiments.sh.  It writes the words of each call of mdu.py and eval.py into
 # `log`, and makes what the experiment looks for: the folder of a run with its weights and
@@ -4237,93 +3351,52 @@ def make(folder, *words):
     command = ["make", f"PYTHON={folder}/python", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
 
-def logged(folder):
-    """What the last `make` did: {run: how it was trained}, the runs that were scored, and those
-    that were reported."""
-    trained, scored, reported = {}, [], []
-    for line in (folder / "log").read_text().splitlines():
-        program, args = parse_command(line.split())
-        runs = [] if program == "mdu.py" else [run.rstrip("/") for run in args.runs]
-        if program == "mdu.py":
-            trained[args.out] = args
-        elif args.task == "report":
-            reported += runs
-        else:
-            scored += runs
-    return trained, scored, reported
-
-@each("target", ["demo", "table", "figures", "real", "real MODEL=m TOFU=t",
-                 "tofu PRESET=tofu-dream"])
-def test_an_experiment_scores_what_it_trains_and_reports_what_it_scores(target, tmp_path):
-    done = make(tmp_path, *target.split())
+def test_the_demo_trains_every_method_and_scores_every_run(tmp_path):
+    done = make(tmp_path, "demo")
     assert done.returncode == 0, done.stderr
-    trained, scored, reported = logged(tmp_path)
-    assert len(trained) > 4
-    assert set(scored) == set(trained)
-    assert target == "figures" or set(reported) == set(trained)
-
-def test_the_demo_has_every_method(tmp_path):
-    make(tmp_path, "demo")
-    trained, _, _ = logged(tmp_path)
-    assert {args.method for args in trained.values()} == set(mdu.METHODS)
+    methods, trained, scored = set(), set(), set()
+    for line in (tmp_path / "log").read_text().splitlines():
+        program, args = parse_command(line.split())
+        if program == "mdu.py":
+            methods.add(args.method)
+            trained.add(args.out)
+        else:
+            scored.update(run.rstrip("/") for run in args.runs)
+    assert methods == set(mdu.METHODS)
+    assert scored == trained
 
 def test_a_run_that_fails_ends_an_experiment(tmp_path):
     (tmp_path / "fails").write_text("wga")
     assert make(tmp_path, "demo").returncode == 2
-    _, scored, reported = logged(tmp_path)
-    assert not scored + reported
+    assert "eval.py" not in (tmp_path / "log").read_text()
 
 def test_tofu_does_what_an_earlier_call_has_not_finished(tmp_path):
     assert make(tmp_path, "tofu", "PRESET=tofu-llada").returncode == 0
-    trained, _, _ = logged(tmp_path)
-    for args in trained.values():  # in the folders that mdu.py would choose
-        assert Path(args.out) == Path("out/tofu-llada") / mdu.run_name(args)
     out = tmp_path / "out/tofu-llada"
     (out / "base/config.json").unlink()
     (out / "base/checkpoint-00005000").mkdir()
     (out / "wga/config.json").unlink()
     shutil.copytree(out / "dpo", out / "mine")  # trained by hand
     (out / "mine/eval/summary.json").unlink()
-    (out / "analysis").mkdir()  # of eval.py --analysis: no run
     assert make(tmp_path, "tofu", "PRESET=tofu-llada", "GPUS=1", "LORA=16").returncode == 0
     launch = "-m torch.distributed.run --nproc_per_node=1"
-    resumed, trained, scored, reported = (tmp_path / "log").read_text().splitlines()
+    resumed, trained, scored, _ = (tmp_path / "log").read_text().splitlines()
     assert resumed == f"{launch} mdu.py --resume out/tofu-llada/base"
     assert trained == (f"{launch} mdu.py --preset tofu-llada --lora 16 --method wga "
                        "--out out/tofu-llada/wga")
     assert scored == f"{launch} eval.py out/tofu-llada/mine/ out/tofu-llada/wga/"
-    assert "analysis" not in reported
 
-def test_rwku_does_what_an_earlier_call_has_not_finished(tmp_path):
-    assert make(tmp_path, "rwku", "PRESET=rwku-llada").returncode == 0
-    trained, scored, reported = logged(tmp_path)
-    assert set(scored) == set(reported) == {*trained, "out/rwku-llada/0/base"}
-    out = tmp_path / "out/rwku-llada"
-    shutil.rmtree(out / "7/tau-0.5")
-    (out / "8/method-ga/eval/summary.json").unlink()
-    assert make(tmp_path, "rwku", "PRESET=rwku-llada").returncode == 0
-    trained, scored, reported = logged(tmp_path)
-    assert list(trained) == ["out/rwku-llada/7/tau-0.5"]
-    assert scored == ["out/rwku-llada/7/tau-0.5", "out/rwku-llada/8/method-ga"]
-    assert len(reported) == 101  # 10 people with 10 runs each, and the model before unlearning
-    assert not list(out.rglob("*.safetensors"))  # deleted when a run has been scored
-
-@each("typed, said", [
-    ("tofu PRESET=toy", "give PRESET=tofu-llada"), ("rwku PRESET=toy", "give PRESET=rwku-llada"),
-    ("rwku PRESET=rwku-llada GPUS=8", "GPUS=1, 2 or 4"), ("demo OUT=keep", "is not in out/"),
-    ("demo OUT=out/../keep", "is not in out/"), ("demo OUT=out/link", "is not in out/"),
-    ("demo OUT=out", "is not in out/")])
-def test_an_experiment_refuses(typed, said, tmp_path):
-    """Before it deletes or starts anything."""
+@each("out", ["keep", "out/../keep", "out/link", "out"])
+def test_the_demo_deletes_nothing_but_a_folder_in_out(out, tmp_path):
     for name in ("keep", "out/mine"):
         (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "model").write_text("good")
+        (tmp_path / name / "model").touch()
     (tmp_path / "out/link").symlink_to(tmp_path / "keep")
-    done = make(tmp_path, *typed.split())
+    done = make(tmp_path, "demo", f"OUT={out}")
     assert done.returncode == 2
-    assert said in done.stderr
-    assert (tmp_path / "keep/model").exists() and (tmp_path / "out/mine/model").exists()
-    assert not (tmp_path / "log").exists()
+    assert "is not in out/" in done.stderr
+    assert (tmp_path / "keep/model").exists()
+    assert (tmp_path / "out/mine/model").exists()
 
 # ---- The step of the README ----
 def readme_step(model, anchor, forget, retain):
@@ -4340,68 +3413,49 @@ def readme_step(model, anchor, forget, retain):
     exec(step, variables)
     return variables
 
-def with_masks(draws, batch, t, masked):
-    """The Draws of a batch with another t, (B,), and other masks, (B, T)."""
-    changed = []
-    for b, draw in enumerate(draws):
-        is_masked = masked[b, batch.response[b]].float()
-        uniform = 1 - is_masked  # 0 is below every t, 1 below none
-        changed.append(draw._replace(t=t[b].item(), uniform=uniform.numpy()))
-    return changed
-
 def test_backward_equals_the_step_of_the_readme():
-    """With the masks that the README's step draws, and rows to retain with end padding."""
+    """With the same t and masks, and rows to retain with end padding."""
     args = options("--batch-size 4 --response-length 12 --retain-weight 0.7 --seed 2")
     model, anchor = tiny_llama(0), tiny_llama(1)
-    forget, retain = mdu.draw_step(args, make_examples(), "forget", 0, model)
-    forget_batch = mdu.make_batch(model, forget)
-    retain_batch = mdu.make_batch(model, retain)
-    assert (retain_batch.length < retain_batch.response.sum(1)).any()
-    torch.manual_seed(2)
-    step = readme_step(model, anchor, forget_batch, retain_batch)
+    draws = mdu.draw_step(args, make_examples(), "forget", 0, model)
+    forget, retain = [mdu.make_batch(model, rows) for rows in draws]
+    assert forget.masked.any(1).all()  # else backward would mask one token
+    assert (retain.length < retain.response.sum(1)).any()
+    drawn = []  # by the README's step: for t and for the masks
+    for batch in (forget, retain):
+        drawn += [(batch.t - 0.001) / 0.999, 1 - batch.masked.float()]
+    with mock.patch.object(torch, "rand", side_effect=drawn):
+        step = readme_step(model, anchor, forget, retain)
     readme_grads = [p.grad.clone() for p in model.parameters()]
-
-    # The same masks once more: from this seed its function `draw` draws them again.
-    torch.manual_seed(2)
-    t, masked, _ = step["draw"](forget_batch.ids, forget_batch.response)
-    assert masked.any(1).all()  # else backward would mask one token, and the README's step none
-    forget = with_masks(forget, forget_batch, t, masked)
-    t, masked, _ = step["draw"](retain_batch.ids, retain_batch.response)
-    retain = with_masks(retain, retain_batch, t, masked)
     model.zero_grad()
-    losses = mdu.backward(args, model, None, anchor, forget, retain)
-    assert losses == approx([step["loss"].item(), step["retain_loss"].item()], rel=1e-6)
-    assert_close(readme_grads, [p.grad for p in model.parameters()], 1e-6)
+    losses = mdu.backward(args, model, None, anchor, *draws)
+    assert losses == approx([step["loss"].item(), step["retain_loss"].item()], rel=1e-5)
+    assert_close(readme_grads, [p.grad for p in model.parameters()], 1e-5)
 
 def test_the_step_of_the_readme_masks_a_share_t_of_the_answer():
     """t is uniform on [0.001, 1).  Of 100 tokens, a share t is masked, up to 5 standard deviations:
     the largest is (1/2 * 1/2 / 100)^(1/2) = 0.05."""
-    model = tiny_llama(0)
-    forget, retain = mdu.draw_step(options("--batch-size 4"), make_examples(), "forget", 0, model)
+    variables = {"torch": torch, "mask_id": 0}
+    exec(re.search(r"(?ms)^def draw.*?^$", README)[0], variables)
     torch.manual_seed(2)
-    step = readme_step(
-        model, model, mdu.make_batch(model, forget), mdu.make_batch(model, retain))
     ids = torch.arange(1, 151).repeat(4000, 1)
     answer = ids > 50
-    t, masked, noised = step["draw"](ids, answer)
+    t, masked, noised = variables["draw"](ids, answer)
     assert_uniform(t.numpy(), 0.001)
     assert not (masked & ~answer).any()
     assert torch.equal(noised, ids.masked_fill(masked, 0))
-    shares = masked.sum(1) / 100
-    assert (shares - t).abs().max() < 5 * 0.05
+    assert (masked.sum(1) / 100 - t).abs().max() < 5 * 0.05
 
 def test_the_readme_makes_a_model_of_dream(tmp_path, monkeypatch):
     """It has the logits of all positions, MaskPredictor those of the masked ones."""
-    write_checkpoint(tmp_path, "Dream", tied=False, file_size="5GB")
+    write_checkpoint(tmp_path, "Dream")
     loaded, tokenizer = mdu.load_backbone(str(tmp_path))
     monkeypatch.setattr(mdu, "load_backbone", lambda name: (loaded, tokenizer))
     _, code = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
     variables = {"torch": torch}
     exec(code, variables)
     ids = torch.randint(0, 200, (2, 9))
-    ids[0, 6:] = loaded.pad_id
-    real = ids != loaded.pad_id
-    masked = real & (torch.rand(ids.shape) < 0.5)
+    real = torch.arange(9) < torch.tensor([[6], [9]])
     with torch.no_grad():
-        assert_close(variables["model"](ids, real)[masked], loaded(ids, real, masked), 1e-5)
+        assert_close(variables["model"](ids, real)[real], loaded(ids, real, real), 1e-5)
     assert variables["mask_id"] == loaded.mask_id
