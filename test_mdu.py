@@ -1281,6 +1281,7 @@ def test_diagnose_equals_one_sequence_at_a_time():
     ("--model x", dict(preset="own", target="removed", prompt_dropout=0.5, retain_weight=5.0,
                        lr=5e-6, out="out/own/mdu-tau1-removed")),
     ("--model x --lora 8", dict(target="removed", lr=1e-3)),
+    ("--model x --attackers 2", dict(retain_weight=25.0)),  # five losses to forget, not one
     ("--model x --tau 0", dict(target="paper")),
     ("--model x --target authors", dict(prompt_dropout=0.0)),
     ("--model x --method npo", dict(retain_weight=1.0, prompt_dropout=0.0)),
