@@ -213,12 +213,13 @@ real() {  # real [MODEL [TOFU]]: folders, or names on the hub, as they are by de
   train_once $out/retrained "${learn[@]}" --retain-only
 
   # 4. Unlearn.  `removed` is what is recommended for rows of one's own, with adapters, and
-  # `all-weights` the same without.  The others: the paper's target, a model that never learnt the
-  # rows as the target, and the best of the baselines.  All take 500
-  # steps.  Half of the questions are masked, but with the paper's target none.
+  # `all-weights` the same without.  The others: with attackers, the paper's target, a model that
+  # never learnt the rows as the target, and the best of the baselines.  All take 500 steps.  Half
+  # of the questions are masked, but with the paper's target none.
   local unlearn=(--model $out/finetune --forget $rows/forget.jsonl --retain $rows/retain.jsonl)
   train_once $out/removed "${unlearn[@]}" --lora 16
   train_once $out/all-weights "${unlearn[@]}" --lr 3e-4
+  train_once $out/attackers "${unlearn[@]}" --lora 16 --attackers 2 --steps 500
   train_once $out/paper "${unlearn[@]}" --lora 16 --target paper
   train_once $out/target-original "${unlearn[@]}" --lora 16 --target $out/original
   train_once $out/npo "${unlearn[@]}" --lora 16 --method npo --prompt-dropout 0.5 --steps 500
@@ -230,8 +231,8 @@ real() {  # real [MODEL [TOFU]]: folders, or names on the hub, as they are by de
 
   # 6. Score all models, twelve rows of each kind.  They write answers of one length, or they could
   # not be in one report.  (The original was trained with another one.)
-  local names=(finetune original retrained removed all-weights paper target-original npo refusals
-    removed-refusals)
+  local names=(finetune original retrained removed all-weights attackers paper target-original npo
+    refusals removed-refusals)
   for name in "${names[@]}"; do
     score_once $out/$name --response-length 36 --samples 8 --limit 12 \
       --forget $rows/forget.jsonl --retain $rows/retain.jsonl \
