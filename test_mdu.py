@@ -1282,6 +1282,7 @@ def test_diagnose_equals_one_sequence_at_a_time():
                        lr=5e-6, out="out/own/mdu-tau1-removed")),
     ("--model x --lora 8", dict(target="removed", lr=1e-3)),
     ("--model x --attackers 2", dict(retain_weight=25.0)),  # five losses to forget, not one
+    ("--model x --others .", dict(out="out/own/mdu-tau1-removed-others")),
     ("--model x --tau 0", dict(target="paper")),
     ("--model x --target authors", dict(prompt_dropout=0.0)),
     ("--model x --method npo", dict(retain_weight=1.0, prompt_dropout=0.0)),
@@ -1694,7 +1695,7 @@ STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 1 --lr 1e-4
 AUTHORS = f"{STEPS} --tau 0.5 --target authors"
 LORA = f"{STEPS} --target {{target}} --lora 2 --dtype bfloat16 --lr 0.005"
 BFLOAT16 = f"{STEPS} --target removed --dtype bfloat16 --lr 0.005"
-ATTACKED = f"{STEPS} --target removed --attackers 2 --batch-size 4"
+ATTACKED = f"{STEPS} --target removed --attackers 2 --others {{others}}"
 # A program that runs mdu.main with each of the command lines that it is given.  A base model that
 # is missing is trained in a forked process.  In the last one it kills itself when the third
 # checkpoint is written and not yet complete.
@@ -1752,7 +1753,7 @@ def test_a_finished_run_is_not_resumed(unlearned, capsys):
     assert f"{unlearned} is finished\n" in capsys.readouterr().out
 
 @pytest.fixture(scope="session")
-def two_processes(base, tmp_path_factory, on_two_processes):
+def two_processes(base, other_rows, tmp_path_factory, on_two_processes):
     """Runs on two processes: toy/mdu, whose base model was missing; two; two-lora, with toy/base as
     its target; two-bfloat16; two-attackers; killed, with the options of two -> their folder."""
     folder = tmp_path_factory.mktemp("two")
@@ -1761,7 +1762,7 @@ def two_processes(base, tmp_path_factory, on_two_processes):
             toy(noisy, folder / "two", AUTHORS),
             toy(base, folder / "two-lora", LORA.format(target=folder / "toy/base")),
             toy(base, folder / "two-bfloat16", BFLOAT16),
-            toy(base, folder / "two-attackers", ATTACKED),
+            toy(base, folder / "two-attackers", ATTACKED.format(others=other_rows)),
             toy(noisy, folder / "killed", AUTHORS)]
     (folder / "driver.py").write_text(KILLED)
     codes = on_two_processes(folder / "driver.py", json.dumps(runs))
@@ -1782,9 +1783,10 @@ def test_two_processes_equal_one(two_processes, tmp_path):
     assert any(line["forget"] > 0 for line in metrics(tmp_path / "one"))
     assert_equal_runs(two_processes / "two", tmp_path / "one", OTHER_ORDER)
 
-def test_attackers_on_two_processes_equal_those_on_one(base, two_processes, tmp_path):
-    """Each passes half of the rows, and the attackers get the sum of their gradients."""
-    mdu.main(toy(base, tmp_path / "one", ATTACKED))
+def test_attackers_on_two_processes_equal_those_on_one(base, other_rows, two_processes, tmp_path):
+    """Each passes half of the rows, also of --others, and the attackers get the sum of their
+    gradients."""
+    mdu.main(toy(base, tmp_path / "one", ATTACKED.format(others=other_rows)))
     assert_equal_runs(two_processes / "two-attackers", tmp_path / "one", OTHER_ORDER)
 
 def test_a_killed_run_on_two_processes_is_resumed(two_processes, tmp_path, on_two_processes):
@@ -1895,7 +1897,12 @@ def test_the_toy_learns_nothing_of_the_rows_that_no_model_learns(base):
         assert tokenizer.unk_token_id not in example.answer
         assert example.answer not in trained
 
-# ---- Attackers ----
+# ---- Other rows, attackers ----
+@pytest.fixture(scope="session")
+def other_rows(tmp_path_factory):
+    """A file for --others: rows of which the toy's base model knows nothing."""
+    return write_lines(tmp_path_factory.mktemp("others") / "rows", mdu.toy_world()["never"][:8])
+
 def recorded_draws(monkeypatch):
     """A list of (split, Draw), to which every row is added that is drawn from now on."""
     drawn = []
@@ -1907,6 +1914,31 @@ def recorded_draws(monkeypatch):
         return draw
     monkeypatch.setattr(mdu, "draw_example", record)
     return drawn
+
+@each("typed", ["--target removed", "--tau 0", "--lora 2"])
+def test_the_loss_of_other_rows_equals_a_slow_loop(typed, monkeypatch):
+    """In float64: the loss, and the gradient that is added, retain_weight times that of the loss.
+    As many rows are drawn as a step has to forget."""
+    step = step_to_try(f"{typed} --others FILE")
+    trained = trained_weights(step.model)
+    drawn = recorded_draws(monkeypatch)
+    for p in trained:
+        p.grad = torch.ones_like(p)
+    others = {"others": make_examples()["retain"]}
+    loss = mdu.hold_to_before(step.args, others, step.model, step.theta0, 3)
+    losses = []
+    for split, row in drawn:
+        assert split == "others"
+        masked = slow_masked(row, "sft")
+        logits, before = [slow_logits(model, row.prompt, row.answer, masked)
+                          for model in (step.slow_model, step.slow_theta0)]
+        losses.append(slow_mdu(logits, before, at(masked, len(row.answer)), 1)[0])
+    assert len(losses) == 12
+    slow_loss = torch.stack(losses).mean()
+    assert loss == approx(slow_loss.item(), rel=1e-6)
+    for p, grad in zip(trained, torch.autograd.grad(0.7 * slow_loss, trained), strict=True):
+        assert grad.any()
+        assert_close(p.grad, 1 + grad, 1e-9)
 
 @each("typed", ["--target removed", "--target MODEL --lora 2"])
 def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
@@ -1976,9 +2008,10 @@ def test_an_attacker_is_taught_a_quarter_of_the_rows_and_asked_the_others(monkey
     assert len(adapters) == 6
     assert lessons[0] == lessons[2] == lessons[6] != lessons[8]
 
-def test_attackers_alone_do_not_change_the_model(base, tmp_path, monkeypatch):
-    """With weight 0, the run is the one without attackers; and is saved without them."""
-    typed = "--dtype bfloat16 --lora 2 --target removed --epochs 2 --limit 16"
+def test_attackers_alone_do_not_change_the_model(base, other_rows, tmp_path, monkeypatch):
+    """With weight 0, the run is the one without attackers, with its loss of other rows; and is
+    saved without them."""
+    typed = f"--dtype bfloat16 --lora 2 --target removed --others {other_rows} --epochs 2 --limit 16"
     mdu.main(toy(base, tmp_path / "without", typed))
     monkeypatch.setattr(mdu, "ATTACK_WEIGHT", 0.0)
     mdu.main(toy(base, tmp_path / "with", f"{typed} --attackers 2"))
@@ -1988,11 +2021,13 @@ def test_attackers_alone_do_not_change_the_model(base, tmp_path, monkeypatch):
     assert_equal_weights(tmp_path / "with", tmp_path / "without")
 
 @each("typed", ["--lora 2 --dtype bfloat16", "--lr 1e-3"])
-def test_a_resumed_run_with_attackers_equals_an_unbroken_one(typed, base, tmp_path, monkeypatch):
+def test_a_resumed_run_with_attackers_equals_an_unbroken_one(typed, base, other_rows, tmp_path,
+                                                             monkeypatch):
     """Bit for bit.  The checkpoint is of step 5 of 8, where both attackers are amid their
     lives; number 1 starts anew in the last step."""
     monkeypatch.setattr(mdu, "ATTACKER_LIFE", 5)
-    typed += " --target removed --attackers 2 --epochs 4 --limit 16 --checkpoint-every 5"
+    typed += (f" --target removed --attackers 2 --others {other_rows} --epochs 4 --limit 16 "
+              "--checkpoint-every 5")
     mdu.main(toy(base, tmp_path / "whole", typed))
     backward = mdu.backward
     # Each call but the seventh, of step 7, is passed on.
@@ -3069,6 +3104,8 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --data toy --model {base} --target {base}", "is the start model"),
     ("mdu.py --data toy --attackers 2 --retain-weight 0", "give two rows to forget"),
     ("mdu.py --data toy --attackers 2 --target authors", "give another --target"),
+    ("mdu.py --data toy --others rows --retain-weight 0", "give --retain-weight above 0"),
+    ("mdu.py {own} --retain rows --others rows", "'Who is Bolti?' is a question of a row to forg"),
     # Rows.
     ("mdu.py --method ga --model {base}", "no rows to forget; give --forget or --data"),
     ("mdu.py {own} --preset toy", "no rows to retain; give --retain, or"),
