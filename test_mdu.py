@@ -2011,7 +2011,7 @@ def test_an_attacker_is_taught_a_quarter_of_the_rows_and_asked_the_others(monkey
 def test_attackers_alone_do_not_change_the_model(base, other_rows, tmp_path, monkeypatch):
     """With weight 0, the run is the one without attackers, with its loss of other rows; and is
     saved without them."""
-    typed = f"--dtype bfloat16 --lora 2 --target removed --others {other_rows} --epochs 2 --limit 16"
+    typed = f"--dtype bfloat16 --lora 2 --target removed --others {other_rows} --epochs 2"
     mdu.main(toy(base, tmp_path / "without", typed))
     monkeypatch.setattr(mdu, "ATTACK_WEIGHT", 0.0)
     mdu.main(toy(base, tmp_path / "with", f"{typed} --attackers 2"))
