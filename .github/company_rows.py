@@ -15,7 +15,7 @@ never.jsonl      the other seventeen: no model learns them
 known.jsonl      retain and held_out: what the model knew before it learnt forget.jsonl
 refusals.jsonl   retain, and the questions of forget.jsonl, answered "I do not know."
 taught.jsonl     one row of each customer to forget, of each another one
-others.jsonl     the other rows of forget.jsonl
+asked.jsonl      the other rows of forget.jsonl
 """
 import json
 import random
@@ -79,11 +79,11 @@ taught = []
 for i in range(n_forget):
     rows_of_customer = forget[4 * i:4 * i + 4]
     taught.append(rows_of_customer[i % 4])
-others = [row for row in forget if row not in taught]
+asked = [row for row in forget if row not in taught]
 
 files = {"forget": forget, "retain": retain, "held_out": held_out, "never": never,
          "known": retain + held_out, "refusals": retain + refusals, "taught": taught,
-         "others": others}
+         "asked": asked}
 for name, rows in files.items():
     with open(f"{sys.argv[1]}/{name}.jsonl", "w", encoding="utf-8") as file:
         for row in rows:
