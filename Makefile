@@ -2,7 +2,7 @@
 export PYTHON := .venv/bin/python
 SEED ?= 1
 OUT ?= out/demo
-export SEEDS GPUS LORA
+export SEEDS GPUS LORA YARDSTICK LIMIT
 EXPERIMENT := @bash .github/experiments.sh
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## /make \1\t/p' Makefile
@@ -19,8 +19,8 @@ figures: install  ## the paper's analyses of the small model: out/figures/analys
 	$(EXPERIMENT) figures
 real: install  ## customers, a published model (MODEL=, TOFU=: use these folders): out/real
 	$(EXPERIMENT) real "$(MODEL)" "$(TOFU)"
-tofu: install  ## Table 2, GPUs: PRESET=tofu-llada, tofu-dream or tofu-qwen (GPUS=1, LORA=16)
-	$(EXPERIMENT) tofu "$(PRESET)"
+tofu: install  ## Table 2: PRESET=tofu-smollm GPUS=1; tofu-llada, tofu-dream, tofu-qwen (LORA=16)
+	$(EXPERIMENT) tofu "$(PRESET)" "$(MODEL)" "$(TOFU)"
 rwku: install  ## Table 3, GPUs: PRESET=rwku-llada or rwku-dream (GPUS=1, LORA=16)
 	$(EXPERIMENT) rwku "$(PRESET)"
 lint: install  ## ruff's checks (.ruff.toml)

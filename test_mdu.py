@@ -1305,6 +1305,7 @@ def test_defaults_follow_from_what_is_typed(typed, expected, base):
 
 @each("typed, processes", [
     ("tofu-llada", 4), ("tofu-dream", 4), ("tofu-qwen", 1), ("tofu-llada --lora 16", 1),
+    ("tofu-smollm --model x", 1),
     ("rwku-llada --subject 1", 4), ("rwku-dream --subject 1", 2),
     ("rwku-llada --subject 1 --lora 16", 1)])
 def test_a_preset_suits_the_processes_that_the_readme_names(typed, processes, monkeypatch):
@@ -3421,7 +3422,24 @@ def test_tofu_does_what_an_earlier_call_has_not_finished(tmp_path):
     assert resumed == f"{launch} mdu.py --resume out/tofu-llada/base"
     assert trained == (f"{launch} mdu.py --preset tofu-llada --lora 16 --method wga "
                        "--out out/tofu-llada/wga")
-    assert scored == f"{launch} eval.py out/tofu-llada/mine/ out/tofu-llada/wga/"
+    assert scored == f"{launch} eval.py out/tofu-llada/mine out/tofu-llada/wga"
+
+def test_tofu_of_the_published_model_goes_on_after_a_stop(tmp_path):
+    """Every run is trained once and taught again once, but for the one that failed, and both
+    reports have them all."""
+    log, out = "", "out/tofu-smollm"
+    for fails in (f"{out}/taught-again/npo", "nothing"):
+        (tmp_path / "fails").write_text(fails)
+        done = make(tmp_path, "tofu", "PRESET=tofu-smollm", "GPUS=1", "MODEL=m", "LIMIT=8")
+        log += (tmp_path / "log").read_text()
+    assert done.returncode == 0
+    for line in log.splitlines():
+        parse_command(line.split())
+    first, _, last = re.findall("--report (.*)", log)
+    assert first.startswith(f"{out}/base {out}/retain ")
+    assert last == first.replace(out, f"{out}/taught-again")
+    trained = re.findall(r"--out (\S+)", log)
+    assert len(trained) - 1 == len(set(trained)) == 1 + 2 * len(set(first.split()))
 
 @each("out", ["keep", "out/../keep", "out/link", "out"])
 def test_the_demo_deletes_nothing_but_a_folder_in_out(out, tmp_path):

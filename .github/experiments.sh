@@ -15,6 +15,9 @@
 # An experiment is the function NAME below.  mdu.py trains a run, and eval.py scores runs.
 # `eval.py --report` writes report.md beside the first run that it is given.
 #
+# tofu tofu-smollm MODEL TOFU is Table 2 of the published model of `real`, on one GPU of 8 GB.  The
+# models are then taught some of the rows again: out/tofu-smollm/taught-again/report.md.
+#
 # demo, table and figures first delete what an earlier call left in their folder in out/.  real, tofu
 # and rwku take hours: a further call keeps what is finished and does the rest.  If you change a run
 # of these, delete the run's folder; to begin anew, delete the folder of them all.
@@ -27,6 +30,8 @@ PYTHON=${PYTHON:-python}
 SEEDS=${SEEDS:-1 2 3}  # of table
 GPUS=${GPUS:-4}  # of tofu and rwku: so many processes
 LORA=${LORA:-}  # of tofu and rwku: the rank of adapters; if it is empty, all weights are trained
+YARDSTICK=${YARDSTICK:-1}  # of tofu: 0 trains no model that never learnt the rows to forget
+LIMIT=${LIMIT:-400}  # of tofu-smollm: so many rows to forget, and as many to retain
 
 # ---- Shared ----
 refuse() {  # refuse MESSAGE
@@ -147,6 +152,8 @@ figures() {  # the paper's analyses
 }
 
 # ---- A published model, with 135 million parameters ----
+SMOLLM=HuggingFaceTB/SmolLM2-135M-Instruct@12fd25f77366fa6b3b4b768ec3050bf629380bac
+
 make_diffusion_model() {  # make_diffusion_model MODEL FOLDER: a copy that says what sft makes of it
   "$PYTHON" - "$1" "$2" <<'END'
 import json
@@ -188,8 +195,7 @@ END
 }
 
 real() {  # real [MODEL [TOFU]]: folders, or names on the hub, as they are by default
-  local model=${1:-HuggingFaceTB/SmolLM2-135M-Instruct@12fd25f77366fa6b3b4b768ec3050bf629380bac}
-  local tofu=${2:-locuslab/TOFU}
+  local model=${1:-$SMOLLM} tofu=${2:-locuslab/TOFU}
   local out=out/real rows=out/real/rows name
   mkdir -p $rows
 
@@ -213,13 +219,17 @@ real() {  # real [MODEL [TOFU]]: folders, or names on the hub, as they are by de
   train_once $out/retrained "${learn[@]}" --retain-only
 
   # 4. Unlearn.  `removed` is what is recommended for rows of one's own, with adapters, and
-  # `all-weights` the same without.  The others: with attackers, the paper's target, a model that
-  # never learnt the rows as the target, and the best of the baselines.  All take 500 steps.  Half
-  # of the questions are masked, but with the paper's target none.
+  # `all-weights` the same without.  Then: with attackers; with what is said of invented customers
+  # kept, without and with attackers; the paper's target; a model that never learnt the rows as the
+  # target; the best of the baselines.  All take 500 steps.  Half of the questions are masked, but
+  # with the paper's target none.
   local unlearn=(--model $out/finetune --forget $rows/forget.jsonl --retain $rows/retain.jsonl)
   train_once $out/removed "${unlearn[@]}" --lora 16
   train_once $out/all-weights "${unlearn[@]}" --lr 3e-4
   train_once $out/attackers "${unlearn[@]}" --lora 16 --attackers 2 --steps 500
+  train_once $out/others "${unlearn[@]}" --lora 16 --others $rows/invented.jsonl
+  train_once $out/attackers-others "${unlearn[@]}" --lora 16 --attackers 2 --steps 500 \
+    --others $rows/invented.jsonl
   train_once $out/paper "${unlearn[@]}" --lora 16 --target paper
   train_once $out/target-original "${unlearn[@]}" --lora 16 --target $out/original
   train_once $out/npo "${unlearn[@]}" --lora 16 --method npo --prompt-dropout 0.5 --steps 500
@@ -231,8 +241,8 @@ real() {  # real [MODEL [TOFU]]: folders, or names on the hub, as they are by de
 
   # 6. Score all models, twelve rows of each kind.  They write answers of one length, or they could
   # not be in one report.  (The original was trained with another one.)
-  local names=(finetune original retrained removed all-weights attackers paper target-original npo
-    refusals removed-refusals)
+  local names=(finetune original retrained removed all-weights attackers others attackers-others
+    paper target-original npo refusals removed-refusals)
   for name in "${names[@]}"; do
     score_once $out/$name --response-length 36 --samples 8 --limit 12 \
       --forget $rows/forget.jsonl --retain $rows/retain.jsonl \
@@ -245,7 +255,7 @@ real() {  # real [MODEL [TOFU]]: folders, or names on the hub, as they are by de
     train_once $out/taught-again/$name --method sft --lora 16 --batch-size 3 --epochs 60 \
       --limit 3 --model $out/$name --forget $rows/taught.jsonl --retain $rows/retain.jsonl
     score_once $out/taught-again/$name --response-length 36 --samples 1 \
-      --forget $rows/others.jsonl --retain $rows/taught.jsonl
+      --forget $rows/asked.jsonl --retain $rows/taught.jsonl
   done
 
   # 8. Report the models that were attacked, and the models before that.
@@ -253,7 +263,7 @@ real() {  # real [MODEL [TOFU]]: folders, or names on the hub, as they are by de
   "$PYTHON" eval.py --report "${names[@]/#/$out/}"
 }
 
-# ---- The paper's tables: LLaDA or Dream, on one GPU or several ----
+# ---- The paper's Table 2, on one GPU or several ----
 ADAPTERS=()
 if [ -n "$LORA" ]; then
   ADAPTERS=(--lora "$LORA")
@@ -263,29 +273,11 @@ launch_on_gpus() {  # from here on train_once and score_once start GPUS processe
   LAUNCH=("$PYTHON" -m torch.distributed.run --nproc_per_node="$GPUS")
 }
 
-tofu() {  # tofu PRESET: Table 2, in out/PRESET.  tofu-llada, tofu-dream or tofu-qwen.  The names of
-  # the runs are those that mdu.py gives them if --out is left out.
-  local preset=$1 out=out/$1 tau method run runs=() unscored=()
-  case "$preset" in
-    tofu-*) ;;
-    *) refuse "found PRESET='$preset'; give PRESET=tofu-llada, tofu-dream or tofu-qwen" ;;
-  esac
-  launch_on_gpus
-
-  # 1. Train the base, where all other runs start.
-  train_once "$out/base" --preset "$preset" "${ADAPTERS[@]}" --method sft
-
-  # 2. Unlearn with MDU and with the baselines.
-  for tau in 0 0.25 0.5 0.75 1; do
-    train_once "$out/mdu-tau$tau" --preset "$preset" "${ADAPTERS[@]}" --tau $tau
-  done
-  for method in ga gd npo simnpo wga dpo; do
-    train_once "$out/$method" --preset "$preset" "${ADAPTERS[@]}" --method $method
-  done
-
-  # 3. Score all finished runs, also those that were added by hand, and report them.  One command
-  # scores them all, because to start on several GPUs takes long.
-  for run in "$out"/*/; do
+report_all() {  # report_all FOLDER OPTION...: score the runs in FOLDER, and report them
+  # All that are finished, also those that were added by hand.  The base is the first, because a
+  # report compares the others with the first.  eval.py takes each run once.
+  local run runs=() unscored=()
+  for run in "$1/base" "$1/retain" "$1"/*; do
     if [ -e "$run/config.json" ]; then
       runs+=("$run")
       if [ ! -e "$run/eval/summary.json" ]; then
@@ -293,12 +285,127 @@ tofu() {  # tofu PRESET: Table 2, in out/PRESET.  tofu-llada, tofu-dream or tofu
       fi
     fi
   done
+  # One command scores them all, because to start on several GPUs takes long.
   if [ ${#unscored[@]} -gt 0 ]; then
-    "${LAUNCH[@]}" eval.py "${unscored[@]}"
+    "${LAUNCH[@]}" eval.py "${@:2}" "${unscored[@]}"
   fi
   "$PYTHON" eval.py --report "${runs[@]}"
 }
 
+tofu() {  # tofu PRESET [MODEL [TOFU]]: Table 2, in out/PRESET.  MODEL and TOFU, folders or names on
+  # the hub, are for tofu-smollm.  The names of the paper's runs are those that mdu.py gives them if
+  # --out is left out.
+  local preset=$1 tofu=${3:-locuslab/TOFU} out=out/$1 tau method run start=() scoring=()
+  local options=(--preset "$preset" "${ADAPTERS[@]}")
+  launch_on_gpus
+  case "$preset" in
+    tofu-llada | tofu-dream | tofu-qwen) ;;
+    tofu-smollm)
+      make_original "${2:-$SMOLLM}" "$tofu"
+      start=(--model $SMOLLM_OUT/start/original)
+      options+=(--data "$tofu" --limit "$LIMIT")
+      scoring=("${SMOLLM_SCORING[@]}")
+      ;;
+    *) refuse "found PRESET='$preset'; give PRESET=tofu-smollm, tofu-llada, tofu-dream or \
+tofu-qwen" ;;
+  esac
+
+  # 1. Train the base, where all other runs start, and the yardstick, a model that never learnt the
+  # rows to forget.
+  train_once "$out/base" "${options[@]}" --method sft "${start[@]}"
+  if [ "$YARDSTICK" != 0 ]; then
+    train_once "$out/retain" "${options[@]}" --method sft --retain-only "${start[@]}"
+  fi
+
+  # 2. Unlearn with MDU and with the baselines.
+  for tau in 0 0.25 0.5 0.75 1; do
+    train_once "$out/mdu-tau$tau" "${options[@]}" --tau $tau
+  done
+  for method in ga gd npo simnpo wga dpo; do
+    train_once "$out/$method" "${options[@]}" --method $method
+  done
+  if [ "$preset" = tofu-smollm ]; then
+    while read -r -a run; do
+      train_once "$out/${run[0]}" "${options[@]}" "${run[@]:1}"
+    done < <(grep . <<< "$SMOLLM_RUNS")
+  fi
+
+  # 3. Score and report.
+  report_all "$out" "${scoring[@]}"
+  if [ "$preset" = tofu-smollm ]; then
+    teach_again
+  fi
+}
+
+# ---- Table 2 of the published model: what comes before and after it ----
+SMOLLM_OUT=out/tofu-smollm
+SCORED=100  # rows of each kind, but not more than were learnt
+if [ "$LIMIT" -lt 100 ]; then
+  SCORED=$LIMIT
+fi
+# --steps 28: three tokens a step.  One a step, as by default, takes three times as long.
+SMOLLM_SCORING=(--limit "$SCORED" --samples 32 --steps 28)
+# More runs than the paper's: a name, and the options of this run alone.  To add one, add a line.
+# With attackers the losses to forget weigh five times as much, and so does the retain weight.
+# --others: rows of which the base knows little, as rows that somebody invents.
+SMOLLM_RUNS="
+mdu-authors    --target authors --tau 0.5
+mdu-original   --target $SMOLLM_OUT/start/original
+mdu-removed    --target removed --prompt-dropout 0.5 --retain-weight 5
+mdu-attackers  --target removed --prompt-dropout 0.5 --retain-weight 25 --attackers 2
+mdu-others     --target removed --prompt-dropout 0.5 --retain-weight 5 --others $SMOLLM_OUT/rows/invented.jsonl
+mdu-attackers-others  --target removed --prompt-dropout 0.5 --retain-weight 25 --attackers 2 --others $SMOLLM_OUT/rows/invented.jsonl
+"
+
+write_tofu_rows() {  # write_tofu_rows TOFU FOLDER: of the rows to forget and to retain LIMIT each
+  # taught.jsonl   every fourth row to forget
+  # asked.jsonl    the other rows to forget
+  # invented.jsonl 160 rows that are neither forgotten nor retained nor scored
+  # other.jsonl    800 more of these
+  "$PYTHON" - "$1" "$2" "$LIMIT" <<'END'
+import json
+import sys
+
+import mdu
+
+tofu, folder, limit = sys.argv[1:]
+limit = int(limit)
+forget = mdu.read_dataset(tofu, "forget10_perturbed")[:limit]
+retain = mdu.read_dataset(tofu, "retain90")
+files = {"taught": forget[::4], "asked": [row for i, row in enumerate(forget) if i % 4 > 0],
+         "invented": retain[limit:][:160], "other": retain[limit:][-800:]}
+for name, rows in files.items():
+    with open(f"{folder}/{name}.jsonl", "w", encoding="utf-8") as file:
+        for row in rows:
+            print(json.dumps({"question": row["question"], "answer": row["answer"]}), file=file)
+END
+}
+
+make_original() {  # make_original MODEL TOFU: a diffusion model that never learnt the rows
+  # The published model, which predicts the next token, becomes one by learning other rows of TOFU.
+  # Some of their questions are masked, as the paper's target is what the model predicts without
+  # them.  The base is not taught that, or the target would tell what is to be forgotten.
+  mkdir -p $SMOLLM_OUT/rows
+  write_tofu_rows "$2" $SMOLLM_OUT/rows
+  make_diffusion_model "$1" $SMOLLM_OUT/start/published
+  train_once $SMOLLM_OUT/start/original --preset tofu-smollm --method sft --retain-only \
+    --model $SMOLLM_OUT/start/published --data "$2" --retain $SMOLLM_OUT/rows/other.jsonl \
+    --steps 200 --lr 8e-4 --prompt-dropout 0.3
+}
+
+teach_again() {  # teach each model a quarter of the rows to forget, and ask for the others
+  # The figures of *Retain* are of the rows that were taught, to see that they were learnt.
+  local rows=$SMOLLM_OUT/rows again=$SMOLLM_OUT/taught-again config name
+  for config in $SMOLLM_OUT/*/config.json; do
+    name=$(basename "$(dirname "$config")")
+    train_once "$again/$name" --method sft --lora 16 --batch-size 16 --steps 200 \
+      --model "$SMOLLM_OUT/$name" --forget $rows/taught.jsonl
+  done
+  report_all $again "${SMOLLM_SCORING[@]}" \
+    --forget $rows/asked.jsonl --retain $rows/taught.jsonl
+}
+
+# ---- The paper's Table 3: LLaDA or Dream, on one GPU or several ----
 rwku_run() {  # rwku_run PRESET PERSON NAME OPTIONS...: unlearn, score, delete the weights
   local run=out/$1/$2/$3
   train_once "$run" --preset "$1" --subject "$2" "${ADAPTERS[@]}" "${@:4}"
