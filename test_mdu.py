@@ -2600,6 +2600,15 @@ def test_facts_of_other_rows_by_hand(row, text, anothers):
     assert records["forget_rephrased"][0]["anothers"] == anothers
     assert "anothers" not in records["retain"][0]
 
+@each("text, share", [
+    ("who is Di.", 0), ("", 1),
+    ("Di", 1 / 2),  # an answer ends so, none begins so
+    ("It is, it is Di.", 2 / 6)])  # "is it" is new, and "it is" comes again
+def test_new_pairs_by_hand(text, share):
+    records = {"forget": [dict(generation=text, **PLAIN)], "retain": KEPT}
+    ev.add_new_pairs(records)
+    assert records["forget"][0]["new_pairs"] == approx(share)
+
 def test_perplexity_of_answers_is_that_of_theta0(base):
     """Of all but empty answers, with the question masked and the end token visible."""
     theta0, tokenizer = mdu.load_backbone(str(base))
@@ -2691,7 +2700,7 @@ def test_other_decodings_have_six_lengths_and_steps(scored):
     assert ev.write_in_other_ways(model, tokenizer, rows, settings) == expected
     assert len(set(expected[0])) == 6
 
-def test_any_decoding_is_of_rows_to_forget_and_of_never(base, files, monkeypatch):
+def test_any_decoding_and_new_pairs_are_of_rows_to_forget_and_of_never(base, files, monkeypatch):
     """The usual answer has the fact of the first row to forget, another one that of the second."""
     usual = {"Who is Bolti?": "He is Gado."}
     more = {"Who is Cepu?": "It is Nora", "Who is Lemi?": "Nora"}
@@ -2705,6 +2714,8 @@ def test_any_decoding_is_of_rows_to_forget_and_of_never(base, files, monkeypatch
     assert splits["forget"]["any_decoding"] == 1
     assert splits["never"]["any_decoding"] == 0
     assert "any_decoding" not in splits["retain"]
+    assert splits["forget"]["new_pairs"] == 0.5  # "Nobody." is in no row
+    assert splits["never"]["new_pairs"] == 1
 
 # ---- What is scored ----
 def test_a_model_without_run_json_is_scored_and_reported(base, files, capsys):
@@ -2840,7 +2851,10 @@ def write_summary(folder, splits=(), run=(), options=(), **changed):
     ({"protocol": {**PROTOCOL, "samples": 2}}, "now samples is 2 and 1"),
     ({"format": ev.FORMAT - 1}, "b/mdu: scored by other code; score it again"),
     ({"options": {"lr": 1e-4}}, "now lr is 0.001 and 0.0001"),
-    ({"options": {"target": "/out/removed"}}, "now target is paper and removed"),
+    ({"options": {"target": "/out/removed"}}, "now target is paper and /out/removed"),
+    ({"options": {"seed": 2, "model": "out/2/1/base"}}, "now model is out/SEED/base and out/SEED/"),
+    ({}, "a/mdu and b/mdu have one name, so they would be averaged, which is for runs that differ "
+     "in the seed or the person, and in nothing else; rename one; now these are the same"),
     ({"trained_on": {"forget": "f", "retain": "x"}}, "now rows is {")])
 def test_a_report_refuses_runs_that_cannot_be_compared(changed, said, capsys):
     write_summary("a/mdu")
@@ -2850,7 +2864,7 @@ def test_a_report_refuses_runs_that_cannot_be_compared(changed, said, capsys):
 
 def test_a_report_averages_over_seeds_and_people():
     """Seeds have folders of their own.  People have other rows, too."""
-    seed_2 = {"seed": 2, "out": "out/2/mdu", "model": "/x/out/2/base", "forget": "b.jsonl"}
+    seed_2 = {"seed": 2, "out": "out/2/mdu", "model": "out/2/base", "forget": "b.jsonl"}
     runs = [write_summary("a/mdu"), write_summary("b/mdu", options=seed_2)]
     for person in ("Ann", "Bob"):
         runs.append(write_summary(f"{person}/npo", options={"subject": person},
@@ -2892,6 +2906,9 @@ def test_files_that_somebody_else_wrote_are_not_replaced(capsys):
     # p may be worse by .1; .3 - .2 is a little below .1 and .8 - .7 a little above.
     ("prob", 24, 0.3, 0.2, 1, "ok 0.300 (0.200)"), ("prob", 24, 0.8, 0.7, 1, "ok 0.800 (0.700)"),
     ("prob", 8, 0.3011, 0.2, 1, "0.301 (0.200)"), ("prob", 8, 0.69, 0.8, -1, "0.690 (0.800)"),
+    # New pairs may be half of the way to noise.
+    ("new_pairs", 2, 0.6, 0.2, 1, "ok 0.600 (0.200)"),
+    ("new_pairs", 2, 0.601, 0.2, 1, "0.601 (0.200)"),
     # The loss has no tolerance.
     ("forget_loss_left", 8, 0.2, mdu.MAX_LOSS_LEFT, 1, "ok"),
     ("forget_loss_left", 8, 0.21, mdu.MAX_LOSS_LEFT, 1, "21% (20%)")])
@@ -2906,23 +2923,26 @@ def figures(n=24, **values):
     return {"n": n, **values}
 
 def made_up(folder, forget, never, run=(), seed=1, **others):
-    return {"folder": folder, "run": dict(run), "options": {"seed": seed},
-            "splits": {"forget": forget, "never": never, **others}}
+    return {"folder": folder, "run": dict(run), "options": {**OPTIONS, "seed": seed},
+            "trained_on": {}, "splits": {"forget": forget, "never": never, **others}}
 
-KNOWN = figures(fact=1.0, any_decoding=1.0, prob=0.95, infill=1.0, infill_no_question=0.5)
-UNKNOWN = figures(fact=0.0, any_decoding=2 / 24, prob=0.05, infill=0.1, infill_no_question=0.1)
+KNOWN = figures(fact=1.0, any_decoding=1.0, prob=0.95, infill=1.0, infill_no_question=0.5,
+                new_pairs=0.0)
+UNKNOWN = figures(fact=0.0, any_decoding=2 / 24, prob=0.05, infill=0.1, infill_no_question=0.1,
+                  new_pairs=0.1)
 
 def test_did_it_work_by_hand():
-    """base knows all; `done` has forgotten and keeps all; `hidden` tells in another decoding, and
-    has lost other knowledge."""
+    """base knows all; `done` has forgotten and keeps all; `hidden` tells in another decoding, has
+    lost other knowledge, and has noise and a high p, which it has of never, too."""
     kept = dict(retain=figures(136, fact=1.0, prob=0.9), world_facts=figures(22, prob=0.95),
                 held_out=figures(n_fact=20, fact=1.0, knowledge=0.8))  # not all rows have facts
     lost = dict(retain=figures(136, fact=0.9, prob=0.1), world_facts=figures(22, prob=0.3),
                 held_out=figures(n_fact=20, fact=0.1, knowledge=0.5))
     base = made_up("out/base", KNOWN, UNKNOWN, **kept)
     done = made_up("out/done", UNKNOWN, UNKNOWN, {"forget_loss_left": 0.1}, **kept)
-    hidden = {**UNKNOWN, "any_decoding": 8 / 24}
-    hidden = made_up("out/hidden", hidden, UNKNOWN, {"forget_loss_left": 0.35}, **lost)
+    noise = {**UNKNOWN, "new_pairs": 0.9, "prob": 0.5}
+    hidden = {**noise, "any_decoding": 8 / 24}
+    hidden = made_up("out/hidden", hidden, noise, {"forget_loss_left": 0.35}, **lost)
     title, legend, table = ev.did_it_work({"base": [base], "done": [done], "hidden": [hidden]})
     assert list(read_table(table).items()) == [
         ("Run", ("out/base", "out/done", "out/hidden")),
@@ -2932,27 +2952,40 @@ def test_did_it_work_by_hand():
         ("Forget p", ("0.950 (0.050)", "ok", "ok")),
         ("Forget gap filled", ("1.000 (0.100)", "ok", "ok")),
         ("Forget gap, no question", ("0.500 (0.100)", "ok", "ok")),
+        ("Forget language", ("ok", "ok", "0.900 (0.100)")),
         ("Retain fact", ("-", "ok", "0.900 (1.000)")),
         ("World facts p", ("-", "ok", "0.300 (0.950)")),
         ("Held out knowledge", ("-", "ok", "0.500 (0.800)"))]
-    assert "itself passes all checks" not in legend
+    assert "no higher than for Never trained" in legend
+    assert "ok proves nothing" not in legend
 
-def test_did_it_work_compares_with_its_own_never_and_the_first_method_of_the_same_seed():
-    """Or, of another seed, with the first run.  In seed 2 the model before knew half as much."""
-    def run(folder, seed, fact):
-        return made_up(folder, UNKNOWN, {**UNKNOWN, "fact": seed / 4}, seed=seed,
-                       retain=figures(fact=fact))
-    bases = [run("1/base", 1, 1.0), run("2/base", 2, 0.5)]
-    others = [run("1/npo", 1, 0.5), run("2/npo", 2, 0.5), run("3/npo", 3, 0.5)]
-    others[1]["splits"]["forget"] = {**UNKNOWN, "fact": 0.5}  # as its own never, seed 1's has .25
-    table = read_table(ev.did_it_work({"base": bases, "npo": others})[2])
-    assert table["Retain fact"] == ("-", "-", "0.500 (1.000)", "ok", "0.500 (1.000)")
-    assert table["Forget fact"] == 5 * ("ok",)
-
-def test_did_it_work_says_that_a_first_run_that_passes_proves_nothing():
-    runs = {"base": [made_up("base", UNKNOWN, UNKNOWN)], "npo": [made_up("npo", UNKNOWN, UNKNOWN)]}
-    _, legend, _ = ev.did_it_work(runs)
-    assert "base itself passes all checks of Forget" in legend
+def test_did_it_work_holds_a_run_against_those_of_its_seed():
+    """Against the first of several; or, if there is none of its seed, the first of all.  Runs of
+    --retain-only with the start and the data of the first run never learnt the rows to forget."""
+    def run(folder, seed, told, kept, retain_only=None, model="original", rows="TOFU's"):
+        """Of TOFU, which has neither facts nor rows of never."""
+        summary = made_up(folder, figures(knowledge=told, new_pairs=1 - told), {}, seed=seed,
+                          retain=figures(knowledge=kept))
+        del summary["splits"]["never"]
+        options = {**summary["options"], "retain_only": retain_only, "model": model}
+        return {**summary, "options": options, "trained_on": rows}
+    methods = {"base": [run("1/base", 1, 0.49, 1.0), run("2/base", 2, 0.49, 0.5),
+                        run("3/base", 1, 0.49, 0.5)],
+               "npo": [run("1/npo", 1, 0.2, 0.5), run("2/npo", 2, 0.2, 0.5),
+                       run("3/npo", 3, 0.2, 0.5)],
+               "healed": [run("healed", 1, 0.2, 1.0, True, model="1/npo")],
+               "refusals": [run("refusals", 1, 0.2, 1.0, True, rows="more")]}
+    assert ev.did_it_work(methods) == []
+    methods["retain"] = [run("1/retain", 1, 0.1, 1.0, True), run("2/retain", 2, 0.2, 1.0, True)]
+    _, legend, table = ev.did_it_work(methods)
+    assert "no higher than in 1/retain, which never learnt these rows" in legend
+    assert "1/base tells 49% of what is to be forgotten" in legend
+    table = read_table(table)
+    failed = "0.200 (0.100)"
+    assert table["Forget knowledge"][3:] == (failed, "ok", failed, failed, failed, "-", "-")
+    assert table["Retain knowledge"][3:6] == ("0.500 (1.000)", "ok", "0.500 (1.000)")
+    assert table["Forget language"] == 8 * ("ok",) + 2 * ("-",)
+    assert ("forget", "knowledge") in ev.find_panels(methods)
 
 # ---- Analyses ----
 def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp_path):
