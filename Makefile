@@ -15,7 +15,7 @@ demo: install  ## every method on a small model: table, picture in out/demo (SEE
 	$(EXPERIMENT) demo "$(SEED)" "$(OUT)"
 table: install  ## the demo with three seeds, means (SEEDS=): out/table/1/report.md
 	$(EXPERIMENT) table
-figures: install  ## the paper's analyses of the small model: out/figures/analysis
+figures: install  ## the paper's analyses of the small model: out/figures
 	$(EXPERIMENT) figures
 real: install  ## customers, a published model (MODEL=, TOFU=: use these folders): out/real
 	$(EXPERIMENT) real "$(MODEL)" "$(TOFU)"

@@ -2402,6 +2402,7 @@ def origin_of(rows):
 
 @each("run, typed, expected", [
     ("toy", "--limit 2", [("toy", 2)] * 5),
+    ("toy", "--forget {X} --limit 2", [("X", 2)] + [("toy", 2)] * 3),  # "never" is gone, too
     ("toy", "--data {tofu} --retain {X}", [("Q", 8), ("X", 4), ("Q", 3), ("Q", 3)]),
     ("toy", "--data {tofu} --limit 1 --never {X}", [("Q", 1)] * 4 + [("X", 1)]),
     ("files", "", [("X", 4), ("Y", 4)]),  # the --limit of a run does not count
@@ -2509,13 +2510,14 @@ def test_old_scores_stay_if_scoring_is_stopped(scored_copy, capsys):
     with unchanged(scored_copy), stopped:
         assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
 
-def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy):
+def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy, capsys):
     folder = scored_copy / "eval"
     old_files = set(folder.iterdir())
     (folder / "notes.jsonl").write_text("my own")
     (folder / "utility_general.jsonl").touch()  # of an earlier scoring on other data
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
+    assert "replaces its scores, which were made with {'resp" in capsys.readouterr().out
     assert set(folder.iterdir()) == old_files | {folder / "notes.jsonl"}
 
 @pytest.fixture
@@ -2537,7 +2539,8 @@ PERSON = "--data {rwku} --retain {X} --limit 3 --subject 1"
 def test_the_protocol_has_what_must_be_the_same_in_two_runs(protocol_of):
     """The rows; on RWKU, where they differ from person to person, their source and --limit."""
     different = [PERSON, PERSON.replace("--limit 3", "--limit 4"), "", "--limit 2", "--forget {Y}",
-                 "--retain {X}", "--seed 1", "--samples 3", "--steps 5", "--response-length 5"]
+                 "--retain {X}", "--seed 1", "--samples 3", "--steps 5", "--response-length 5",
+                 "--dtype bfloat16"]
     protocols = [protocol_of(typed) for typed in different]
     for one, other in itertools.combinations(protocols, 2):
         assert one != other
@@ -2625,6 +2628,13 @@ def test_perplexity_of_answers_is_that_of_theta0(base):
         masks = F.pad(ev.draw_masks(len(ids), 4, record["seed"]), (0, 1))
         nll = slow_eq7(theta0, hidden, [*ids, theta0.end_id], masks)
         assert record["generative_perplexity"] == approx(math.exp(nll), rel=1e-4)
+
+def test_perplexity_by_a_model_that_is_gone_is_left_out_with_a_line(unlearned, base, capsys):
+    shutil.copytree(unlearned, "run")
+    info = Path("run/run.json")
+    info.write_text(info.read_text().replace(str(base), "/gone/base"))
+    ev.main(["run", *QUICK])
+    assert "run: no gen. ppl: /gone/base: no folder" in capsys.readouterr().out
 
 def test_ask_prints_what_each_run_answers(base, scored, capsys):
     with mock.patch.object(ev, "write_answers", return_value=[(" a\n b", [])]) as write_answers:
@@ -2732,7 +2742,6 @@ def test_a_model_without_run_json_is_scored_and_reported(base, files, capsys):
     # Its rows have to be typed.
     assert "no rows to score" in program(["bare"], capsys, ev.main)
     assert "no rows to analyse" in program(["--analysis", "roles", "bare"], capsys, ev.main)
-    assert "neither a run of mdu.py" in program([*files, "absent"], capsys, ev.main)
 
 @each("option, rows, said", [
     ("--never", [dict(question="Who?", answer="Ann.")], "only one file has `fact`"),
@@ -2769,11 +2778,27 @@ def test_what_one_process_meets_is_raised_in_all(monkeypatch):
 
 # ---- Report ----
 def test_a_table_escapes_what_would_break_it():
-    table = "| a        | long |\n| -------- | ---- |\n| x \\| y z |      |"
-    assert ev.markdown_table([["a", "x | y\nz"], ["long", ""]]) == table
+    table = "| a      | long |\n| ------ | ---- |\n| x \\| y |      |"
+    assert ev.markdown_table([["a", "x | y"], ["long", ""]]) == table
+
+def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkeypatch):
+    write_summary("a/mdu", {"forget": {"n": 1, "prob": 0.5}})
+    Path("stopped").mkdir()
+    monkeypatch.setenv("MPLBACKEND", "module://that.a.notebook.has")
+    with mock.patch.object(ev, "draw_methods", side_effect=ValueError("too large")):
+        ev.main(["--report", "stopped", "a/mdu"])
+    screen = capsys.readouterr().out
+    assert "left out: stopped: no scores" in screen
+    assert "report.png not drawn: ValueError('too large')" in screen
+    assert "report.png" not in Path("a/report.md").read_text()
+    assert "MPLBACKEND" not in os.environ
+    # A file of answers that was cut short is refused.
+    Path("a/mdu/eval/forget.jsonl").write_text('{"number": 0}\n{"numb')
+    assert "forget.jsonl, line 2: JSON" in program(["--report", "a/mdu"], capsys, ev.main)
 
 def test_a_report_averages_the_runs_of_one_folder_name(capsys):
-    """Mean and standard deviation; of perplexities and p-values median and range."""
+    """Mean and standard deviation; of perplexities and p-values median and range.  Texts are
+    between more backticks than they have."""
     runs = []
     for seed, figure, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
         figures = dict(n=1, rougeL_f1=figure, generative_perplexity=100 * figure)
@@ -2781,10 +2806,10 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
             figures["prob"] = figure  # a cell needs all runs of a method
         runs.append(write_summary(f"{seed}/npo", {"forget": figures}, {"forget_quality": p},
                                   {"seed": seed}))
-        record = dict(question="Who is Bolti?", answer="Gado.", number=0, generation=f"Ann {seed}.")
+        record = dict(question="Who is Bolti?", answer="Gado.", number=0,
+                      generation=f"``A`\n {seed}")
         write_lines(Path(f"{seed}/npo/eval/forget.jsonl"), [record])
     runs.append(write_summary("base", {"forget": {"n": 1, "prob": 0.9}}))
-    shutil.copy("1/npo/eval/forget.jsonl", "base/eval")
     ev.main(["--report", *runs, "1/npo/"])  # one of them is given twice
     screen = capsys.readouterr().out
     assert table_on_screen(screen) == {
@@ -2792,7 +2817,7 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
         "Forget rL ↓": ("0.500 ± 0.200", "-"), "p ↓": ("-", "0.900"),
         "gen. ppl": ("50 (30 to 70)", "-")}
     text = Path("1/report.md").read_text()
-    assert "### 0. Who is Bolti?\n\n- True answer: Gado.\n- npo: Ann 1.\n- npo: Ann 2." in text
+    assert "### 0. `Who is Bolti?`\n\n- True answer: `Gado.`\n- npo: ``` ``A` 1 ```\n- npo" in text
     assert "](report.png)" in text
     assert Path("1/report.png").exists()
 
@@ -2823,7 +2848,7 @@ def test_a_report_averages_the_people_of_rwku(people, capsys):
         # The standard deviation of two values is their distance over the root of two.
         expected = f"{(a + b) / 2:.3f} ± {abs(a - b) / 2**0.5:.3f}"
         assert table[f"{ev.SPLITS[split].title} {ev.heading(split, metric)}"] == (expected,)
-    assert "\n### 1. Please complete the blank" in (people / "1/report.md").read_text()
+    assert "\n### 1. `Please complete the blank" in (people / "1/report.md").read_text()
     assert (people / "1/report.png").exists()
 
 def test_the_rows_about_each_person_are_limited_and_numbered():
@@ -2994,11 +3019,11 @@ def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp
     assert [(line["step"], line["epoch"]) for line in logged] == [(0, 0), (3, 1), (6, 2)]
     run = shutil.copytree(unlearned, tmp_path / "run")
     ev.main(["--analysis", "convergence", str(run)])
-    panels = read_json(tmp_path / "analysis/convergence.json")["panels"]
+    panels = read_json(tmp_path / "convergence.json")["panels"]
     for target in ("base", "anchor", "uniform"):
         points = [[epoch, line["kl"][target]] for epoch, line in enumerate(logged)]
         assert panels[target] == {"run": points}
-    assert (tmp_path / "analysis/convergence.png").exists()
+    assert (tmp_path / "convergence.png").exists()
 
 def test_the_analysis_of_roles_equals_a_slow_loop(base, unlearned, tmp_path):
     """A bar for each role: first theta0's, then the run's; of two masks for each row, which are of
@@ -3021,7 +3046,7 @@ def test_the_analysis_of_roles_equals_a_slow_loop(base, unlearned, tmp_path):
     file = write_lines(tmp_path / "rows", rows)
     flags = "--samples 2 --seed 4 --batch-size 4 --limit 20".split()
     ev.main(["--analysis", "roles", *flags, "--forget", file, str(run)])
-    [bars] = read_json(tmp_path / "analysis/roles.json")["panels"].values()
+    [bars] = read_json(tmp_path / "roles.json")["panels"].values()
     assert [bar["role"] for bar in bars] == 2 * [I, S, K]
     assert [bar["kl"] for bar in bars] == approx([*before, *after], rel=1e-4)
     changes = 100 * (after - before) / before
@@ -3065,7 +3090,7 @@ def test_the_analysis_of_a_trajectory_equals_a_slow_loop(written, tmp_path):
                 token = written.tokenizer.decode([after[i]]).strip()
                 expected.append([f"{token}\n{step}", roles[i], approx(kl, rel=1e-3, abs=1e-6)])
     ev.main(["--analysis", "trajectory", *written.flags])
-    [bars] = read_json(tmp_path / "analysis/trajectory.json")["panels"].values()
+    [bars] = read_json(tmp_path / "trajectory.json")["panels"].values()
     assert [[bar["label"], bar["role"], bar["kl"]] for bar in bars] == expected
 
 def test_the_analysis_of_rollouts_equals_a_slow_loop(written, tmp_path):
@@ -3082,9 +3107,10 @@ def test_the_analysis_of_rollouts_equals_a_slow_loop(written, tmp_path):
         y_t = written.tokenizer.decode(state[:written.n])
         expected.append([f"{k}/4", y_t, completion])
     ev.main(["--analysis", "rollout", *written.flags])
-    table = read_json(tmp_path / "analysis/rollout.json")["table"]
+    table = read_json(tmp_path / "rollout.json")["table"]
     row = [written.row["question"], written.row["answer"]]
     assert table[1:] == [row + cells for cells in expected]
+    assert "\n| `" in Path("rollout.md").read_text()
 
 # ---- Bad input ----
 # Each case: what is given, and the decisive words ("said") of the one line that refuses it.
@@ -3292,16 +3318,17 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --report damaged", "damaged/eval/summary.json: "),
     ("eval.py --report {base}", "not scored yet; first run: python eval.py {base}"),
     ("eval.py --model {base} --data toy {run}", "is a run; give another folder"),
-    ("eval.py unfinished/base", "/unfinished/base continues it"),
+    ("eval.py --model {base} --data toy own", "own has scores of a/model; give another folder"),
+    ("eval.py stopped", "stopped: no scores, and no finished model"),
     ("eval.py --analysis convergence {base}", "train it with --diagnose"),
     ("eval.py --analysis roles {run} {scored}", "the runs started from different models"),
-    ("eval.py --analysis roles {base} unfinished/base", "one folder name"),
-    ("eval.py --analysis roles {run} unfinished/base", "or forgot other rows")])
+    ("eval.py --analysis roles {run} other", "or forgot other rows")])
 def test_eval_refuses(command, said, base, assert_refused):
     made_with = {"options": vars(options(f"--preset toy --model {base}")),
                  "rows": {"forget": "other"}}
-    write_files({"damaged/eval/summary.json": "{",
-                 "unfinished/base/run.json": json.dumps(made_with)})
+    write_files({"damaged/eval/summary.json": "{", "stopped/run.json": json.dumps(made_with),
+                 "own/eval/summary.json": '{"options": {"model": "a/model"}}',
+                 "other/run.json": json.dumps(made_with), "other/config.json": "{}"})
     assert_refused(command, said)
 
 # ======== README.md, Makefile, experiments.sh ========

@@ -7,7 +7,7 @@
 # NAME, arguments    what it does                              its results
 # demo SEED FOLDER   every method on a small model             FOLDER/report.md
 # table              the demo with three seeds                 out/table/1/report.md
-# figures            the paper's analyses of the small model   out/figures/analysis
+# figures            the paper's analyses of the small model   out/figures/*.json
 # real MODEL TOFU    unlearn customers from a published model  out/real/report.md
 # tofu PRESET        the paper's Table 2, on GPUs              out/PRESET/report.md
 # rwku PRESET        the paper's Table 3, on GPUs              out/PRESET/0/report.md
