@@ -766,7 +766,8 @@ LOSSES_OF_LOGITS = {
 
 @each("name", LOSSES_OF_LOGITS)
 def test_a_loss_refuses_logits_of_more_or_fewer_tokens_than_the_masked_ones(name):
-    for n in (M + 1, M - 1):
+    """Those of one token would be taken for those of all."""
+    for n in (M + 1, M - 1, 1):
         with pytest.raises((RuntimeError, ValueError), match="shape"):
             LOSSES_OF_LOGITS[name](torch.zeros(n, 6), torch.zeros(n, dtype=torch.long))
 
@@ -820,6 +821,16 @@ def test_a_loss_of_sequences_equals_its_formula(name):
     nlls = [random_nll(seed) for seed in range(len(trained + frozen))]
     assert_equal_losses(loss(*nlls), slow_loss(*nlls), [nlls[i] for i in trained],
                         [nlls[i] for i in frozen])
+
+@each("loss, n", [(lambda t, _: mdu.sft_loss(random_logits(1), TARGETS, MASKED, t), 1),
+                  (mdu.npo_loss, 2), (mdu.simnpo_loss, 2), (mdu.dpo_loss, 4)])
+def test_a_loss_refuses_a_column_or_a_mean_in_place_of_a_number_for_each_sequence(loss, n):
+    """PyTorch would broadcast it, a column to (5, 5)."""
+    for i, other in itertools.product(range(n), [T[:, None], T.mean()]):
+        tensors = n * [T]
+        tensors[i] = other
+        with pytest.raises((ValueError, TypeError), match="need the shape|0-d"):
+            loss(*tensors, 0.2)
 
 @each("name", LOSSES_OF_NLLS)
 def test_a_loss_of_sequences_stays_finite(name):
