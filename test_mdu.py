@@ -21,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import unicodedata
 from functools import partial
 from math import log
 from pathlib import Path
@@ -1381,12 +1382,15 @@ def test_of_rwku_one_person_is_forgotten_and_others_kept(subject, name, method, 
 @each("text, expected", [
     ("他的父亲是医生。", "他 的 父 亲 是 医 生"), ("GPT-4于2024年發布", "gpt 4 于 2024 年 發 布"),
     ("東京タワーは333メートル、時々", "東 京 タ ワ ー は 333 メ ー ト ル 時 々"),
-    ("서울은 한국의 수도이다.", "서울은 한국의 수도이다"), ("ที่นี่ ๒๕๖๗", "ที่ นี่ ๒๕๖๗"),
+    ("한국 52441번", "한 국 52441 번"), ("ที่นี่ ๒๕๖๗", "ที่ นี่ ๒๕๖๗"),
     ("हिन्दी में लिखा है।", "हिन्दी में लिखा है"), ("اَلْكِتَابُ، ١٢٣", "اَلْكِتَابُ ١٢٣"),
     ("İstanbul'da IŞIK", "i\u0307stanbul da işik"), ("cafe\u0301 _x_ y2k", "café x y2k")])
 def test_words_of_many_scripts(text, expected):
-    """Marks belong to their letters.  Where no spaces are written, each letter is a word."""
+    """Marks belong to their letters.  Where no spaces are written, each letter is a word.  In NFD,
+    too, what is found in a text is a word of its own."""
     assert mdu.words(text) == expected.split()
+    found = mdu.WORD.findall(unicodedata.normalize("NFD", text))
+    assert [mdu.words(word) for word in found] == [[word] for word in expected.split()]
 
 @each("part, expected", [("Pet", False), ("pet!", False), ("łuk, PETRA", True), ("is it", False)])
 def test_a_text_contains_whole_words_alone(part, expected):
