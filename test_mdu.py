@@ -3145,6 +3145,8 @@ BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "columns": ('{"prompt": "p", "completion": "c"}', "the fields prompt, completion"),
     "both": (row_text(response="a"), "it has both answer and response; keep one"),
     "empty": (f"{GOOD}\n\n" + row_text(answer=" "), "line 3 (a JSON object"),
+    "nan": (row_text(answer=math.nan), "found nan; the row has"),
+    "point": (row_text(fact=[1234.0]), "(put others in quotes), found 1234.0"),
     "sign": (row_text(fact="♠"), "fact: needs a letter or digit, found '♠'"),
     "fact": (row_text(fact=["is", "i"]), "fact: 'i' is not in the answer"),  # "is" is
     "latin-1": (GOOD.encode() + b"\n\xe9", "'utf-8' codec can't decode byte 0xe9"),
