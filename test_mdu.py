@@ -3135,9 +3135,21 @@ def test_mdu_refuses_processes_that_cannot_share_a_step(base, tmp_path, monkeypa
     with pytest.raises(mdu.BadInput, match="3 processes need a --batch-size x --grad-accum"):
         mdu.main(toy(base, tmp_path / "run"))
 
-def test_mdu_refuses_a_rank_that_is_left_over_in_a_shell(base, tmp_path, monkeypatch, capsys):
+@each("others", [[], ["RANK", "MASTER_ADDR", "MASTER_PORT"],
+                 ["RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"]])
+def test_mdu_refuses_a_rank_that_torchrun_has_not_set(others, base, tmp_path, monkeypatch, capsys):
+    """Or that is none of the WORLD_SIZE processes: that is 1."""
     monkeypatch.setattr(mdu, "RANK", 1)
-    assert "are set, but not by torchrun" in program(toy(base, tmp_path / "run"), capsys)
+    for name in others:
+        monkeypatch.setenv(name, "1")
+    assert "which torchrun has not set" in program(toy(base, tmp_path / "run"), capsys)
+
+def test_processes_on_disks_of_their_own_are_refused(monkeypatch):
+    """Process 1, which here meets no process 0, sees no run.json."""
+    monkeypatch.setattr(mdu, "RANK", 1)
+    args = SimpleNamespace(out="run", resume=None)
+    with pytest.raises(mdu.BadInput, match="0 of 1 processes see"), mdu.run_folder(args, {}):
+        pass
 
 BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "malformed": (f"{GOOD}\n{GOOD[:-3]}", "line 2 (a JSON object with question and answer"),
