@@ -3109,7 +3109,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --data {rwku} --model x", "give one of them with --subject"),
     ("mdu.py --subject King", "--subject is for RWKU"),
     ("mdu.py --preset rwku-llada --subject King --data {rwku}", "not among the 12: Ann Lee"),
-    ("mdu.py --data folder --model x", "/folder, forget10_perturbed: "),
+    ("mdu.py --data folder --model x", "/folder, forget10_perturbed (README.md in the"),
     ("mdu.py --data toy --model {base} --response-length 2048", "the model takes 2048"),
     # Folders.
     ("mdu.py --method ga --forget rows", "train it with --method sft, or"),
@@ -3250,6 +3250,12 @@ def test_mdu_refuses_a_model(name, assert_refused):
     if model.fault:
         model.fault(Path(name))
     assert_refused(f"mdu.py --method ga --forget rows --model {name}", model.said)
+
+def test_weights_that_are_not_read_are_named(tmp_path, capsys):
+    write_checkpoint(tmp_path, "llama")
+    add_file(tmp_path, "pytorch_model.bin")
+    mdu.load_backbone(str(tmp_path))
+    assert "not read: pytorch_model.bin; the weights are those in" in capsys.readouterr().out
 
 def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     write_checkpoint(Path("other"), "llada", mask_token_id=0)  # as the toy has it
