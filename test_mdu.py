@@ -1776,6 +1776,10 @@ def assert_broken(run):
     assert (run / "unfinished").is_dir()
     assert not (run / "config.json").exists()
 
+def test_a_run_that_ended_before_its_first_step_may_begin_again(tmp_path):
+    (tmp_path / "run.json").touch()
+    mdu.require_new(tmp_path)
+
 def test_a_finished_run_is_not_resumed(unlearned, capsys):
     """Before it loads a model."""
     with mock.patch.object(mdu, "load_model", None):
@@ -3119,13 +3123,12 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --resume foreign", "foreign: its run.json was not made by mdu.py"),
     ("mdu.py --resume older", "resume it with the code that made it"),
     ("mdu.py --resume changed", "the rows that it started from have changed"),
-    ("mdu.py --model foreign --method ga --forget rows", "foreign/config.json: it has no JSON")])
+    ("mdu.py --model foreign --method ga --forget rows", "foreign: its run.json was not made")])
 def test_mdu_refuses(command, said, base, assert_refused):
     own = vars(options(f"--preset toy --model {base}"))
     older = {name: value for name, value in own.items() if name != "lr"}
     write_files({
         "folder/other.json": GOOD, "foreign/run.json": '{"options": {}}',
-        "foreign/config.json": "[]",
         "older/run.json": json.dumps({"options": older, "rows": {}}),
         "changed/run.json": json.dumps({"options": own, "rows": {"forget": "other"}})})
     assert_refused(command, said)
@@ -3215,7 +3218,6 @@ BAD_MODELS = {  # {name of a folder: what is wrong in it, and what is said}
     "adapted": bad_model("llama", "adapted has adapter_config.json: merge the adapters",
                          partial(add_file, name="adapter_config.json")),
     "causal": bad_model("llama", 'a causal model: no token sees a later one', is_causal=None),
-    "shifted": bad_model("a2d-qwen3", "shift_logits", shift_logits=True),
     # Tensors that are missing, too many, of other sizes or types.
     # embedding_size and mlp_hidden_size count, where vocab_size and mlp_ratio say something else.
     "layers": bad_model("llada", "model.layers.2.", n_layers=3, embedding_size=264,
@@ -3224,7 +3226,7 @@ BAD_MODELS = {  # {name of a folder: what is wrong in it, and what is said}
     "resized": bad_model("llada", "model.embed_tokens.weight has (264, 32), by config",
                          vocab_size=260),
     "no-layers": bad_model("llada", "cannot be loaded as LlamaForCausalLM", n_layers=None),
-    "pickle": bad_model("llada", "model.safetensors is missing", save_as_pickle),
+    "pickle": bad_model("llada", "no file named model.safetensors", save_as_pickle),
     "stray": bad_model("llama", "gptq_model-4bit.safetensors is not among the files",
                        partial(add_file, name="gptq_model-4bit.safetensors")),
     # Tokens.
