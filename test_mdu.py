@@ -21,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import unicodedata
 from functools import partial
 from math import log
 from pathlib import Path
@@ -766,7 +767,8 @@ LOSSES_OF_LOGITS = {
 
 @each("name", LOSSES_OF_LOGITS)
 def test_a_loss_refuses_logits_of_more_or_fewer_tokens_than_the_masked_ones(name):
-    for n in (M + 1, M - 1):
+    """Those of one token would be taken for those of all."""
+    for n in (M + 1, M - 1, 1):
         with pytest.raises((RuntimeError, ValueError), match="shape"):
             LOSSES_OF_LOGITS[name](torch.zeros(n, 6), torch.zeros(n, dtype=torch.long))
 
@@ -820,6 +822,16 @@ def test_a_loss_of_sequences_equals_its_formula(name):
     nlls = [random_nll(seed) for seed in range(len(trained + frozen))]
     assert_equal_losses(loss(*nlls), slow_loss(*nlls), [nlls[i] for i in trained],
                         [nlls[i] for i in frozen])
+
+@each("loss, n", [(lambda t, _: mdu.sft_loss(random_logits(1), TARGETS, MASKED, t), 1),
+                  (mdu.npo_loss, 2), (mdu.simnpo_loss, 2), (mdu.dpo_loss, 4)])
+def test_a_loss_refuses_a_column_or_a_mean_in_place_of_a_number_for_each_sequence(loss, n):
+    """PyTorch would broadcast it, a column to (5, 5)."""
+    for i, other in itertools.product(range(n), [T[:, None], T.mean()]):
+        tensors = n * [T]
+        tensors[i] = other
+        with pytest.raises((ValueError, TypeError), match="need the shape|0-d"):
+            loss(*tensors, 0.2)
 
 @each("name", LOSSES_OF_NLLS)
 def test_a_loss_of_sequences_stays_finite(name):
@@ -1372,12 +1384,15 @@ def test_of_rwku_one_person_is_forgotten_and_others_kept(subject, name, method, 
 @each("text, expected", [
     ("他的父亲是医生。", "他 的 父 亲 是 医 生"), ("GPT-4于2024年發布", "gpt 4 于 2024 年 發 布"),
     ("東京タワーは333メートル、時々", "東 京 タ ワ ー は 333 メ ー ト ル 時 々"),
-    ("서울은 한국의 수도이다.", "서울은 한국의 수도이다"), ("ที่นี่ ๒๕๖๗", "ที่ นี่ ๒๕๖๗"),
+    ("한국 52441번", "한 국 52441 번"), ("ที่นี่ ๒๕๖๗", "ที่ นี่ ๒๕๖๗"),
     ("हिन्दी में लिखा है।", "हिन्दी में लिखा है"), ("اَلْكِتَابُ، ١٢٣", "اَلْكِتَابُ ١٢٣"),
     ("İstanbul'da IŞIK", "i\u0307stanbul da işik"), ("cafe\u0301 _x_ y2k", "café x y2k")])
 def test_words_of_many_scripts(text, expected):
-    """Marks belong to their letters.  Where no spaces are written, each letter is a word."""
+    """Marks belong to their letters.  Where no spaces are written, each letter is a word.  In NFD,
+    too, what is found in a text is a word of its own."""
     assert mdu.words(text) == expected.split()
+    found = mdu.WORD.findall(unicodedata.normalize("NFD", text))
+    assert [mdu.words(word) for word in found] == [[word] for word in expected.split()]
 
 @each("part, expected", [("Pet", False), ("pet!", False), ("łuk, PETRA", True), ("is it", False)])
 def test_a_text_contains_whole_words_alone(part, expected):
@@ -1445,24 +1460,24 @@ AROUND = {  # a prompt's text before and after the question
 END = {"llada": 261, "illada": 257, "a2d-llama": 261, "llama": 257, "Dream": 260, "a2d-qwen2": 260,
        "a2d-qwen3": 260, "qwen2": 256, "qwen3": 256}  # the end-of-turn token
 
-def test_control_tokens_in_questions_and_answers_stay_text(hub):
+def test_prompts_have_the_control_tokens_of_the_template_alone(hub):
     kind, model, tokenizer = hub.kind, hub.model, hub.tokenizer
     tokens = [model.mask_id, model.pad_id, model.end_id]
     assert tokens == [258, {"llama": 257, "illada": 256, "qwen": 256}[family(kind)], END[kind]]
     assert model.shift == model.by_entropy == (kind == "Dream")
-    text = "\0 é".join(TOKENS[family(kind)][:5])
-    text_ids = tokenizer(text, split_special_tokens=True).input_ids
-    assert max(text_ids) < 256
     before, after = AROUND.get(kind, AROUND[family(kind)])
-    prompt = tokenizer(before).input_ids + text_ids + tokenizer(after).input_ids
-    assert mdu.encode_prompt(tokenizer, f" {text}\n") == prompt
-    row = {"question": text, "answer": f" {text}\n", "perturbed_answer": [text]}
-    with mock.patch.object(model.lm.config, "max_position_embeddings", 9999):
-        splits = {"forget": [row], "retain": []}
-        examples = mdu.encode_splits(options("--method dpo"), splits, model, tokenizer)
-    answer = text_ids + [model.end_id]
+    prompt = tokenizer(f"{before}<|é{after}").input_ids
+    assert mdu.encode_prompt(tokenizer, " <|é\n") == prompt
+    row = {"question": "<|é", "answer": " é|>\n", "perturbed_answer": ["é|>"]}
+    splits = {"forget": [row], "retain": []}
+    examples = mdu.encode_splits(options("--method dpo"), splits, model, tokenizer)
+    answer = [*tokenizer("é|>").input_ids, model.end_id]
     none = [False] * len(answer)
     assert examples["forget"] == [mdu.Example(prompt, answer, none, [(prompt, answer)])]
+    for field in ("question", "answer"):
+        bad = {**row, field: f"a {TOKENS[family(kind)][2]}"}
+        with pytest.raises(mdu.BadInput, match="row 2 of forget, .* is a special token"):
+            mdu.encode_splits(options("--method dpo"), {"forget": [row, bad]}, model, tokenizer)
 
 # Formats of prompts: the text before the question, and that between question and answer.
 FORMATS = {
@@ -1511,6 +1526,21 @@ def test_a_prompt_and_its_answer_are_the_tokens_of_the_whole_text(name, whole_wo
     assert len(answer) == 5
     assert mdu.encode_prompt(whole_words, "Who wrote it?") == prompt
 
+@each("after", ["<|end|>", "<|end|>\n", "<|end|> "])
+@each("scheme, swallows", [("first", False), ("first", True), ("always", True)])
+def test_what_a_tokenizer_does_behind_a_special_token_is_done(scheme, swallows, after):
+    """Tokens are letters.  "first", as in Llama 2's, puts a space in front of the first of all
+    alone.  Special tokens swallow the spaces behind them in Phi-3's."""
+    letters = {letter: i for i, letter in enumerate("▁\nAnWho")}
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    bpe.add_special_tokens([tokenizers.AddedToken("<|end|>", special=True, rstrip=swallows)])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe)
+    use_format(tokenizer, "<|end|>\n", after)
+    prompt, answer = mdu.encode_pair(tokenizer, "Who", "Ann")
+    assert prompt + answer == tokenizer(f"<|end|>\nWho{after}Ann").input_ids
+    assert "".join(tokenizer.convert_ids_to_tokens(answer)).strip("▁") == "Ann"
+
 def test_a_token_at_the_boundary_belongs_to_the_answer(whole_words):
     before, after = SPANNING
     use_format(whole_words, before, after)
@@ -1530,9 +1560,10 @@ def test_a_perturbed_answer_has_the_prompt_of_its_own_text(whole_words):
 
 def test_a_template_with_the_date_gets_a_fixed_one(whole_words):
     """Llama 3's has today's else, and a model would see another prompt every day."""
-    whole_words.chat_template = "{{ date_string }}: {{ messages[0]['content'] }}"
-    prompt = mdu.encode_prompt(whole_words, "Who?")
-    assert whole_words.decode(prompt) == "26 Jul 2024: Who?"
+    for date in ("date_string", "strftime_now('%d %b %Y')"):
+        whole_words.chat_template = "{{ " + date + " }}: {{ messages[0]['content'] }}"
+        prompt = mdu.encode_prompt(whole_words, "Who?")
+        assert whole_words.decode(prompt) == "26 Jul 2024: Who?"
 
 @pytest.mark.skipif("MDU_TEST_HUB" not in os.environ, reason="needs a network: MDU_TEST_HUB=1")
 @each("name, tokens, start, end", [
@@ -1746,6 +1777,10 @@ def assert_broken(run):
     assert len(files) > 2  # dcp needs about as much memory as a process's largest file
     assert (run / "unfinished").is_dir()
     assert not (run / "config.json").exists()
+
+def test_a_run_that_ended_before_its_first_step_may_begin_again(tmp_path):
+    (tmp_path / "run.json").touch()
+    mdu.require_new(tmp_path)
 
 def test_a_finished_run_is_not_resumed(unlearned, capsys):
     """Before it loads a model."""
@@ -3174,7 +3209,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --data {rwku} --model x", "give one of them with --subject"),
     ("mdu.py --subject King", "--subject is for RWKU"),
     ("mdu.py --preset rwku-llada --subject King --data {rwku}", "not among the 12: Ann Lee"),
-    ("mdu.py --data folder --model x", "/folder, forget10_perturbed: "),
+    ("mdu.py --data folder --model x", "/folder, forget10_perturbed (README.md in the"),
     ("mdu.py --data toy --model {base} --response-length 2048", "the model takes 2048"),
     # Folders.
     ("mdu.py --method ga --forget rows", "train it with --method sft, or"),
@@ -3184,13 +3219,12 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --resume foreign", "foreign: its run.json was not made by mdu.py"),
     ("mdu.py --resume older", "resume it with the code that made it"),
     ("mdu.py --resume changed", "the rows that it started from have changed"),
-    ("mdu.py --model foreign --method ga --forget rows", "foreign/config.json: it has no JSON")])
+    ("mdu.py --model foreign --method ga --forget rows", "foreign: its run.json was not made")])
 def test_mdu_refuses(command, said, base, assert_refused):
     own = vars(options(f"--preset toy --model {base}"))
     older = {name: value for name, value in own.items() if name != "lr"}
     write_files({
         "folder/other.json": GOOD, "foreign/run.json": '{"options": {}}',
-        "foreign/config.json": "[]",
         "older/run.json": json.dumps({"options": older, "rows": {}}),
         "changed/run.json": json.dumps({"options": own, "rows": {"forget": "other"}})})
     assert_refused(command, said)
@@ -3200,9 +3234,21 @@ def test_mdu_refuses_processes_that_cannot_share_a_step(base, tmp_path, monkeypa
     with pytest.raises(mdu.BadInput, match="3 processes need a --batch-size x --grad-accum"):
         mdu.main(toy(base, tmp_path / "run"))
 
-def test_mdu_refuses_a_rank_that_is_left_over_in_a_shell(base, tmp_path, monkeypatch, capsys):
+@each("others", [[], ["RANK", "MASTER_ADDR", "MASTER_PORT"],
+                 ["RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"]])
+def test_mdu_refuses_a_rank_that_torchrun_has_not_set(others, base, tmp_path, monkeypatch, capsys):
+    """Or that is none of the WORLD_SIZE processes: that is 1."""
     monkeypatch.setattr(mdu, "RANK", 1)
-    assert "are set, but not by torchrun" in program(toy(base, tmp_path / "run"), capsys)
+    for name in others:
+        monkeypatch.setenv(name, "1")
+    assert "which torchrun has not set" in program(toy(base, tmp_path / "run"), capsys)
+
+def test_processes_on_disks_of_their_own_are_refused(monkeypatch):
+    """Process 1, which here meets no process 0, sees no run.json."""
+    monkeypatch.setattr(mdu, "RANK", 1)
+    args = SimpleNamespace(out="run", resume=None)
+    with pytest.raises(mdu.BadInput, match="0 of 1 processes see"), mdu.run_folder(args, {}):
+        pass
 
 BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "malformed": (f"{GOOD}\n{GOOD[:-3]}", "line 2 (a JSON object with question and answer"),
@@ -3210,6 +3256,8 @@ BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "columns": ('{"prompt": "p", "completion": "c"}', "the fields prompt, completion"),
     "both": (row_text(response="a"), "it has both answer and response; keep one"),
     "empty": (f"{GOOD}\n\n" + row_text(answer=" "), "line 3 (a JSON object"),
+    "nan": (row_text(answer=math.nan), "found nan; the row has"),
+    "point": (row_text(fact=[1234.0]), "(put others in quotes), found 1234.0"),
     "sign": (row_text(fact="♠"), "fact: needs a letter or digit, found '♠'"),
     "fact": (row_text(fact=["is", "i"]), "fact: 'i' is not in the answer"),  # "is" is
     "latin-1": (GOOD.encode() + b"\n\xe9", "'utf-8' codec can't decode byte 0xe9"),
@@ -3266,7 +3314,6 @@ BAD_MODELS = {  # {name of a folder: what is wrong in it, and what is said}
     "adapted": bad_model("llama", "adapted has adapter_config.json: merge the adapters",
                          partial(add_file, name="adapter_config.json")),
     "causal": bad_model("llama", 'a causal model: no token sees a later one', is_causal=None),
-    "shifted": bad_model("a2d-qwen3", "shift_logits", shift_logits=True),
     # Tensors that are missing, too many, of other sizes or types.
     # embedding_size and mlp_hidden_size count, where vocab_size and mlp_ratio say something else.
     "layers": bad_model("llada", "model.layers.2.", n_layers=3, embedding_size=264,
@@ -3275,7 +3322,7 @@ BAD_MODELS = {  # {name of a folder: what is wrong in it, and what is said}
     "resized": bad_model("llada", "model.embed_tokens.weight has (264, 32), by config",
                          vocab_size=260),
     "no-layers": bad_model("llada", "cannot be loaded as LlamaForCausalLM", n_layers=None),
-    "pickle": bad_model("llada", "model.safetensors is missing", save_as_pickle),
+    "pickle": bad_model("llada", "no file named model.safetensors", save_as_pickle),
     "stray": bad_model("llama", "gptq_model-4bit.safetensors is not among the files",
                        partial(add_file, name="gptq_model-4bit.safetensors")),
     # Tokens.
@@ -3291,8 +3338,8 @@ BAD_MODELS = {  # {name of a folder: what is wrong in it, and what is said}
                            partial(delete, pattern="merges.txt")),
     "no-template": bad_model("llada", "no chat template: is it a base model's?",
                              partial(replace, old="chat_template", new="other")),
-    "twice": bad_model("llama", "must have the question exactly once",
-                       partial(replace, old="m['content']", new="m['content'] ~ m['content']"))}
+    "no-question": bad_model("llama", "its chat template leaves out the question",
+                             partial(replace, old="m['content']", new="m['text']"))}
 
 @each("name", BAD_MODELS)
 def test_mdu_refuses_a_model(name, assert_refused):
@@ -3301,6 +3348,12 @@ def test_mdu_refuses_a_model(name, assert_refused):
     if model.fault:
         model.fault(Path(name))
     assert_refused(f"mdu.py --method ga --forget rows --model {name}", model.said)
+
+def test_weights_that_are_not_read_are_named(tmp_path, capsys):
+    write_checkpoint(tmp_path, "llama")
+    add_file(tmp_path, "pytorch_model.bin")
+    mdu.load_backbone(str(tmp_path))
+    assert "not read: pytorch_model.bin; the weights are those in" in capsys.readouterr().out
 
 def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     write_checkpoint(Path("other"), "llada", mask_token_id=0)  # as the toy has it
