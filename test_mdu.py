@@ -3262,7 +3262,7 @@ BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "fact": (row_text(fact=["is", "i"]), "fact: 'i' is not in the answer"),  # "is" is
     "latin-1": (GOOD.encode() + b"\n\xe9", "'utf-8' codec can't decode byte 0xe9"),
     "strange": (8 * (row_text(question="xx", answer="yy zz") + "\n"),
-                "most words to forget are unknown to the model"),
+                "most words of forget are unknown to the model"),
     "long": (8 * (row_text(answer=2100 * "Who ") + "\n"), "the model takes 2048")}
 
 @each("name", BAD_ROWS)
