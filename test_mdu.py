@@ -1594,7 +1594,9 @@ def test_the_pinned_tokenizers_give_the_ids_that_others_print(name, tokens, star
     ("--preset toy --grad-accum 2", 24, 9, 300),
     # Rows of one's own.  MDU: 500, five passes over the rows to forget, one over those to retain.
     ("--model x", 10, 9, 500), ("--model x", 401, 9, 502), ("--model x", 10, 2001, 501),
-    ("--model x --attackers 2", 10, 9, 1000), ("--model x --retain-weight 0", 10, 2001, 500),
+    ("--model x --attackers 2", 10, 9, 1000),
+    ("--model x --attackers 2 --others o", 10, 9, 2000),
+    ("--model x --retain-weight 0", 10, 2001, 500),
     ("--model x --method npo", 4, 2001, 250), ("--model x --method sft", 10, 198, 260)])
 def test_the_number_of_steps_by_hand(typed, n_forget, n_retain, steps):
     """Of 4 rows, with the toy's preset of 8.  sft counts all of its rows."""
