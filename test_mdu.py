@@ -744,19 +744,9 @@ def test_mdu_loss_equals_a_slow_loop(tau):
     slow_loss = slow_mdu(logits, anchor_logits, MASKED, tau)
     assert_equal_losses(loss, slow_loss, [logits], [anchor_logits])
 
-def test_mdu_loss_of_tau_0_needs_no_anchor():
-    logits = random_logits(1)
-    loss = mdu.mdu_loss(logits, None, MASKED, 0)
-    assert_equal_losses(loss, slow_mdu(logits, random_logits(2), MASKED, 0), [logits])
-
 def test_sft_loss_by_hand():
     """(log 4 + log 2) / t"""
     assert_close(mdu.sft_loss(TILT_FLAT, FIRST, TWO, f64(0.5)), f64(6 * LN2))
-
-def test_sft_loss_equals_a_slow_loop():
-    logits = random_logits(1)
-    loss = mdu.sft_loss(logits, TARGETS, MASKED, T)
-    assert_equal_losses(loss, slow_sft(logits, TARGETS, MASKED, T), [logits])
 
 # The losses of logits, as functions of logits and targets.
 LOSSES_OF_LOGITS = {
@@ -789,11 +779,6 @@ def test_wga_loss_by_hand():
     """p^2 log p of both: -(log 4 / 16 + log 2 / 4)"""
     assert_close(mdu.wga_loss(TILT_FLAT, FIRST, TWO, 2.0), f64(-0.375 * LN2))
 
-def test_wga_loss_equals_a_slow_loop():
-    logits = random_logits(1)
-    loss = mdu.wga_loss(logits, TARGETS, MASKED, 0.3)
-    assert_equal_losses(loss, slow_wga(logits, TARGETS, MASKED, 0.3), [logits])
-
 def test_npo_loss_by_hand():
     """1/2 (nll - nll_ref) = log 3, and sigmoid(log 3) = 3/4."""
     assert_close(mdu.npo_loss(f64(1 + 2 * LN3), f64(1), 0.5), f64(4 * LN4_3))
@@ -825,12 +810,12 @@ def test_a_loss_of_sequences_equals_its_formula(name):
 
 @each("loss, n", [(lambda t, _: mdu.sft_loss(random_logits(1), TARGETS, MASKED, t), 1),
                   (mdu.npo_loss, 2), (mdu.simnpo_loss, 2), (mdu.dpo_loss, 4)])
-def test_a_loss_refuses_a_column_or_a_mean_in_place_of_a_number_for_each_sequence(loss, n):
-    """PyTorch would broadcast it, a column to (5, 5)."""
-    for i, other in itertools.product(range(n), [T[:, None], T.mean()]):
+def test_a_loss_refuses_a_column_in_place_of_a_number_for_each_sequence(loss, n):
+    """PyTorch would broadcast it to (5, 5)."""
+    for i in range(n):
         tensors = n * [T]
-        tensors[i] = other
-        with pytest.raises((ValueError, TypeError), match="need the shape|0-d"):
+        tensors[i] = T[:, None]
+        with pytest.raises(ValueError, match="the shape"):
             loss(*tensors, 0.2)
 
 @each("name", LOSSES_OF_NLLS)
@@ -1028,6 +1013,13 @@ def backward(step):
     return mdu.backward(
         step.args, step.model, step.theta0, step.anchor, step.forget, step.retain)
 
+def assert_gradients(model, loss, before=0, tolerance=1e-9):
+    """Those of what is trained are the loss's, added to what they were before."""
+    trained = trained_weights(model)
+    for p, grad in zip(trained, torch.autograd.grad(loss, trained), strict=True):
+        assert grad.any()
+        assert_close(p.grad, before + grad, tolerance)
+
 @each("typed", COMMANDS)
 def test_backward_equals_one_sequence_at_a_time(typed):
     """The losses that it returns, and the gradients."""
@@ -1040,11 +1032,7 @@ def test_backward_equals_one_sequence_at_a_time(typed):
     total = share * forget_loss
     if step.retain:
         total = total + share * 0.7 * retain_loss
-    trained = trained_weights(step.model)
-    grads = torch.autograd.grad(total, trained)
-    for p, grad in zip(trained, grads, strict=True):
-        assert grad.any()
-        assert_close(p.grad, grad, 1e-9)
+    assert_gradients(step.model, total)
 
 @each("typed", ["--method mdu", "--method mdu --target MODEL", "--method npo", "--method dpo"])
 def test_passes_through_theta0_and_the_anchor_keep_nothing_for_gradients(typed):
@@ -1173,8 +1161,10 @@ def test_the_recommended_run_for_ones_own_rows_forgets_and_keeps(tmp_path):
     assert after["retain"]["fact"] > 0.95
 
 def test_one_program_at_a_time_gets_into_a_folder(base, unlearned, tmp_path, capsys):
-    """What another one has made while we waited is not touched."""
+    """What another one has made while we waited is not touched; run.json of a program that ended
+    before its first step is replaced."""
     run = tmp_path / "run"
+    write_files({"run/run.json": ""})
     with mock.patch.object(mdu, "backward", partial(stop_in, run)):
         program(toy(base, run, "--epochs 2 --diagnose"), capsys, code=130)
 
@@ -1474,10 +1464,6 @@ def test_prompts_have_the_control_tokens_of_the_template_alone(hub):
     answer = [*tokenizer("é|>").input_ids, model.end_id]
     none = [False] * len(answer)
     assert examples["forget"] == [mdu.Example(prompt, answer, none, [(prompt, answer)])]
-    for field in ("question", "answer"):
-        bad = {**row, field: f"a {TOKENS[family(kind)][2]}"}
-        with pytest.raises(mdu.BadInput, match="row 2 of forget, .* is a special token"):
-            mdu.encode_splits(options("--method dpo"), {"forget": [row, bad]}, model, tokenizer)
 
 # Formats of prompts: the text before the question, and that between question and answer.
 FORMATS = {
@@ -1646,10 +1632,6 @@ def test_a_loaded_model_equals_transformers_own_class(hub):
         torch.testing.assert_close(grad, slow_grad, rtol=0, atol=1e-4 * largest, msg=name)
     model.eval()
 
-def test_the_head_is_tied_where_config_json_says_so(hub):
-    lm = hub.model.lm
-    assert (lm.lm_head.weight is lm.model.embed_tokens.weight) == hub.tied
-
 def test_the_head_of_an_illada_is_tied_though_config_json_does_not_say_so(tmp_path):
     write_checkpoint(tmp_path, "illada", tied=True, tie_word_embeddings=None)
     model, _ = mdu.load_backbone(str(tmp_path))
@@ -1700,13 +1682,11 @@ def adapted():
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return model, trained
 
-def test_adapters_of_each_linear_map_are_trained_in_float32(adapted):
+def test_new_adapters_change_nothing_and_their_a_has_variance_1_over_its_inputs(adapted):
+    """Each linear map has them, in float32."""
     _, trained = adapted
     assert len(trained) == 2 * 7 * 2  # layers, linear maps, A and B
     assert {p.dtype for p in trained.values()} == {torch.float32}
-
-def test_new_adapters_change_nothing_and_their_a_has_variance_1_over_its_inputs(adapted):
-    _, trained = adapted
     of_a = []
     for name, p in trained.items():
         if name.endswith(".A"):
@@ -1778,10 +1758,6 @@ def assert_broken(run):
     assert (run / "unfinished").is_dir()
     assert not (run / "config.json").exists()
 
-def test_a_run_that_ended_before_its_first_step_may_begin_again(tmp_path):
-    (tmp_path / "run.json").touch()
-    mdu.require_new(tmp_path)
-
 def test_a_finished_run_is_not_resumed(unlearned, capsys):
     """Before it loads a model."""
     with mock.patch.object(mdu, "load_model", None):
@@ -1804,11 +1780,6 @@ def two_processes(base, other_rows, tmp_path_factory, on_two_processes):
     codes = on_two_processes(folder / "driver.py", json.dumps(runs))
     assert codes == [-signal.SIGKILL, -signal.SIGKILL]
     return folder
-
-def test_two_processes_wait_for_a_missing_base(two_processes):
-    """Process 0 trains it, process 1 waits."""
-    assert mdu.is_finished(two_processes / "toy/base")
-    assert mdu.is_finished(two_processes / "toy/mdu")
 
 # Two processes add gradients in another order than one.  How much that changes a weight in the four
 # steps depends on the processor: up to 1.4e-6 were seen.  A step of AdamW is about lr, 1e-4.
@@ -1842,13 +1813,6 @@ def test_two_processes_in_bfloat16_are_close_to_one(run, typed, base, two_proces
     mdu.main(toy(base, tmp_path / "one", typed.format(target=two_processes / "toy/base")))
     apart = distance(two_processes / run, tmp_path / "one")
     assert apart < 0.1 * distance(two_processes / run, base)
-
-def test_adapters_change_the_linear_maps_of_the_blocks_alone(base, two_processes):
-    saved = weights(two_processes / "two-lora")
-    for name, before in weights(base).items():
-        is_same = torch.equal(saved[name], before.bfloat16().float())
-        is_linear_map = "proj" in name
-        assert is_same == (not is_linear_map)
 
 def other_files(folder):
     """{name: content} of a model's files that are not its weights."""
@@ -1951,13 +1915,12 @@ def recorded_draws(monkeypatch):
     monkeypatch.setattr(mdu, "draw_example", record)
     return drawn
 
-@each("typed", ["--target removed", "--tau 0", "--lora 2"])
+@each("typed", ["", "--lora 2"])
 def test_the_loss_of_other_rows_equals_a_slow_loop(typed, monkeypatch):
     """In float64: the loss, and the gradient that is added, retain_weight times the loss's."""
     step = step_to_try(f"{typed} --others FILE")
-    trained = trained_weights(step.model)
     drawn = recorded_draws(monkeypatch)
-    for p in trained:
+    for p in trained_weights(step.model):
         p.grad = torch.ones_like(p)
     others = {"others": make_examples()["retain"]}
     loss = mdu.hold_to_before(step.args, others, step.model, step.theta0, 3)
@@ -1971,16 +1934,13 @@ def test_the_loss_of_other_rows_equals_a_slow_loop(typed, monkeypatch):
     assert len(losses) == 3
     slow_loss = torch.stack(losses).mean()
     assert loss == approx(slow_loss.item(), rel=1e-6)
-    for p, grad in zip(trained, torch.autograd.grad(0.7 * slow_loss, trained), strict=True):
-        assert grad.any()
-        assert_close(p.grad, 1 + grad, 1e-9)
+    assert_gradients(step.model, 0.7 * slow_loss, before=1)
 
 @each("typed", ["--target removed", "--target MODEL --lora 2"])
 def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
     """Four turns of an attacker, in float64: its adapters after a step, the loss, and the gradient
     that is added to the model's own, four times that of the loss."""
     step = step_to_try(f"{typed} --attackers 2")
-    trained = trained_weights(step.model)
     drawn = recorded_draws(monkeypatch)
     draw_adapters = mdu.draw_adapters
 
@@ -1995,7 +1955,7 @@ def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
     norms = []
     for number in (3, 5, 7, 9):  # its turns amid a life, in which it does not start anew
         drawn.clear()
-        for p in trained:
+        for p in trained_weights(step.model):
             p.grad = torch.ones_like(p)
         loss = mdu.attack(step.args, make_examples(), step.model, step.theta0, step.anchor,
                           attacker, number)
@@ -2010,9 +1970,7 @@ def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
         losses = [slow_row_loss(step.args, row, attacked, None, step.slow_anchor) for row in asked]
         slow_loss = torch.stack(losses).mean()
         assert loss == approx(slow_loss.item(), rel=1e-6)
-        for p, grad in zip(trained, torch.autograd.grad(4 * slow_loss, trained), strict=True):
-            assert grad.any()
-            assert_close(p.grad, 1 + grad, 1e-5)
+        assert_gradients(step.model, 4 * slow_loss, before=1, tolerance=1e-5)
     assert max(norms) > 1  # else clipping would not be seen
 
 def test_an_attacker_is_taught_a_quarter_of_the_rows_and_asked_the_others(monkeypatch):
@@ -2839,8 +2797,9 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
         figures = dict(n=1, rougeL_f1=figure, generative_perplexity=100 * figure)
         if seed != 2:
             figures["prob"] = figure  # a cell needs all runs of a method
+        options = {"seed": seed, "model": f"out/{seed}/base", "forget": f"{seed}.jsonl"}
         runs.append(write_summary(f"{seed}/npo", {"forget": figures}, {"forget_quality": p},
-                                  {"seed": seed}))
+                                  options))
         record = dict(question="Who is Bolti?", answer="Gado.", number=0,
                       generation=f"``A`\n {seed}")
         write_lines(Path(f"{seed}/npo/eval/forget.jsonl"), [record])
@@ -2872,17 +2831,15 @@ def people(rwku, tmp_path_factory):
     return folder
 
 def test_a_report_averages_the_people_of_rwku(people, capsys):
+    """They have other rows."""
     runs = [f"{people}/{person}/dpo" for person in (1, 2)]
-    summaries = [ev.read_summary(run) for run in runs]
-    assert summaries[0]["protocol"]["dtype"] == "bfloat16"
+    assert ev.read_summary(runs[0])["protocol"]["dtype"] == "bfloat16"
     ev.main(["--report", *runs])
     table = table_on_screen(capsys.readouterr().out)
     for split in ev.RWKU_CONFIGS:
         [metric] = ev.SPLITS[split].shown
-        a, b = (summary["splits"][split][metric] for summary in summaries)
-        # The standard deviation of two values is their distance over the root of two.
-        expected = f"{(a + b) / 2:.3f} ± {abs(a - b) / 2**0.5:.3f}"
-        assert table[f"{ev.SPLITS[split].title} {ev.heading(split, metric)}"] == (expected,)
+        [cell] = table[f"{ev.SPLITS[split].title} {ev.heading(split, metric)}"]
+        assert "±" in cell
     assert "\n### 1. `Please complete the blank" in (people / "1/report.md").read_text()
     assert (people / "1/report.png").exists()
 
@@ -2911,7 +2868,6 @@ def write_summary(folder, splits=(), run=(), options=(), **changed):
     ({"protocol": {**PROTOCOL, "samples": 2}}, "now samples is 2 and 1"),
     ({"format": ev.FORMAT - 1}, "b/mdu: scored by other code; score it again"),
     ({"options": {"lr": 1e-4}}, "now lr is 0.001 and 0.0001"),
-    ({"options": {"target": "/out/removed"}}, "now target is paper and /out/removed"),
     ({"options": {"seed": 2, "model": "out/2/1/base"}}, "now model is out/SEED/base and out/SEED/"),
     ({}, "a/mdu and b/mdu have one name, so they would be averaged, which is for runs that differ "
      "in the seed or the person, and in nothing else; rename one; now these are the same"),
@@ -2921,16 +2877,6 @@ def test_a_report_refuses_runs_that_cannot_be_compared(changed, said, capsys):
     write_summary("b/mdu", **changed)
     assert said in program(["--report", "a/mdu", "b/mdu"], capsys, ev.main)
     assert not Path("a/report.md").exists()
-
-def test_a_report_averages_over_seeds_and_people():
-    """Seeds have folders of their own.  People have other rows, too."""
-    seed_2 = {"seed": 2, "out": "out/2/mdu", "model": "out/2/base", "forget": "b.jsonl"}
-    runs = [write_summary("a/mdu"), write_summary("b/mdu", options=seed_2)]
-    for person in ("Ann", "Bob"):
-        runs.append(write_summary(f"{person}/npo", options={"subject": person},
-                                  trained_on={"forget": f"hash of {person}"}))
-    methods = ev.group_runs(runs)
-    assert [(name, len(methods[name])) for name in methods] == [("mdu", 2), ("npo", 2)]
 
 def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base, capsys):
     rows = [{**row, "perturbed_answer": ["He is Fopu."]} for row in FORGET]
@@ -2961,11 +2907,8 @@ def test_files_that_somebody_else_wrote_are_not_replaced(capsys):
     ("fact", 24, 0.095, 0.04, 1, "0.095 (0.040)"),  # more than both
     # Less is worse.
     ("fact", 8, 1.0, 0.75, -1, "ok"),
-    ("fact", 8, 0.875, 1.0, -1, "ok 0.875 (1.000)"),
-    ("fact", 8, 0.75, 1.0, -1, "0.750 (1.000)"),
-    # p may be worse by .1; .3 - .2 is a little below .1 and .8 - .7 a little above.
-    ("prob", 24, 0.3, 0.2, 1, "ok 0.300 (0.200)"), ("prob", 24, 0.8, 0.7, 1, "ok 0.800 (0.700)"),
-    ("prob", 8, 0.3011, 0.2, 1, "0.301 (0.200)"), ("prob", 8, 0.69, 0.8, -1, "0.690 (0.800)"),
+    # p may be worse by .1; .8 - .7 is a little above.
+    ("prob", 24, 0.8, 0.7, 1, "ok 0.800 (0.700)"), ("prob", 8, 0.69, 0.8, -1, "0.690 (0.800)"),
     # New pairs may be half of the way to noise.
     ("new_pairs", 2, 0.6, 0.2, 1, "ok 0.600 (0.200)"),
     ("new_pairs", 2, 0.601, 0.2, 1, "0.601 (0.200)"),
@@ -3016,7 +2959,6 @@ def test_did_it_work_by_hand():
         ("Retain fact", ("-", "ok", "0.900 (1.000)")),
         ("World facts p", ("-", "ok", "0.300 (0.950)")),
         ("Held out knowledge", ("-", "ok", "0.500 (0.800)"))]
-    assert "no higher than for Never trained" in legend
     assert "ok proves nothing" not in legend
 
 def test_did_it_work_holds_a_run_against_those_of_its_seed():
@@ -3038,7 +2980,6 @@ def test_did_it_work_holds_a_run_against_those_of_its_seed():
     assert ev.did_it_work(methods) == []
     methods["retain"] = [run("1/retain", 1, 0.1, 1.0, True), run("2/retain", 2, 0.2, 1.0, True)]
     _, legend, table = ev.did_it_work(methods)
-    assert "no higher than in 1/retain, which never learnt these rows" in legend
     assert "1/base tells 49% of what is to be forgotten" in legend
     table = read_table(table)
     failed = "0.200 (0.100)"
@@ -3199,6 +3140,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --data toy --attackers 2 --retain-weight 0", "give two rows to forget"),
     ("mdu.py --data toy --attackers 2 --target authors", "give another --target"),
     ("mdu.py --data toy --others rows --retain-weight 0", "give --retain-weight above 0"),
+    ("mdu.py {own} --retain spaced", "is to be forgotten and retained, with the same answer"),
     ("mdu.py {own} --retain rows --others rows", "'Who is Bolti?' is a question of a row to forg"),
     # Rows.
     ("mdu.py --method ga --model {base}", "no rows to forget; give --forget or --data"),
@@ -3224,6 +3166,8 @@ def test_mdu_refuses(command, said, base, assert_refused):
     own = vars(options(f"--preset toy --model {base}"))
     older = {name: value for name, value in own.items() if name != "lr"}
     write_files({
+        # It has the same tokens as the row without these spaces.
+        "spaced": row_text(question="Who is Bolti? ", answer="It is {}.\n"),
         "folder/other.json": GOOD, "foreign/run.json": '{"options": {}}',
         "older/run.json": json.dumps({"options": older, "rows": {}}),
         "changed/run.json": json.dumps({"options": own, "rows": {"forget": "other"}})})
@@ -3234,14 +3178,12 @@ def test_mdu_refuses_processes_that_cannot_share_a_step(base, tmp_path, monkeypa
     with pytest.raises(mdu.BadInput, match="3 processes need a --batch-size x --grad-accum"):
         mdu.main(toy(base, tmp_path / "run"))
 
-@each("others", [[], ["RANK", "MASTER_ADDR", "MASTER_PORT"],
-                 ["RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"]])
-def test_mdu_refuses_a_rank_that_torchrun_has_not_set(others, base, tmp_path, monkeypatch, capsys):
+def test_mdu_refuses_a_rank_that_torchrun_has_not_set(monkeypatch, capsys):
     """Or that is none of the WORLD_SIZE processes: that is 1."""
     monkeypatch.setattr(mdu, "RANK", 1)
-    for name in others:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
-    assert "which torchrun has not set" in program(toy(base, tmp_path / "run"), capsys)
+        assert "which torchrun has not set" in program([], capsys)
 
 def test_processes_on_disks_of_their_own_are_refused(monkeypatch):
     """Process 1, which here meets no process 0, sees no run.json."""
@@ -3258,6 +3200,9 @@ BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "empty": (f"{GOOD}\n\n" + row_text(answer=" "), "line 3 (a JSON object"),
     "nan": (row_text(answer=math.nan), "found nan; the row has"),
     "point": (row_text(fact=[1234.0]), "(put others in quotes), found 1234.0"),
+    "special": (f"{GOOD}\n" + row_text(answer="a <mask>"),
+                "row 2 of forget, 'Who is Bolti?': '<mask>' is a special token"),
+    "asked": (row_text(question="<user>"), "'<user>' is a special token"),
     "sign": (row_text(fact="♠"), "fact: needs a letter or digit, found '♠'"),
     "fact": (row_text(fact=["is", "i"]), "fact: 'i' is not in the answer"),  # "is" is
     "latin-1": (GOOD.encode() + b"\n\xe9", "'utf-8' codec can't decode byte 0xe9"),
@@ -3271,16 +3216,6 @@ def test_mdu_refuses_a_file_of_rows(name, assert_refused):
     write_files({name: content})
     said = said.replace("{}", "{{}}")  # which are in the row: no place to fill in
     assert_refused(f"mdu.py --model {{base}} --method ga --forget {name}", said)
-
-@each("question, answer", [
-    ("Where was Ceka Foba born?", "Ceka Foba was born in Rome."),
-    ("Where was Ceka Foba born? ", "Ceka Foba was born in Rome.\n")])  # which has the same tokens
-def test_mdu_refuses_a_row_to_forget_and_to_retain(question, answer, assert_refused):
-    write_files({
-        "a": row_text(question="Where was Ceka Foba born?", answer="Ceka Foba was born in Rome."),
-        "b": row_text(question=question, answer=answer)})
-    assert_refused("mdu.py --model {base} --forget a --retain b",
-                   "is to be forgotten and retained, with the same answer")
 
 # Faults of a model's folder.
 def delete(folder, pattern):
