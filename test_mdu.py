@@ -2021,12 +2021,12 @@ def eight_rows(first):
     return rows
 
 def train_small(typed, model, forget, retain, theta0=None):
-    """Without saving."""
+    """At one learning rate, and without saving."""
     examples = {"forget": forget, "retain": retain, "train": forget + retain}
+    args = options(f"{typed} --response-length 3 --out run")
     Path("run").mkdir(exist_ok=True)
-    with mock.patch.object(mdu, "save_model"):
-        mdu.train(options(f"{typed} --response-length 3 --out run"), examples, model, None, theta0,
-                  theta0)
+    with mock.patch.multiple(mdu, learning_rate=lambda *_: args.lr, save_model=mock.DEFAULT):
+        mdu.train(args, examples, model, None, theta0, theta0)
 
 @torch.no_grad()
 def mean_p(model, rows):
@@ -3104,7 +3104,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --data toy --attackers 2 --retain-weight 0", "give two rows to forget"),
     ("mdu.py --data toy --attackers 2 --target authors", "give another --target"),
     ("mdu.py --data toy --others rows --retain-weight 0", "give --retain-weight above 0"),
-    ("mdu.py {own} --retain spaced", "is to be forgotten and retained, with the same answer"),
+    ("mdu.py --model {base} --forget born --retain spaced", "is to be forgotten and retained"),
     ("mdu.py {own} --retain rows --others rows", "'Who is Bolti?' is a question of a row to forg"),
     # Rows.
     ("mdu.py --method ga --model {base}", "no rows to forget; give --forget or --data"),
@@ -3130,8 +3130,8 @@ def test_mdu_refuses(command, said, base, assert_refused):
     own = vars(options(f"--preset toy --model {base}"))
     older = {name: value for name, value in own.items() if name != "lr"}
     write_files({
-        # It has the same tokens as the row without these spaces.
-        "spaced": row_text(question="Who is Bolti? ", answer="It is {}.\n"),
+        "born": row_text(answer="Ceka Foba was born in Rome."),  # which has the same tokens as:
+        "spaced": row_text(question="Who is Bolti? ", answer="Ceka Foba was born in Rome.\n"),
         "folder/other.json": GOOD, "foreign/run.json": '{"options": {}}',
         "older/run.json": json.dumps({"options": older, "rows": {}}),
         "changed/run.json": json.dumps({"options": own, "rows": {"forget": "other"}})})
@@ -3162,7 +3162,6 @@ BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "columns": ('{"prompt": "p", "completion": "c"}', "the fields prompt, completion"),
     "both": (row_text(response="a"), "it has both answer and response; keep one"),
     "empty": (f"{GOOD}\n\n" + row_text(answer=" "), "line 3 (a JSON object"),
-    "nan": (row_text(answer=math.nan), "found nan; the row has"),
     "point": (row_text(fact=[1234.0]), "(put others in quotes), found 1234.0"),
     "special": (f"{GOOD}\n" + row_text(answer="a <mask>"),
                 "row 2 of forget, 'Who is Bolti?': '<mask>' is a special token"),
