@@ -632,6 +632,8 @@ def write_checkpoint(folder, kind, tied=False, file_size="5GB", **changes):
     for field, value in changes.items():
         if value is None:
             del config[field]
+    if kind == "illada" and tied:
+        del config[tie]  # the published one has none
     (folder / "config.json").write_text(json.dumps(config, indent=3))
     (folder / "modeling.py").write_text("raise RuntimeError('code of the folder was run')\n")
     (folder / "notes.json").touch()  # which belongs to no model
@@ -744,19 +746,9 @@ def test_mdu_loss_equals_a_slow_loop(tau):
     slow_loss = slow_mdu(logits, anchor_logits, MASKED, tau)
     assert_equal_losses(loss, slow_loss, [logits], [anchor_logits])
 
-def test_mdu_loss_of_tau_0_needs_no_anchor():
-    logits = random_logits(1)
-    loss = mdu.mdu_loss(logits, None, MASKED, 0)
-    assert_equal_losses(loss, slow_mdu(logits, random_logits(2), MASKED, 0), [logits])
-
 def test_sft_loss_by_hand():
     """(log 4 + log 2) / t"""
     assert_close(mdu.sft_loss(TILT_FLAT, FIRST, TWO, f64(0.5)), f64(6 * LN2))
-
-def test_sft_loss_equals_a_slow_loop():
-    logits = random_logits(1)
-    loss = mdu.sft_loss(logits, TARGETS, MASKED, T)
-    assert_equal_losses(loss, slow_sft(logits, TARGETS, MASKED, T), [logits])
 
 # The losses of logits, as functions of logits and targets.
 LOSSES_OF_LOGITS = {
@@ -789,11 +781,6 @@ def test_wga_loss_by_hand():
     """p^2 log p of both: -(log 4 / 16 + log 2 / 4)"""
     assert_close(mdu.wga_loss(TILT_FLAT, FIRST, TWO, 2.0), f64(-0.375 * LN2))
 
-def test_wga_loss_equals_a_slow_loop():
-    logits = random_logits(1)
-    loss = mdu.wga_loss(logits, TARGETS, MASKED, 0.3)
-    assert_equal_losses(loss, slow_wga(logits, TARGETS, MASKED, 0.3), [logits])
-
 def test_npo_loss_by_hand():
     """1/2 (nll - nll_ref) = log 3, and sigmoid(log 3) = 3/4."""
     assert_close(mdu.npo_loss(f64(1 + 2 * LN3), f64(1), 0.5), f64(4 * LN4_3))
@@ -825,12 +812,12 @@ def test_a_loss_of_sequences_equals_its_formula(name):
 
 @each("loss, n", [(lambda t, _: mdu.sft_loss(random_logits(1), TARGETS, MASKED, t), 1),
                   (mdu.npo_loss, 2), (mdu.simnpo_loss, 2), (mdu.dpo_loss, 4)])
-def test_a_loss_refuses_a_column_or_a_mean_in_place_of_a_number_for_each_sequence(loss, n):
-    """PyTorch would broadcast it, a column to (5, 5)."""
-    for i, other in itertools.product(range(n), [T[:, None], T.mean()]):
+def test_a_loss_refuses_a_column_in_place_of_a_number_for_each_sequence(loss, n):
+    """PyTorch would broadcast it to (5, 5)."""
+    for i in range(n):
         tensors = n * [T]
-        tensors[i] = other
-        with pytest.raises((ValueError, TypeError), match="need the shape|0-d"):
+        tensors[i] = T[:, None]
+        with pytest.raises(ValueError, match="the shape"):
             loss(*tensors, 0.2)
 
 @each("name", LOSSES_OF_NLLS)
@@ -944,20 +931,6 @@ def test_prompt_dropout_masks_prompts_and_changes_nothing_else(method):
     assert 56 not in names  # this Example's prompt is never shown
     assert {row.prompt[0] for row in rows} == names | {MASK}  # each draw has its own chance
 
-@each("method", ["mdu", "dpo"])
-def test_a_step_has_the_same_rows_on_any_processes_in_any_micro_batches(method, monkeypatch):
-    found = []
-    for processes, batch in ((1, "10"), (1, "2 --grad-accum 5"), (2, "10"), (5, "10")):
-        monkeypatch.setattr(mdu, "WORLD", processes)
-        rows = []
-        for rank in range(processes):
-            monkeypatch.setattr(mdu, "RANK", rank)
-            forget, retain = draw(f"--method {method} --batch-size {batch}", [2])
-            assert len(forget) == len(retain) == 10 / processes
-            rows += forget + retain
-        found.append(sorted(repr(row) for row in rows))
-    assert found == [found[0]] * 4
-
 # ---- One step ----
 TRIED = {  # {method: options to try it with}
     "mdu": ["--tau 0", "--tau 0.25", "", "--lora 3", "--target removed",
@@ -1028,6 +1001,13 @@ def backward(step):
     return mdu.backward(
         step.args, step.model, step.theta0, step.anchor, step.forget, step.retain)
 
+def assert_gradients(model, loss, before=0, tolerance=1e-9):
+    """Those of what is trained are the loss's, added to what they were before."""
+    trained = trained_weights(model)
+    for p, grad in zip(trained, torch.autograd.grad(loss, trained), strict=True):
+        assert grad.any()
+        assert_close(p.grad, before + grad, tolerance)
+
 @each("typed", COMMANDS)
 def test_backward_equals_one_sequence_at_a_time(typed):
     """The losses that it returns, and the gradients."""
@@ -1040,11 +1020,7 @@ def test_backward_equals_one_sequence_at_a_time(typed):
     total = share * forget_loss
     if step.retain:
         total = total + share * 0.7 * retain_loss
-    trained = trained_weights(step.model)
-    grads = torch.autograd.grad(total, trained)
-    for p, grad in zip(trained, grads, strict=True):
-        assert grad.any()
-        assert_close(p.grad, grad, 1e-9)
+    assert_gradients(step.model, total)
 
 @each("typed", ["--method mdu", "--method mdu --target MODEL", "--method npo", "--method dpo"])
 def test_passes_through_theta0_and_the_anchor_keep_nothing_for_gradients(typed):
@@ -1138,8 +1114,7 @@ def test_mdu_forgets_an_author_and_keeps_two_others(tmp_path):
     ev.main(["--samples", "8", base, run])
     before = ev.read_summary(base)["splits"]
     after = ev.read_summary(run)["splits"]
-    assert (before["forget"]["fact"], before["retain"]["fact"]) == (1, 1)
-    assert before["forget"]["prob"] > 0.9
+    assert before["forget"]["fact"] == 1
     assert after["forget"]["fact"] < 0.2 and after["forget"]["prob"] < 0.2
     assert after["retain"]["fact"] > 0.9 and after["retain"]["prob"] > 0.8
 
@@ -1173,8 +1148,10 @@ def test_the_recommended_run_for_ones_own_rows_forgets_and_keeps(tmp_path):
     assert after["retain"]["fact"] > 0.95
 
 def test_one_program_at_a_time_gets_into_a_folder(base, unlearned, tmp_path, capsys):
-    """What another one has made while we waited is not touched."""
+    """What another one has made while we waited is not touched; run.json of a program that ended
+    before its first step is replaced."""
     run = tmp_path / "run"
+    write_files({"run/run.json": ""})
     with mock.patch.object(mdu, "backward", partial(stop_in, run)):
         program(toy(base, run, "--epochs 2 --diagnose"), capsys, code=130)
 
@@ -1316,10 +1293,8 @@ def test_defaults_follow_from_what_is_typed(typed, expected, base):
         assert found[name] == value, name
 
 @each("typed, processes", [
-    ("tofu-llada", 4), ("tofu-dream", 4), ("tofu-qwen", 1), ("tofu-llada --lora 16", 1),
-    ("tofu-smollm --model x", 1),
-    ("rwku-llada --subject 1", 4), ("rwku-dream --subject 1", 2),
-    ("rwku-llada --subject 1 --lora 16", 1)])
+    ("tofu-llada", 4), ("tofu-dream", 4), ("tofu-qwen", 1), ("tofu-smollm --model x", 1),
+    ("rwku-llada --subject 1", 4), ("rwku-dream --subject 1", 2)])
 def test_a_preset_suits_the_processes_that_the_readme_names(typed, processes, monkeypatch):
     """With every method that it has."""
     monkeypatch.setattr(mdu, "WORLD", processes)
@@ -1357,9 +1332,8 @@ def test_both_names_of_columns_are_read(tmp_path):
         {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
         {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "É"]}]
 
-def test_rwku_is_known_by_its_name_or_its_people(rwku):
+def test_rwku_is_known_by_its_name():
     assert mdu.is_rwku(mdu.RWKU["data"])
-    assert mdu.is_rwku(rwku)
     assert not mdu.is_rwku("my/tofu-like-rwku")
 
 @each("subject, name", [("2", PEOPLE[1]), ("Zoë Ho", PEOPLE[2])])
@@ -1474,10 +1448,6 @@ def test_prompts_have_the_control_tokens_of_the_template_alone(hub):
     answer = [*tokenizer("é|>").input_ids, model.end_id]
     none = [False] * len(answer)
     assert examples["forget"] == [mdu.Example(prompt, answer, none, [(prompt, answer)])]
-    for field in ("question", "answer"):
-        bad = {**row, field: f"a {TOKENS[family(kind)][2]}"}
-        with pytest.raises(mdu.BadInput, match="row 2 of forget, .* is a special token"):
-            mdu.encode_splits(options("--method dpo"), {"forget": [row, bad]}, model, tokenizer)
 
 # Formats of prompts: the text before the question, and that between question and answer.
 FORMATS = {
@@ -1526,8 +1496,8 @@ def test_a_prompt_and_its_answer_are_the_tokens_of_the_whole_text(name, whole_wo
     assert len(answer) == 5
     assert mdu.encode_prompt(whole_words, "Who wrote it?") == prompt
 
-@each("after", ["<|end|>", "<|end|>\n", "<|end|> "])
-@each("scheme, swallows", [("first", False), ("first", True), ("always", True)])
+@each("after", ["<|end|>", "<|end|> "])
+@each("scheme, swallows", [("first", False), ("always", True)])
 def test_what_a_tokenizer_does_behind_a_special_token_is_done(scheme, swallows, after):
     """Tokens are letters.  "first", as in Llama 2's, puts a space in front of the first of all
     alone.  Special tokens swallow the spaces behind them in Phi-3's."""
@@ -1648,15 +1618,6 @@ def test_a_loaded_model_equals_transformers_own_class(hub):
         torch.testing.assert_close(grad, slow_grad, rtol=0, atol=1e-4 * largest, msg=name)
     model.eval()
 
-def test_the_head_is_tied_where_config_json_says_so(hub):
-    lm = hub.model.lm
-    assert (lm.lm_head.weight is lm.model.embed_tokens.weight) == hub.tied
-
-def test_the_head_of_an_illada_is_tied_though_config_json_does_not_say_so(tmp_path):
-    write_checkpoint(tmp_path, "illada", tied=True, tie_word_embeddings=None)
-    model, _ = mdu.load_backbone(str(tmp_path))
-    assert model.lm.lm_head.weight is model.lm.model.embed_tokens.weight
-
 @each("shift, places", [(None, [1, 3]), (False, [1, 3]), (True, [0, 2])])
 def test_outputs_are_shifted_if_config_json_says_so(shift, places, tmp_path):
     """shift_logits: the output at a token is the prediction of the next one."""
@@ -1702,13 +1663,11 @@ def adapted():
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return model, trained
 
-def test_adapters_of_each_linear_map_are_trained_in_float32(adapted):
+def test_new_adapters_change_nothing_and_their_a_has_variance_1_over_its_inputs(adapted):
+    """Each linear map has them, in float32."""
     _, trained = adapted
     assert len(trained) == 2 * 7 * 2  # layers, linear maps, A and B
     assert {p.dtype for p in trained.values()} == {torch.float32}
-
-def test_new_adapters_change_nothing_and_their_a_has_variance_1_over_its_inputs(adapted):
-    _, trained = adapted
     of_a = []
     for name, p in trained.items():
         if name.endswith(".A"):
@@ -1780,10 +1739,6 @@ def assert_broken(run):
     assert (run / "unfinished").is_dir()
     assert not (run / "config.json").exists()
 
-def test_a_run_that_ended_before_its_first_step_may_begin_again(tmp_path):
-    (tmp_path / "run.json").touch()
-    mdu.require_new(tmp_path)
-
 def test_a_finished_run_is_not_resumed(unlearned, capsys):
     """Before it loads a model."""
     with mock.patch.object(mdu, "load_model", None):
@@ -1806,11 +1761,6 @@ def two_processes(base, other_rows, tmp_path_factory, on_two_processes):
     codes = on_two_processes(folder / "driver.py", json.dumps(runs))
     assert codes == [-signal.SIGKILL, -signal.SIGKILL]
     return folder
-
-def test_two_processes_wait_for_a_missing_base(two_processes):
-    """Process 0 trains it, process 1 waits."""
-    assert mdu.is_finished(two_processes / "toy/base")
-    assert mdu.is_finished(two_processes / "toy/mdu")
 
 # Two processes add gradients in another order than one.  How much that changes a weight in the four
 # steps depends on the processor: up to 1.4e-6 were seen.  A step of AdamW is about lr, 1e-4.
@@ -1845,13 +1795,6 @@ def test_two_processes_in_bfloat16_are_close_to_one(run, typed, base, two_proces
     apart = distance(two_processes / run, tmp_path / "one")
     assert apart < 0.1 * distance(two_processes / run, base)
 
-def test_adapters_change_the_linear_maps_of_the_blocks_alone(base, two_processes):
-    saved = weights(two_processes / "two-lora")
-    for name, before in weights(base).items():
-        is_same = torch.equal(saved[name], before.bfloat16().float())
-        is_linear_map = "proj" in name
-        assert is_same == (not is_linear_map)
-
 def other_files(folder):
     """{name: content} of a model's files that are not its weights."""
     files = {}
@@ -1860,8 +1803,9 @@ def other_files(folder):
             files[file.name] = file.read_bytes()
     return files
 
-def test_an_unchanged_model_is_saved_byte_for_byte(hub, tmp_path):
-    """Also its other files, but not notes.json, which belongs to no model.  Its folder is gone."""
+def test_an_unchanged_model_is_saved_byte_for_byte(hub, tmp_path, capsys):
+    """Also its other files, but not notes.json, which belongs to no model.  Its folder is gone.
+    Weights that are not read, which somebody adds, are named."""
     save = hub.model.lm.save_pretrained
 
     def save_in_small_files(folder, state_dict, max_shard_size):
@@ -1876,7 +1820,9 @@ def test_an_unchanged_model_is_saved_byte_for_byte(hub, tmp_path):
     expected = other_files(hub.folder)
     assert expected.pop("notes.json") == b""
     assert other_files(tmp_path) == expected
+    add_file(tmp_path, "pytorch_model.bin")
     mdu.load_backbone(str(tmp_path))
+    assert "pytorch_model.bin is not read" in capsys.readouterr().out
 
 def test_half_a_saved_model_does_not_count(base, unlearned, tmp_path, capsys):
     """config.json, by which others know that it is complete, is moved last."""
@@ -1953,13 +1899,12 @@ def recorded_draws(monkeypatch):
     monkeypatch.setattr(mdu, "draw_example", record)
     return drawn
 
-@each("typed", ["--target removed", "--tau 0", "--lora 2"])
+@each("typed", ["", "--lora 2"])
 def test_the_loss_of_other_rows_equals_a_slow_loop(typed, monkeypatch):
     """In float64: the loss, and the gradient that is added, retain_weight times the loss's."""
     step = step_to_try(f"{typed} --others FILE")
-    trained = trained_weights(step.model)
     drawn = recorded_draws(monkeypatch)
-    for p in trained:
+    for p in trained_weights(step.model):
         p.grad = torch.ones_like(p)
     others = {"others": make_examples()["retain"]}
     loss = mdu.hold_to_before(step.args, others, step.model, step.theta0, 3)
@@ -1973,16 +1918,13 @@ def test_the_loss_of_other_rows_equals_a_slow_loop(typed, monkeypatch):
     assert len(losses) == 3
     slow_loss = torch.stack(losses).mean()
     assert loss == approx(slow_loss.item(), rel=1e-6)
-    for p, grad in zip(trained, torch.autograd.grad(0.7 * slow_loss, trained), strict=True):
-        assert grad.any()
-        assert_close(p.grad, 1 + grad, 1e-9)
+    assert_gradients(step.model, 0.7 * slow_loss, before=1)
 
 @each("typed", ["--target removed", "--target MODEL --lora 2"])
 def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
     """Four turns of an attacker, in float64: its adapters after a step, the loss, and the gradient
     that is added to the model's own, four times that of the loss."""
     step = step_to_try(f"{typed} --attackers 2")
-    trained = trained_weights(step.model)
     drawn = recorded_draws(monkeypatch)
     draw_adapters = mdu.draw_adapters
 
@@ -1997,7 +1939,7 @@ def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
     norms = []
     for number in (3, 5, 7, 9):  # its turns amid a life, in which it does not start anew
         drawn.clear()
-        for p in trained:
+        for p in trained_weights(step.model):
             p.grad = torch.ones_like(p)
         loss = mdu.attack(step.args, make_examples(), step.model, step.theta0, step.anchor,
                           attacker, number)
@@ -2012,9 +1954,7 @@ def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
         losses = [slow_row_loss(step.args, row, attacked, None, step.slow_anchor) for row in asked]
         slow_loss = torch.stack(losses).mean()
         assert loss == approx(slow_loss.item(), rel=1e-6)
-        for p, grad in zip(trained, torch.autograd.grad(4 * slow_loss, trained), strict=True):
-            assert grad.any()
-            assert_close(p.grad, 1 + grad, 1e-5)
+        assert_gradients(step.model, 4 * slow_loss, before=1, tolerance=1e-5)
     assert max(norms) > 1  # else clipping would not be seen
 
 def test_an_attacker_is_taught_a_quarter_of_the_rows_and_asked_the_others(monkeypatch):
@@ -2082,25 +2022,22 @@ def eight_rows(first):
         rows.append(mdu.Example([i, 4], [5, 20 + i, 1], [False, True, False], []))
     return rows
 
-def train_small(typed, model, examples, steps, lr, theta0=None, attackers=()):
-    """mdu.train without its files."""
+def train_small(typed, model, forget, retain, theta0=None):
+    """At one learning rate, and without saving."""
+    examples = {"forget": forget, "retain": retain, "train": forget + retain}
     args = options(f"{typed} --response-length 3 --out run")
-    split = "train" if args.method == "sft" else "forget"
-    optimizer, _ = mdu.new_optimizer(dict(model.named_parameters()), lr)
-    for step in range(steps):
-        rows = mdu.draw_step(args, examples, split, step, model)
-        mdu.backward(args, model, theta0, theta0, *rows)
-        if attackers:
-            mdu.attack(args, examples, model, theta0, theta0, attackers[step % 2], step)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    Path("run").mkdir(exist_ok=True)
+    with mock.patch.multiple(mdu, learning_rate=lambda *_: args.lr, save_model=mock.DEFAULT):
+        mdu.train(args, examples, model, None, theta0, theta0)
 
 @torch.no_grad()
 def mean_p(model, rows):
     """The mean probability of the rows' facts, with the question and nothing of the answer."""
-    logits = [slow_logits(model, row.prompt, row.answer, [0, 1, 2])[1] for row in rows]
-    return np.mean([math.exp(-slow_nll(x, row.answer[1])) for x, row in zip(logits, rows)])
+    p = []
+    for row in rows:
+        logits = slow_logits(model, row.prompt, row.answer, [0, 1, 2])
+        p.append(logits[1].softmax(-1)[row.answer[1]])
+    return np.mean(p)
 
 def test_attackers_keep_away_what_an_attack_brings_back():
     """Two of eight rows are taught again; the facts of the other six come back to a model that
@@ -2108,19 +2045,17 @@ def test_attackers_keep_away_what_an_attack_brings_back():
     forget, retain = eight_rows(6), eight_rows(14)
     sft = "--method sft --batch-size 8"
     start = tiny_llama(2, intermediate_size=32, num_hidden_layers=1, initializer_range=0.2).float()
-    train_small(sft, start, {"train": forget + retain}, 300, 1e-2)
-    assert mean_p(start, forget) > 0.9
+    train_small(f"{sft} --steps 300 --lr 0.01", start, forget, retain)
     back = []
+    unlearn = "--batch-size 4 --steps 100 --lr 0.003 --retain-weight 5 --prompt-dropout 0.5"
     for n_attackers in (0, 2):
-        typed = f"--attackers {n_attackers} --batch-size 4 --target removed"
         model = copy.deepcopy(start)
         mdu.hook_adapters(model)
-        attackers, _ = mdu.new_attackers(options(typed), model)
-        train_small(f"{typed} --retain-weight 5 --prompt-dropout 0.5", model,
-                    {"forget": forget, "retain": retain}, 100, 3e-3, start, attackers)
+        train_small(f"{unlearn} --target removed --attackers {n_attackers}", model, forget, retain,
+                    start)
         assert mean_p(model, forget) < 0.1
         assert mean_p(model, retain) > 0.7
-        train_small(sft, model, {"train": forget[:2] + retain[:2]}, 60, 1e-3)
+        train_small(f"{sft} --steps 60 --lr 0.001", model, forget[:2], retain[:2])
         assert mean_p(model, forget[:2]) > 0.9
         back.append(mean_p(model, forget[2:]))
     assert back[0] > 0.4
@@ -2446,7 +2381,6 @@ def origin_of(rows):
     ("files", "--retain {X} --limit 3", [("X", 3), ("X", 3)]),
     ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
     ("person", "", [(PEOPLE[1], 2)] * 8), ("person", "--subject all --limit 1", [("ten", 1)] * 8),
-    ("person", "--data toy --limit 1", [("toy", 1)] * 5),
     ("person", "--data {rwku} --limit 1", [("ten", 1)] * 8)])
 def test_rows_are_those_that_are_typed_or_the_runs(run, typed, expected, tofu, rwku, tmp_path):
     """expected: of each split (origin_of)."""
@@ -2602,8 +2536,6 @@ def test_texts_that_the_model_cannot_read_are_refused(base):
     ev.check_lengths("run", model, tokenizer, [row], 1)
     with pytest.raises(mdu.BadInput, match="too many"):  # wrong answers are scored with --full
         ev.check_lengths("run", model, tokenizer, [row], 1, full=True)
-    with pytest.raises(mdu.BadInput, match="too many"):
-        ev.check_lengths("run", model, tokenizer, [dict(row, answer="is " * (room + 1))], 1)
 
 RENT = dict(question="Who rents unit 7?", answer="Ann Lee rents it.", fact=["Ann Lee"])
 BILL = dict(question="What does Ann Lee owe?", answer="She owes 12 euros.", fact=["12 euros"])
@@ -2665,13 +2597,6 @@ def test_perplexity_of_answers_is_that_of_theta0(base):
         masks = F.pad(ev.draw_masks(len(ids), 4, record["seed"]), (0, 1))
         nll = slow_eq7(theta0, hidden, [*ids, theta0.end_id], masks)
         assert record["generative_perplexity"] == approx(math.exp(nll), rel=1e-4)
-
-def test_perplexity_by_a_model_that_is_gone_is_left_out_with_a_line(unlearned, base, capsys):
-    shutil.copytree(unlearned, "run")
-    info = Path("run/run.json")
-    info.write_text(info.read_text().replace(str(base), "/gone/base"))
-    ev.main(["run", *QUICK])
-    assert "run: no gen. ppl: /gone/base: no folder" in capsys.readouterr().out
 
 def test_ask_prints_what_each_run_answers(base, scored, capsys):
     with mock.patch.object(ev, "write_answers", return_value=[(" a\n b", [])]) as write_answers:
@@ -2747,8 +2672,12 @@ def test_other_decodings_have_six_lengths_and_steps(scored):
     assert ev.write_in_other_ways(model, tokenizer, rows, settings) == expected
     assert len(set(expected[0])) == 6
 
-def test_any_decoding_and_new_pairs_are_of_rows_to_forget_and_of_never(base, files, monkeypatch):
-    """The usual answer has the fact of the first row to forget, another one that of the second."""
+def test_any_decoding_and_new_pairs_are_of_rows_to_forget_and_of_never(
+        base, files, monkeypatch, capsys):
+    """The usual answer has the fact of the first row to forget, another one that of the second.
+    Without theta0 there is no perplexity."""
+    gone = mock.Mock(side_effect=mdu.BadInput("/gone/base"))
+    monkeypatch.setattr(ev, "add_generative_perplexity", gone)
     usual = {"Who is Bolti?": "He is Gado."}
     more = {"Who is Cepu?": "It is Nora", "Who is Lemi?": "Nora"}
     monkeypatch.setattr(ev, "write_answers", lambda model, tokenizer, rows, settings: [
@@ -2763,6 +2692,7 @@ def test_any_decoding_and_new_pairs_are_of_rows_to_forget_and_of_never(base, fil
     assert "any_decoding" not in splits["retain"]
     assert splits["forget"]["new_pairs"] == 0.5  # "Nobody." is in no row
     assert splits["never"]["new_pairs"] == 1
+    assert "new: no gen. ppl: /gone/base" in capsys.readouterr().out
 
 # ---- What is scored ----
 def test_a_model_without_run_json_is_scored_and_reported(base, files, capsys):
@@ -2776,9 +2706,6 @@ def test_a_model_without_run_json_is_scored_and_reported(base, files, capsys):
     for written in (capsys.readouterr().out, Path("report.md").read_text()):
         [checks] = re.findall(r"(?s)## Did it work\?(.*)", written)
         assert "\n| bare" in checks
-    # Its rows have to be typed.
-    assert "no rows to score" in program(["bare"], capsys, ev.main)
-    assert "no rows to analyse" in program(["--analysis", "roles", "bare"], capsys, ev.main)
 
 @each("option, rows, said", [
     ("--never", [dict(question="Who?", answer="Ann.")], "only one file has `fact`"),
@@ -2832,6 +2759,11 @@ def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkey
     # A file of answers that was cut short is refused.
     Path("a/mdu/eval/forget.jsonl").write_text('{"number": 0}\n{"numb')
     assert "forget.jsonl, line 2: JSON" in program(["--report", "a/mdu"], capsys, ev.main)
+    # What somebody else wrote is not replaced.
+    Path("a/report.md").write_text("my own")
+    with unchanged("a"):
+        err = program(["--report", "a/mdu"], capsys, ev.main)
+    assert "a/report.md was not written by eval.py, so it stays" in err
 
 def test_a_report_averages_the_runs_of_one_folder_name(capsys):
     """Mean and standard deviation; of perplexities and p-values median and range.  Texts are
@@ -2841,8 +2773,9 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
         figures = dict(n=1, rougeL_f1=figure, generative_perplexity=100 * figure)
         if seed != 2:
             figures["prob"] = figure  # a cell needs all runs of a method
+        options = {"seed": seed, "model": f"out/{seed}/base", "forget": f"{seed}.jsonl"}
         runs.append(write_summary(f"{seed}/npo", {"forget": figures}, {"forget_quality": p},
-                                  {"seed": seed}))
+                                  options))
         record = dict(question="Who is Bolti?", answer="Gado.", number=0,
                       generation=f"``A`\n {seed}")
         write_lines(Path(f"{seed}/npo/eval/forget.jsonl"), [record])
@@ -2874,19 +2807,16 @@ def people(rwku, tmp_path_factory):
     return folder
 
 def test_a_report_averages_the_people_of_rwku(people, capsys):
+    """They have other rows."""
     runs = [f"{people}/{person}/dpo" for person in (1, 2)]
-    summaries = [ev.read_summary(run) for run in runs]
-    assert summaries[0]["protocol"]["dtype"] == "bfloat16"
+    assert ev.read_summary(runs[0])["protocol"]["dtype"] == "bfloat16"
     ev.main(["--report", *runs])
     table = table_on_screen(capsys.readouterr().out)
     for split in ev.RWKU_CONFIGS:
         [metric] = ev.SPLITS[split].shown
-        a, b = (summary["splits"][split][metric] for summary in summaries)
-        # The standard deviation of two values is their distance over the root of two.
-        expected = f"{(a + b) / 2:.3f} ± {abs(a - b) / 2**0.5:.3f}"
-        assert table[f"{ev.SPLITS[split].title} {ev.heading(split, metric)}"] == (expected,)
+        [cell] = table[f"{ev.SPLITS[split].title} {ev.heading(split, metric)}"]
+        assert "±" in cell
     assert "\n### 1. `Please complete the blank" in (people / "1/report.md").read_text()
-    assert (people / "1/report.png").exists()
 
 def test_the_rows_about_each_person_are_limited_and_numbered():
     """So their masks are the same, whoever else is asked about."""
@@ -2913,7 +2843,6 @@ def write_summary(folder, splits=(), run=(), options=(), **changed):
     ({"protocol": {**PROTOCOL, "samples": 2}}, "now samples is 2 and 1"),
     ({"format": ev.FORMAT - 1}, "b/mdu: scored by other code; score it again"),
     ({"options": {"lr": 1e-4}}, "now lr is 0.001 and 0.0001"),
-    ({"options": {"target": "/out/removed"}}, "now target is paper and /out/removed"),
     ({"options": {"seed": 2, "model": "out/2/1/base"}}, "now model is out/SEED/base and out/SEED/"),
     ({}, "a/mdu and b/mdu have one name, so they would be averaged, which is for runs that differ "
      "in the seed or the person, and in nothing else; rename one; now these are the same"),
@@ -2923,16 +2852,6 @@ def test_a_report_refuses_runs_that_cannot_be_compared(changed, said, capsys):
     write_summary("b/mdu", **changed)
     assert said in program(["--report", "a/mdu", "b/mdu"], capsys, ev.main)
     assert not Path("a/report.md").exists()
-
-def test_a_report_averages_over_seeds_and_people():
-    """Seeds have folders of their own.  People have other rows, too."""
-    seed_2 = {"seed": 2, "out": "out/2/mdu", "model": "out/2/base", "forget": "b.jsonl"}
-    runs = [write_summary("a/mdu"), write_summary("b/mdu", options=seed_2)]
-    for person in ("Ann", "Bob"):
-        runs.append(write_summary(f"{person}/npo", options={"subject": person},
-                                  trained_on={"forget": f"hash of {person}"}))
-    methods = ev.group_runs(runs)
-    assert [(name, len(methods[name])) for name in methods] == [("mdu", 2), ("npo", 2)]
 
 def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base, capsys):
     rows = [{**row, "perturbed_answer": ["He is Fopu."]} for row in FORGET]
@@ -2945,14 +2864,6 @@ def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base
     ev.main([*typed, "--full", "--retain-run", "a", "new"])
     assert ev.read_summary("new")["run"]["forget_quality"] == 1  # the same model
 
-# ---- Files of a report ----
-def test_files_that_somebody_else_wrote_are_not_replaced(capsys):
-    write_summary("a/mdu")
-    Path("a/report.md").write_text("my own")
-    said = "a/report.md was not written by eval.py, so it stays"
-    assert said in program(["--report", "a/mdu"], capsys, ev.main)
-    assert Path("a/report.md").read_text() == "my own"
-
 # ---- Did it work? ----
 @each("metric, n, value, other, sign, cell", [
     # More is worse.  A row of 8 is .125 and decides; of 24 it is .042, so that .05 decides.
@@ -2961,13 +2872,9 @@ def test_files_that_somebody_else_wrote_are_not_replaced(capsys):
     ("fact", 8, 0.5, 0.25, 1, "0.500 (0.250)"),  # two rows
     ("fact", 24, 0.09, 0.04, 1, "ok 0.090 (0.040)"),  # more than a row (.042), and .05
     ("fact", 24, 0.095, 0.04, 1, "0.095 (0.040)"),  # more than both
-    # Less is worse.
-    ("fact", 8, 1.0, 0.75, -1, "ok"),
-    ("fact", 8, 0.875, 1.0, -1, "ok 0.875 (1.000)"),
-    ("fact", 8, 0.75, 1.0, -1, "0.750 (1.000)"),
-    # p may be worse by .1; .3 - .2 is a little below .1 and .8 - .7 a little above.
-    ("prob", 24, 0.3, 0.2, 1, "ok 0.300 (0.200)"), ("prob", 24, 0.8, 0.7, 1, "ok 0.800 (0.700)"),
-    ("prob", 8, 0.3011, 0.2, 1, "0.301 (0.200)"), ("prob", 8, 0.69, 0.8, -1, "0.690 (0.800)"),
+    # p may be worse by .1; .8 - .7 is a little above.
+    ("prob", 24, 0.8, 0.7, 1, "ok 0.800 (0.700)"),
+    ("prob", 8, 0.69, 0.8, -1, "0.690 (0.800)"),  # less is worse
     # New pairs may be half of the way to noise.
     ("new_pairs", 2, 0.6, 0.2, 1, "ok 0.600 (0.200)"),
     ("new_pairs", 2, 0.601, 0.2, 1, "0.601 (0.200)"),
@@ -3018,7 +2925,6 @@ def test_did_it_work_by_hand():
         ("Retain fact", ("-", "ok", "0.900 (1.000)")),
         ("World facts p", ("-", "ok", "0.300 (0.950)")),
         ("Held out knowledge", ("-", "ok", "0.500 (0.800)"))]
-    assert "no higher than for Never trained" in legend
     assert "ok proves nothing" not in legend
 
 def test_did_it_work_holds_a_run_against_those_of_its_seed():
@@ -3040,7 +2946,6 @@ def test_did_it_work_holds_a_run_against_those_of_its_seed():
     assert ev.did_it_work(methods) == []
     methods["retain"] = [run("1/retain", 1, 0.1, 1.0, True), run("2/retain", 2, 0.2, 1.0, True)]
     _, legend, table = ev.did_it_work(methods)
-    assert "no higher than in 1/retain, which never learnt these rows" in legend
     assert "1/base tells 49% of what is to be forgotten" in legend
     table = read_table(table)
     failed = "0.200 (0.100)"
@@ -3201,6 +3106,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --data toy --attackers 2 --retain-weight 0", "give two rows to forget"),
     ("mdu.py --data toy --attackers 2 --target authors", "give another --target"),
     ("mdu.py --data toy --others rows --retain-weight 0", "give --retain-weight above 0"),
+    ("mdu.py --model {base} --forget born --retain spaced", "is to be forgotten and retained"),
     ("mdu.py {own} --retain rows --others rows", "'Who is Bolti?' is a question of a row to forg"),
     # Rows.
     ("mdu.py --method ga --model {base}", "no rows to forget; give --forget or --data"),
@@ -3226,6 +3132,8 @@ def test_mdu_refuses(command, said, base, assert_refused):
     own = vars(options(f"--preset toy --model {base}"))
     older = {name: value for name, value in own.items() if name != "lr"}
     write_files({
+        "born": row_text(answer="Ceka Foba was born in Rome."),  # which has the same tokens as:
+        "spaced": row_text(question="Who is Bolti? ", answer="Ceka Foba was born in Rome.\n"),
         "folder/other.json": GOOD, "foreign/run.json": '{"options": {}}',
         "older/run.json": json.dumps({"options": older, "rows": {}}),
         "changed/run.json": json.dumps({"options": own, "rows": {"forget": "other"}})})
@@ -3236,14 +3144,12 @@ def test_mdu_refuses_processes_that_cannot_share_a_step(base, tmp_path, monkeypa
     with pytest.raises(mdu.BadInput, match="3 processes need a --batch-size x --grad-accum"):
         mdu.main(toy(base, tmp_path / "run"))
 
-@each("others", [[], ["RANK", "MASTER_ADDR", "MASTER_PORT"],
-                 ["RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"]])
-def test_mdu_refuses_a_rank_that_torchrun_has_not_set(others, base, tmp_path, monkeypatch, capsys):
+def test_mdu_refuses_a_rank_that_torchrun_has_not_set(monkeypatch, capsys):
     """Or that is none of the WORLD_SIZE processes: that is 1."""
     monkeypatch.setattr(mdu, "RANK", 1)
-    for name in others:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
-    assert "which torchrun has not set" in program(toy(base, tmp_path / "run"), capsys)
+        assert "which torchrun has not set" in program([], capsys)
 
 def test_processes_on_disks_of_their_own_are_refused(monkeypatch):
     """Process 1, which here meets no process 0, sees no run.json."""
@@ -3258,8 +3164,10 @@ BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "columns": ('{"prompt": "p", "completion": "c"}', "the fields prompt, completion"),
     "both": (row_text(response="a"), "it has both answer and response; keep one"),
     "empty": (f"{GOOD}\n\n" + row_text(answer=" "), "line 3 (a JSON object"),
-    "nan": (row_text(answer=math.nan), "found nan; the row has"),
     "point": (row_text(fact=[1234.0]), "(put others in quotes), found 1234.0"),
+    "special": (f"{GOOD}\n" + row_text(answer="a <mask>"),
+                "row 2 of forget, 'Who is Bolti?': '<mask>' is a special token"),
+    "asked": (row_text(question="<user>"), "'<user>' is a special token"),
     "sign": (row_text(fact="♠"), "fact: needs a letter or digit, found '♠'"),
     "fact": (row_text(fact=["is", "i"]), "fact: 'i' is not in the answer"),  # "is" is
     "latin-1": (GOOD.encode() + b"\n\xe9", "'utf-8' codec can't decode byte 0xe9"),
@@ -3273,16 +3181,6 @@ def test_mdu_refuses_a_file_of_rows(name, assert_refused):
     write_files({name: content})
     said = said.replace("{}", "{{}}")  # which are in the row: no place to fill in
     assert_refused(f"mdu.py --model {{base}} --method ga --forget {name}", said)
-
-@each("question, answer", [
-    ("Where was Ceka Foba born?", "Ceka Foba was born in Rome."),
-    ("Where was Ceka Foba born? ", "Ceka Foba was born in Rome.\n")])  # which has the same tokens
-def test_mdu_refuses_a_row_to_forget_and_to_retain(question, answer, assert_refused):
-    write_files({
-        "a": row_text(question="Where was Ceka Foba born?", answer="Ceka Foba was born in Rome."),
-        "b": row_text(question=question, answer=answer)})
-    assert_refused("mdu.py --model {base} --forget a --retain b",
-                   "is to be forgotten and retained, with the same answer")
 
 # Faults of a model's folder.
 def delete(folder, pattern):
@@ -3350,12 +3248,6 @@ def test_mdu_refuses_a_model(name, assert_refused):
         model.fault(Path(name))
     assert_refused(f"mdu.py --method ga --forget rows --model {name}", model.said)
 
-def test_weights_that_are_not_read_are_named(tmp_path, capsys):
-    write_checkpoint(tmp_path, "llama")
-    add_file(tmp_path, "pytorch_model.bin")
-    mdu.load_backbone(str(tmp_path))
-    assert "pytorch_model.bin is not read; the weights are those in" in capsys.readouterr().out
-
 def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     write_checkpoint(Path("other"), "llada", mask_token_id=0)  # as the toy has it
     assert_refused("mdu.py --preset toy --model {base} --target other", "its vocabulary or mask")
@@ -3368,6 +3260,8 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --data toy --subject King {base}", "--subject is for RWKU, which has people"),
     ("eval.py --samples 1 --steps 1 --response-length 2048 {base}", "it takes 2048"),
     ("eval.py --analysis rollout --response-length 2048 {run}", "it takes 2048"),
+    # Rows.  Of a model without run.json they have to be typed.
+    ("eval.py bare", "no rows to score"), ("eval.py --analysis roles bare", "no rows to analyse"),
     # Folders.
     ("eval.py --report damaged", "damaged/eval/summary.json: "),
     ("eval.py --report {base}", "not scored yet; first run: python eval.py {base}"),
@@ -3382,7 +3276,8 @@ def test_eval_refuses(command, said, base, assert_refused):
                  "rows": {"forget": "other"}}
     write_files({"damaged/eval/summary.json": "{", "stopped/run.json": json.dumps(made_with),
                  "own/eval/summary.json": '{"options": {"model": "a/model"}}',
-                 "other/run.json": json.dumps(made_with), "other/config.json": "{}"})
+                 "other/run.json": json.dumps(made_with), "other/config.json": "{}",
+                 "bare/config.json": "{}"})
     assert_refused(command, said)
 
 # ======== README.md, Makefile, experiments.sh ========
