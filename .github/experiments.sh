@@ -221,14 +221,14 @@ real() {  # real [MODEL [TOFU]]: folders, or names on the hub, as they are by de
   # 4. Unlearn.  `removed` is what is recommended for rows of one's own, with adapters, and
   # `all-weights` the same without.  Then: with attackers; with what is said of invented customers
   # kept, without and with attackers; the paper's target; a model that never learnt the rows as the
-  # target; the best of the baselines.  All take 500 steps.  Half of the questions are masked, but
-  # with the paper's target none.
+  # target; the best of the baselines.  All take 500 steps, those with invented customers 1,000.
+  # Half of the questions are masked, but with the paper's target none.
   local unlearn=(--model $out/finetune --forget $rows/forget.jsonl --retain $rows/retain.jsonl)
   train_once $out/removed "${unlearn[@]}" --lora 16
   train_once $out/all-weights "${unlearn[@]}" --lr 3e-4
   train_once $out/attackers "${unlearn[@]}" --lora 16 --attackers 2 --steps 500
   train_once $out/others "${unlearn[@]}" --lora 16 --others $rows/invented.jsonl
-  train_once $out/attackers-others "${unlearn[@]}" --lora 16 --attackers 2 --steps 500 \
+  train_once $out/attackers-others "${unlearn[@]}" --lora 16 --attackers 2 --steps 1000 \
     --others $rows/invented.jsonl
   train_once $out/paper "${unlearn[@]}" --lora 16 --target paper
   train_once $out/target-original "${unlearn[@]}" --lora 16 --target $out/original
@@ -347,14 +347,15 @@ fi
 SMOLLM_SCORING=(--limit "$SCORED" --samples 32 --steps 28)
 # More runs than the paper's: a name, and the options of this run alone.  To add one, add a line.
 # With attackers the losses to forget weigh five times as much, and so does the retain weight.
-# --others: rows of which the base knows little, as rows that somebody invents.
+# --others: rows of which the base knows little, as of rows that somebody invents; they take twice
+# the epochs.
 SMOLLM_RUNS="
 mdu-authors    --target authors --tau 0.5
 mdu-original   --target $SMOLLM_OUT/start/original
 mdu-removed    --target removed --prompt-dropout 0.5 --retain-weight 5
 mdu-attackers  --target removed --prompt-dropout 0.5 --retain-weight 25 --attackers 2
-mdu-others     --target removed --prompt-dropout 0.5 --retain-weight 5 --others $SMOLLM_OUT/rows/invented.jsonl
-mdu-attackers-others  --target removed --prompt-dropout 0.5 --retain-weight 25 --attackers 2 --others $SMOLLM_OUT/rows/invented.jsonl
+mdu-others     --target removed --prompt-dropout 0.5 --retain-weight 5 --epochs 18 --others $SMOLLM_OUT/rows/invented.jsonl
+mdu-attackers-others  --target removed --prompt-dropout 0.5 --retain-weight 25 --attackers 2 --epochs 18 --others $SMOLLM_OUT/rows/invented.jsonl
 "
 
 write_tofu_rows() {  # write_tofu_rows TOFU FOLDER: of the rows to forget and to retain LIMIT each
