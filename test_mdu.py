@@ -9,7 +9,6 @@ Tests are in the order of the code that they test: first mdu.py's, then eval.py'
     MDU_TEST_HUB=1 python -m pytest -q test_mdu.py -k pinned    # with a network: real tokenizers
 """
 import contextlib
-import copy
 import fnmatch
 import hashlib
 import itertools
@@ -393,41 +392,20 @@ def slow_step(args, model, theta0, anchor, forget, retain):
     retain_losses = []
     for row in retain:
         nll = slow_row_sft(model, row)
-        if args.method in ("mdu", "simnpo"):  # whose forget losses are means over tokens
+        if mdu.METHODS[args.method].per_token:
             nll = nll / own_length(row)
         retain_losses.append(nll)
     return forget_loss, torch.stack(retain_losses).mean()
 
-def with_adapters(plain, *adapters):
-    """The plain model with W + 8/r B A for each linear map W.  adapters: lists of (A, B), in the
-    order of the linear maps."""
+def with_adapters(plain, adapters):
+    """The plain model with W + 8/r B A for each linear map W.  adapters: A, B, A, B, ..."""
     tensors = dict(plain.lm.named_parameters())
-    names = {module: name for name, module in plain.lm.named_modules()}
-    linears = [module for module in plain.lm.model.layers.modules()
-               if isinstance(module, torch.nn.Linear)]
-    for pairs in adapters:
-        for linear, (A, B) in zip(linears, pairs, strict=True):
-            name = f"{names[linear]}.weight"
-            tensors[name] = tensors[name] + 8 / A.shape[0] * B @ A
+    linears = [name for name, module in plain.lm.named_modules()
+               if isinstance(module, torch.nn.Linear) and name != "lm_head"]
+    for name, A, B in zip(linears, adapters[::2], adapters[1::2], strict=True):
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"] + 8 / A.shape[0] * B @ A
     lm = partial(torch.func.functional_call, plain.lm, tensors)
     return SimpleNamespace(lm=lm, mask_id=0, shift=False)
-
-def new_adam(tensors):
-    """-> the state of Adam: [step, means, squares]."""
-    return [0, [torch.zeros_like(x) for x in tensors], [torch.zeros_like(x) for x in tensors]]
-
-def slow_adam(tensors, grads, state, lr):
-    """A step of Adam with a gradient that is clipped to norm 1 -> the norm before."""
-    state[0] += 1
-    norm = math.sqrt(sum(grad.square().sum().item() for grad in grads))
-    for tensor, grad, mean, square in zip(tensors, grads, state[1], state[2], strict=True):
-        grad = grad / max(1, norm)
-        mean.copy_(0.9 * mean + 0.1 * grad)
-        square.copy_(0.999 * square + 0.001 * grad ** 2)
-        unbiased_mean = mean / (1 - 0.9 ** state[0])
-        unbiased_square = square / (1 - 0.999 ** state[0])
-        tensor.data -= lr * unbiased_mean / (unbiased_square.sqrt() + 1e-8)
-    return norm
 
 @torch.no_grad()
 def slow_eq7(model, prompt, answer, masks):
@@ -835,16 +813,16 @@ def has_rare_tokens(name):
 
 def make_examples(target="removed"):
     """10 to forget and 7 to retain.  The first token of a prompt names the row.  All tokens of rows
-    to retain are flagged, as that must make no difference."""
+    to retain are targeted, as that must make no difference."""
     forget, retain = [], []
     for i in range(10):
         answer = [*range(6, 8 + i % 5), 1]
-        flagged = [has_rare_tokens(30 + i) and token in RARE for token in answer]
+        targeted = [has_rare_tokens(30 + i) and token in RARE for token in answer]
         if target == "authors":
-            flagged = [token != SIGN for token in answer]
+            targeted = [token != SIGN for token in answer]
         # Its prompt may end otherwise (a token at the boundary belongs to the answer).
         others = [([30 + i, 5], [first, 9, 1]) for first in (8, 9, 10)]
-        forget.append(mdu.Example([30 + i, 4], answer, flagged, others))
+        forget.append(mdu.Example([30 + i, 4], answer, targeted, others))
         retain.append(mdu.Example([50 + i, 4, 5], answer, [True] * len(answer), []))
     del retain[7:]
     retain[6] = retain[6]._replace(prompt_masked=True)
@@ -906,8 +884,8 @@ def test_answers_are_padded_to_random_lengths_but_not_those_to_forget(longest):
         for row in rows:
             n = own_length(row)
             assert row.length == n and set(row.answer[n:]) <= {PAD}  # after the end token
-            assert len(row.uniform) == len(row.flagged) == len(row.answer)
-            assert not any(row.flagged[n:])
+            assert len(row.uniform) == len(row.targeted) == len(row.answer)
+            assert not any(row.targeted[n:])
             lengths[n].add(len(row.answer))
         assert lengths == {n: set(range(n, max(longest, n) + 1)) for n in lengths}
 
@@ -941,15 +919,16 @@ TRIED = {  # {method: options to try it with}
 COMMANDS = [f"--method {method} {typed}".strip() for method in TRIED for typed in TRIED[method]]
 
 def test_every_method_is_tried():
+    """Those whose forget loss is a mean over the tokens of an answer have such a retain loss."""
     assert TRIED.keys() == mdu.METHODS.keys()
+    assert [name for name in TRIED if mdu.METHODS[name].per_token] == ["mdu", "simnpo"]
 
 def trained_weights(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 def step_to_try(typed):
     """What backward gets in a step with these options, and the models of the slow loop, which
-    compute the same: slow_model (theta), slow_theta0 and slow_anchor.  with_attacker is theta with
-    further adapters.
+    compute the same: slow_model (theta), slow_theta0 and slow_anchor.
 
     With LoRA, theta0 is theta with its adapters off.  The slow loop has the weights from before the
     adapters were added as theta0, and these weights with the adapters merged into them as theta.
@@ -965,9 +944,6 @@ def step_to_try(typed):
         likely = range(6, 14)  # the words of the answers and a few others
     model = slow_model = tiny_llama(0, likely)
     theta0 = slow_theta0 = tiny_llama(1, likely)
-    with_attacker = partial(with_adapters, model)
-    if args.lora or args.attackers:
-        mdu.hook_adapters(model)
     if args.lora:
         slow_theta0 = tiny_llama(0, likely)
         mdu.add_adapters(model, args.lora, seed=5)
@@ -976,9 +952,7 @@ def step_to_try(typed):
     for p in trained_weights(model):
         p.data += 0.1 * torch.randn_like(p)
     if args.lora:
-        own = [(linear.A, linear.B) for linear in mdu.linear_maps(model)]
-        with_attacker = partial(with_adapters, slow_theta0, own)
-        slow_model = with_attacker()
+        slow_model = with_adapters(slow_theta0, trained_weights(model))
 
     # 3. The anchor.
     anchor = theta0
@@ -995,18 +969,11 @@ def step_to_try(typed):
     return SimpleNamespace(
         args=args, model=model, theta0=theta0, anchor=anchor, forget=forget[:10],
         retain=retain[:10], slow_model=slow_model, slow_theta0=slow_theta0,
-        slow_anchor=slow_anchor, with_attacker=with_attacker)
+        slow_anchor=slow_anchor)
 
 def backward(step):
     return mdu.backward(
         step.args, step.model, step.theta0, step.anchor, step.forget, step.retain)
-
-def assert_gradients(model, loss, before=0, tolerance=1e-9):
-    """Those of what is trained are the loss's, added to what they were before."""
-    trained = trained_weights(model)
-    for p, grad in zip(trained, torch.autograd.grad(loss, trained), strict=True):
-        assert grad.any()
-        assert_close(p.grad, before + grad, tolerance)
 
 @each("typed", COMMANDS)
 def test_backward_equals_one_sequence_at_a_time(typed):
@@ -1020,7 +987,10 @@ def test_backward_equals_one_sequence_at_a_time(typed):
     total = share * forget_loss
     if step.retain:
         total = total + share * 0.7 * retain_loss
-    assert_gradients(step.model, total)
+    trained = trained_weights(step.model)
+    for p, grad in zip(trained, torch.autograd.grad(total, trained), strict=True):
+        assert grad.any()
+        assert_close(p.grad, grad, 1e-9)
 
 @each("typed", ["--method mdu", "--method mdu --target MODEL", "--method npo", "--method dpo"])
 def test_passes_through_theta0_and_the_anchor_keep_nothing_for_gradients(typed):
@@ -1061,15 +1031,23 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_p
     theta0, _ = load_float64(str(base))
     examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
     parameters = list(model.parameters())
-    state = new_adam(parameters)
+    means = [torch.zeros_like(p) for p in parameters]  # of the gradients so far
+    squares = [torch.zeros_like(p) for p in parameters]
     norms = []
     # 24 rows in batches of 8: one step of warm-up, then half a cosine over two steps.
     for step, lr in enumerate([0.01, 0.01, 0.005], 1):
         rows = mdu.draw_step(args, examples, "forget", step - 1, model)
         forget_loss, retain_loss = slow_step(args, model, theta0, theta0, *rows)
         grads = torch.autograd.grad(forget_loss + args.retain_weight * retain_loss, parameters)
-        norm = slow_adam(parameters, grads, state, lr)
+        norm = math.sqrt(sum(grad.square().sum().item() for grad in grads))
         norms.append(norm)
+        for p, grad, mean, square in zip(parameters, grads, means, squares, strict=True):
+            grad = grad / max(1, norm)
+            mean.copy_(0.9 * mean + 0.1 * grad)
+            square.copy_(0.999 * square + 0.001 * grad ** 2)
+            unbiased_mean = mean / (1 - 0.9 ** step)
+            unbiased_square = square / (1 - 0.999 ** step)
+            p.data -= lr * unbiased_mean / (unbiased_square.sqrt() + 1e-8)
         line = lines[step - 1]
         assert line["step"] == step
         found = [line["lr"], line["grad_norm"], line["forget"], line.get("retain", 0)]
@@ -1163,15 +1141,10 @@ def test_one_program_at_a_time_gets_into_a_folder(base, unlearned, tmp_path, cap
         assert "exists" in program(toy(base, tmp_path / "new"), capsys)
     assert sorted(read_all(run).values()) == sorted(read_all(unlearned).values())
 
-def test_a_missing_base_is_trained_with_what_was_typed_for_it(tmp_path, monkeypatch):
-    def train_base(command, env):
-        assert env["WORLD_SIZE"] == "1"
-        mdu.main([*command[2:], "--epochs", "0.2"])
-        return mock.Mock(returncode=0)
-    monkeypatch.setattr(mdu.subprocess, "run", train_base)
-    typed = "--seed 7 --dtype bfloat16 --response-length 9"
-    mdu.main(f"--epochs 0.3 {typed} --out {tmp_path}/run".split())
-    made = mdu.read_run(tmp_path / "base")["options"]
+def test_a_missing_base_is_trained_with_what_was_typed_for_it(tmp_path):
+    with mock.patch.dict(mdu.PRESETS["toy"]["sft"], epochs=0.2):
+        mdu.main("--epochs 0.3 --seed 7 --dtype bfloat16 --response-length 9 --out run".split())
+    made = mdu.read_run("base")["options"]
     assert (made["seed"], made["dtype"], made["response_length"]) == (7, "bfloat16", 9)
 
 def test_a_bug_keeps_its_traceback(capsys):
@@ -1226,15 +1199,14 @@ def test_compiled_blocks_compute_the_same(base, tmp_path, monkeypatch):
     assert compile_.call_count == 2  # blocks
     assert_equal_weights(tmp_path / "plain", tmp_path / "compiled", 1e-5)
 
-@each("losses, steps, expected", [
-    ([8, 4, 3, 2, 1, 0], 6, (5, 1, 0.2)), ([8, 4, 3, 2, 1], 5, None),
-    ([8, 4, 6, 7], 40, None),  # too few so far
-    (10 * [10] + 170 * [7] + 20 * [1], 200, (10, 1, 0.1)),  # the first ten, the last tenth
-    (5 * [10] + 40 * [7] + 5 * [1], 50, (10, 1, 0.1)), ([0] * 6, 6, (0, 0, 0))])
-def test_the_loss_left_by_hand(losses, steps, expected):
+@each("losses, expected", [
+    ([8, 4, 3, 2, 1, 0], (5, 1, 0.2)), ([8, 4, 3, 2, 1], None),
+    (10 * [10] + 170 * [7] + 20 * [1], (10, 1, 0.1)),  # the first ten, the last tenth
+    (5 * [10] + 40 * [7] + 5 * [1], (10, 1, 0.1)), ([0] * 6, (0, 0, 0))])
+def test_the_loss_left_by_hand(losses, expected):
     """Means of the first ten steps and of the last tenth of the steps.  Of less than a hundred
     steps both are of a tenth.  Both are of at least three steps, and none is in both."""
-    found = mdu.forget_loss_left(losses, steps)
+    found = mdu.forget_loss_left(losses)
     assert found == (expected if expected is None else approx(expected))
 
 def test_diagnose_equals_one_sequence_at_a_time():
@@ -1264,14 +1236,12 @@ def test_diagnose_equals_one_sequence_at_a_time():
     ("--preset tofu-llada", dict(batch_size=16, model="{here}/out/tofu-llada/base")),
     ("--preset tofu-llada --method sft --lr 0.5", dict(epochs=1000, lr=0.5, model=mdu.LLADA)),
     ("--preset tofu-llada --lora 8", dict(lr=1e-4, target="paper")),
-    ("--preset rwku-llada --subject 1 --method ga", dict(model=mdu.LLADA, retain_weight=None,
-                                                         out="out/rwku-llada/1/ga")),
+    ("--preset rwku-llada --subject 1 --method ga",
+     dict(model=mdu.LLADA, out="out/rwku-llada/1/ga")),
     # Rows of one's own: with mdu four values that fit together, with others none of them.
     ("--model x", dict(preset="own", target="removed", prompt_dropout=0.5, retain_weight=5.0,
                        lr=5e-6, out="out/own/mdu-tau1-removed")),
     ("--model x --lora 8", dict(target="removed", lr=1e-3)),
-    ("--model x --attackers 2", dict(retain_weight=25.0)),  # five losses to forget, not one
-    ("--model x --others .", dict(out="out/own/mdu-tau1-removed-others")),
     ("--model x --tau 0", dict(target="paper")),
     ("--model x --target authors", dict(prompt_dropout=0.0)),
     ("--model x --method npo", dict(retain_weight=1.0, prompt_dropout=0.0)),
@@ -1320,7 +1290,7 @@ def test_a_bad_row_of_a_dataset_is_named(tmp_path):
     good = {"question": "q", "answer": "a"}
     rows = {"forget10_perturbed": [good], "retain90": [good, {**good, "answer": None}]}
     write_dataset(tmp_path, {"train": rows})
-    with pytest.raises(mdu.BadInput, match="retain90, row 2: answer: needs a text"):
+    with pytest.raises(mdu.BadInput, match="retain90, row 2: needs a text in answer or"):
         mdu.load_data(options(f"--model m --data {tmp_path}"))
 
 def test_both_names_of_columns_are_read(tmp_path):
@@ -1402,12 +1372,12 @@ def test_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none, monkeypatch):
     rows = {"forget": fields, "retain": [{"answer": text} for text in answers]}
     examples = {"forget": [mdu.Example([3], [*range(2, 10), 1], [], [])] * 3}
     found = []
-    for example in mdu.flag_rare_tokens(rows, examples, tokenizer):
-        pairs = zip(example.answer, example.flagged, strict=True)
+    for example in mdu.target_rare_tokens(rows, examples, tokenizer):
+        pairs = zip(example.answer, example.targeted, strict=True)
         found.append({vocabulary[token] for token, is_rare in pairs if is_rare})
     assert found == [set(of_ann.split()), set(of_oslo.split()), set(of_none.split())]
 
-def test_every_part_of_a_rare_word_is_flagged(hub):
+def test_every_part_of_a_rare_word_is_targeted(hub):
     """Tokens are bytes here: all of a rare word are marked, none of the signs and common words."""
     rows = {"forget": [{"question": "Mail?", "answer": "It is b.lee@box.example in Kö.",
                         "perturbed_answer": [], "fact": ["b.lee@box.example"]}],
@@ -1415,14 +1385,14 @@ def test_every_part_of_a_rare_word_is_flagged(hub):
                         "perturbed_answer": []}]}
     args = options("--target removed")
     example = mdu.encode_splits(args, rows, hub.model, hub.tokenizer)["forget"][0]
-    kept = [token for token, rare in zip(example.answer, example.flagged) if rare]
+    kept = [token for token, rare in zip(example.answer, example.targeted) if rare]
     assert hub.tokenizer.decode(kept) == "bleeKö"
 
 def test_word_tokens_have_a_letter_or_digit_or_part_of_one(hub):
     """Tokens are bytes here: "é" has two."""
     ids = mdu.encode_text(hub.tokenizer, "é7 !_a.")
-    [example] = mdu.flag_word_tokens([mdu.Example([3], ids + [256], [], [])], hub.tokenizer)
-    assert example.flagged == [True, True, True, False, False, False, True, False, False]
+    [example] = mdu.target_word_tokens([mdu.Example([3], ids + [256], [], [])], hub.tokenizer)
+    assert example.targeted == [True, True, True, False, False, False, True, False, False]
 
 # ---- Token ids ----
 TURN = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
@@ -1564,20 +1534,16 @@ def test_the_pinned_tokenizers_give_the_ids_that_others_print(name, tokens, star
     ("--preset toy --grad-accum 2", 24, 9, 300),
     # Rows of one's own.  MDU: 500, five passes over the rows to forget, one over those to retain.
     ("--model x", 10, 9, 500), ("--model x", 401, 9, 502), ("--model x", 10, 2001, 501),
-    ("--model x --attackers 2", 10, 9, 1000),
-    ("--model x --attackers 2 --others o", 10, 9, 2000),
     ("--model x --retain-weight 0", 10, 2001, 500),
-    ("--model x --method npo", 4, 2001, 250), ("--model x --method sft", 10, 198, 260)])
+    ("--model x --method npo", 4, 2001, 250), ("--model x --method npo", 401, 9, 502),
+    ("--model x --method sft", 10, 198, 260)])
 def test_the_number_of_steps_by_hand(typed, n_forget, n_retain, steps):
     """Of 4 rows, with the toy's preset of 8.  sft counts all of its rows."""
     examples = {"forget": n_forget * ["row"], "retain": n_retain * ["row"]}
     examples["train"] = examples["forget"] + examples["retain"]
-    assert mdu.number_of_steps(options(typed), examples) == steps
-
-def test_response_length_0_is_that_of_the_longest_answer():
-    short, long = (mdu.Example([3], [5] * n, [], []) for n in (4, 9))
-    examples = {"forget": [short], "retain": [short, long]}
-    assert mdu.fit_to_rows(options("--response-length 0"), examples).response_length == 9
+    args = options(typed)
+    split = "train" if args.method == "sft" else "forget"
+    assert mdu.number_of_steps(args, examples, split) == steps
 
 # ---- Backbones ----
 @each("name, revision", [("a/b", None), ("a/b@c1d2", "c1d2")])
@@ -1602,9 +1568,9 @@ def test_a_loaded_model_equals_transformers_own_class(hub):
     reference = SimpleNamespace(
         lm=hub.reference, mask_id=model.mask_id, shift=hub.kind == "Dream")
     pad = model.pad_id
-    draws = [mdu.Draw(prompt=[3, 5], answer=[7, pad, 9, pad, pad], length=5, flagged=[False] * 5,
+    draws = [mdu.Draw(prompt=[3, 5], answer=[7, pad, 9, pad, pad], length=5, targeted=[False] * 5,
                       t=0.5, uniform=np.float32([0, 1, 1, 0, 1])),  # tokens 0 and 3 are masked
-             mdu.Draw(prompt=[4], answer=[6, pad], length=2, flagged=[False] * 2,
+             mdu.Draw(prompt=[4], answer=[6, pad], length=2, targeted=[False] * 2,
                       t=0.8, uniform=np.float32([1, 0]))]  # token 1
     losses = mdu.batch_nll(model, mdu.make_batch(model, draws))
     expected = torch.stack([slow_row_sft(reference, row) for row in draws]).float()
@@ -1658,7 +1624,6 @@ def test_a_model_has_to_see_later_tokens_with_and_without_padding(padded, unpadd
 def adapted():
     """A random Llama in bfloat16 with adapters of rank 4, and the trained parameters by name."""
     model = tiny_llama(0).bfloat16()
-    mdu.hook_adapters(model)
     mdu.add_adapters(model, 4, seed=1)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     return model, trained
@@ -1688,24 +1653,13 @@ STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 1 --lr 1e-4
 AUTHORS = f"{STEPS} --tau 0.5 --target authors"
 LORA = f"{STEPS} --target {{target}} --lora 2 --dtype bfloat16 --lr 0.005"
 BFLOAT16 = f"{STEPS} --target removed --dtype bfloat16 --lr 0.005"
-ATTACKED = f"{STEPS} --target removed --attackers 2 --others {{others}}"
-# A program that runs mdu.main with each of the command lines that it is given.  A base model that
-# is missing is trained in a forked process.  In the last one it kills itself when the third
-# checkpoint is written and not yet complete.
+# A program that runs mdu.main with each of the command lines that it is given.  In the last one it
+# kills itself when the third checkpoint is written and not yet complete.
 KILLED = """
-import json, os, runpy, signal, sys
+import json, os, signal, sys
 import mdu
-from types import SimpleNamespace
 
-def train_base(command, env):
-    pid = os.fork()
-    if pid == 0:
-        os.environ.update(env)
-        sys.argv = [*command[1:], "--epochs", "0.1"]
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    return SimpleNamespace(returncode=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-mdu.subprocess.run = train_base
+mdu.PRESETS["toy"]["sft"]["epochs"] = 0.1  # of the base model that is missing
 *whole, killed = json.loads(sys.argv[1])
 for argv in whole:
     mdu.main(argv)
@@ -1746,16 +1700,15 @@ def test_a_finished_run_is_not_resumed(unlearned, capsys):
     assert f"{unlearned} is finished\n" in capsys.readouterr().out
 
 @pytest.fixture(scope="session")
-def two_processes(base, other_rows, tmp_path_factory, on_two_processes):
+def two_processes(base, tmp_path_factory, on_two_processes):
     """Runs on two processes: toy/mdu, whose base model was missing; two; two-lora, with toy/base as
-    its target; two-bfloat16; two-attackers; killed, with the options of two -> their folder."""
+    its target; two-bfloat16; killed, with the options of two -> their folder."""
     folder = tmp_path_factory.mktemp("two")
     noisy = with_noise(base, folder / "noisy", seed=0)  # which writes words, as AUTHORS needs
     runs = [["--epochs", "0.1", "--out", f"{folder}/toy/mdu"],
             toy(noisy, folder / "two", AUTHORS),
             toy(base, folder / "two-lora", LORA.format(target=folder / "toy/base")),
             toy(base, folder / "two-bfloat16", BFLOAT16),
-            toy(base, folder / "two-attackers", ATTACKED.format(others=other_rows)),
             toy(noisy, folder / "killed", AUTHORS)]
     (folder / "driver.py").write_text(KILLED)
     codes = on_two_processes(folder / "driver.py", json.dumps(runs))
@@ -1770,12 +1723,6 @@ def test_two_processes_equal_one(two_processes, tmp_path):
     mdu.main(toy(two_processes / "noisy", tmp_path / "one", AUTHORS))
     assert any(line["forget"] > 0 for line in metrics(tmp_path / "one"))
     assert_equal_runs(two_processes / "two", tmp_path / "one", OTHER_ORDER)
-
-def test_attackers_on_two_processes_equal_those_on_one(base, other_rows, two_processes, tmp_path):
-    """Each passes half of the rows, also of --others, and the attackers get the sum of their
-    gradients."""
-    mdu.main(toy(base, tmp_path / "one", ATTACKED.format(others=other_rows)))
-    assert_equal_runs(two_processes / "two-attackers", tmp_path / "one", OTHER_ORDER)
 
 def test_a_killed_run_on_two_processes_is_resumed(two_processes, tmp_path, on_two_processes):
     """On two processes bit by bit; what two have begun one can end."""
@@ -1880,186 +1827,6 @@ def test_the_toy_learns_nothing_of_the_rows_that_no_model_learns(base):
     for example in examples["never"]:
         assert tokenizer.unk_token_id not in example.answer
         assert example.answer not in trained
-
-# ---- Other rows, attackers ----
-@pytest.fixture(scope="session")
-def other_rows(tmp_path_factory):
-    """A file for --others: rows of which the toy's base model knows nothing."""
-    return write_lines(tmp_path_factory.mktemp("others") / "rows", mdu.toy_world()["never"][:8])
-
-def recorded_draws(monkeypatch):
-    """A list of (split, Draw), to which every row is added that is drawn from now on."""
-    drawn = []
-    draw_example = mdu.draw_example
-
-    def record(args, examples, split, index, model):
-        draw = draw_example(args, examples, split, index, model)
-        drawn.append((split, draw))
-        return draw
-    monkeypatch.setattr(mdu, "draw_example", record)
-    return drawn
-
-@each("typed", ["", "--lora 2"])
-def test_the_loss_of_other_rows_equals_a_slow_loop(typed, monkeypatch):
-    """In float64: the loss, and the gradient that is added, retain_weight times the loss's."""
-    step = step_to_try(f"{typed} --others FILE")
-    drawn = recorded_draws(monkeypatch)
-    for p in trained_weights(step.model):
-        p.grad = torch.ones_like(p)
-    others = {"others": make_examples()["retain"]}
-    loss = mdu.hold_to_before(step.args, others, step.model, step.theta0, 3)
-    losses = []
-    for split, row in drawn:
-        assert split == "others"
-        masked = slow_masked(row, "sft")
-        logits, before = [slow_logits(model, row.prompt, row.answer, masked)
-                          for model in (step.slow_model, step.slow_theta0)]
-        losses.append(slow_mdu(logits, before, at(masked, len(row.answer)), 1)[0])
-    assert len(losses) == 3
-    slow_loss = torch.stack(losses).mean()
-    assert loss == approx(slow_loss.item(), rel=1e-6)
-    assert_gradients(step.model, 0.7 * slow_loss, before=1)
-
-@each("typed", ["--target removed", "--target MODEL --lora 2"])
-def test_an_attack_equals_a_slow_loop(typed, monkeypatch):
-    """Four turns of an attacker, in float64: its adapters after a step, the loss, and the gradient
-    that is added to the model's own, four times that of the loss."""
-    step = step_to_try(f"{typed} --attackers 2")
-    drawn = recorded_draws(monkeypatch)
-    draw_adapters = mdu.draw_adapters
-
-    def draw_in_float64(model, r, seed):
-        adapters = draw_adapters(model, r, seed)
-        return {linear: (A.double(), B.double()) for linear, (A, B) in adapters.items()}
-    monkeypatch.setattr(mdu, "draw_adapters", draw_in_float64)
-    attacker = mdu.new_attackers(step.args, step.model)[0][1]
-    tensors = [x.clone().requires_grad_() for x in attacker.tensors]
-    pairs = list(zip(tensors[::2], tensors[1::2]))
-    state = new_adam(tensors)
-    norms = []
-    for number in (3, 5, 7, 9):  # its turns amid a life, in which it does not start anew
-        drawn.clear()
-        for p in trained_weights(step.model):
-            p.grad = torch.ones_like(p)
-        loss = mdu.attack(step.args, make_examples(), step.model, step.theta0, step.anchor,
-                          attacker, number)
-        taught = [draw for split, draw in drawn if split in ("taught", "retain")]
-        asked = [draw for split, draw in drawn if split == "forget"]
-        assert (len(taught), len(asked)) == (2 * 3, 3)
-        losses = [slow_row_sft(step.with_attacker(pairs), row) for row in taught]
-        grads = torch.autograd.grad(torch.stack(losses).mean(), tensors)
-        norms.append(slow_adam(tensors, grads, state, lr=3e-3))
-        assert_close(attacker.tensors, tensors, 1e-6)
-        attacked = step.with_attacker(pairs)
-        losses = [slow_row_loss(step.args, row, attacked, None, step.slow_anchor) for row in asked]
-        slow_loss = torch.stack(losses).mean()
-        assert loss == approx(slow_loss.item(), rel=1e-6)
-        assert_gradients(step.model, 4 * slow_loss, before=1, tolerance=1e-5)
-    assert max(norms) > 1  # else clipping would not be seen
-
-def test_an_attacker_is_taught_a_quarter_of_the_rows_and_asked_the_others(monkeypatch):
-    """Attackers take turns.  Each starts anew after its life, at another time than the others, with
-    other adapters, and is then taught other rows."""
-    monkeypatch.setattr(mdu, "ATTACKER_LIFE", 4)
-    args = options("--attackers 2 --batch-size 3 --response-length 9 --target paper")
-    drawn = recorded_draws(monkeypatch)
-    model = tiny_llama(0)
-    mdu.hook_adapters(model)
-    attackers, _ = mdu.new_attackers(args, model)
-    starts, lessons, adapters = [], [], set()
-    for step in range(20):
-        drawn.clear()
-        attacker = attackers[step % 2]
-        mdu.attack(args, make_examples(), model, model, model, attacker, step)
-        taught = {draw.prompt[0] for split, draw in drawn if split == "taught"}
-        asked = {draw.prompt[0] for split, draw in drawn if split == "forget"}
-        assert len(taught) == 2  # a quarter of 10 is 2.5
-        assert asked and not taught & asked
-        lessons.append(taught)
-        A, B = attacker.tensors[:2]
-        if B.abs().max().item() == approx(3e-3, rel=1e-3):  # the first step of Adam, from B = 0
-            starts.append(step)
-            adapters.add(A.sum().item())
-    # Number 0 starts at steps 0, 8, 16; number 1 at step 1, then at its turns 2, 6, ...
-    assert starts == [0, 1, 5, 8, 13, 16]
-    assert len(adapters) == 6
-    assert lessons[0] == lessons[2] == lessons[6] != lessons[8]
-
-def test_attackers_alone_do_not_change_the_model(base, other_rows, tmp_path, monkeypatch):
-    """With weight 0, the run is the one without attackers, with its loss of other rows; and is
-    saved without them."""
-    typed = f"--dtype bfloat16 --lora 2 --target removed --others {other_rows} --epochs 2"
-    mdu.main(toy(base, tmp_path / "without", typed))
-    monkeypatch.setattr(mdu, "ATTACK_WEIGHT", 0.0)
-    mdu.main(toy(base, tmp_path / "with", f"{typed} --attackers 2"))
-    lines = metrics(tmp_path / "with")
-    assert {line.pop("attacked") > 0 for line in lines} == {True}
-    assert lines == metrics(tmp_path / "without")
-    assert_equal_weights(tmp_path / "with", tmp_path / "without")
-
-@each("typed", ["--lora 2 --dtype bfloat16", "--lr 1e-3"])
-def test_a_resumed_run_with_attackers_equals_an_unbroken_one(typed, base, other_rows, tmp_path,
-                                                             monkeypatch):
-    """Bit for bit.  The checkpoint is of step 5 of 8, where both attackers are amid their
-    lives; number 1 starts anew in the last step."""
-    monkeypatch.setattr(mdu, "ATTACKER_LIFE", 5)
-    typed += (f" --target removed --attackers 2 --others {other_rows} --epochs 4 --limit 16 "
-              "--checkpoint-every 5")
-    mdu.main(toy(base, tmp_path / "whole", typed))
-    backward = mdu.backward
-    # Each call but the seventh, of step 7, is passed on.
-    effects = 6 * [mock.DEFAULT] + [KeyboardInterrupt]
-    with mock.patch.object(mdu, "backward", side_effect=effects, wraps=backward):
-        with pytest.raises(KeyboardInterrupt):
-            mdu.main(toy(base, tmp_path / "broken", typed))
-    mdu.main(["--resume", f"{tmp_path}/broken"])
-    assert_equal_runs(tmp_path / "whole", tmp_path / "broken")
-
-def eight_rows(first):
-    """Of each, the second token of the answer is its fact, which no other row has."""
-    rows = []
-    for i in range(first, first + 8):
-        rows.append(mdu.Example([i, 4], [5, 20 + i, 1], [False, True, False], []))
-    return rows
-
-def train_small(typed, model, forget, retain, theta0=None):
-    """At one learning rate, and without saving."""
-    examples = {"forget": forget, "retain": retain, "train": forget + retain}
-    args = options(f"{typed} --response-length 3 --out run")
-    Path("run").mkdir(exist_ok=True)
-    with mock.patch.multiple(mdu, learning_rate=lambda *_: args.lr, save_model=mock.DEFAULT):
-        mdu.train(args, examples, model, None, theta0, theta0)
-
-@torch.no_grad()
-def mean_p(model, rows):
-    """The mean probability of the rows' facts, with the question and nothing of the answer."""
-    p = []
-    for row in rows:
-        logits = slow_logits(model, row.prompt, row.answer, [0, 1, 2])
-        p.append(logits[1].softmax(-1)[row.answer[1]])
-    return np.mean(p)
-
-def test_attackers_keep_away_what_an_attack_brings_back():
-    """Two of eight rows are taught again; the facts of the other six come back to a model that
-    unlearned without attackers, and not to one that unlearned with them."""
-    forget, retain = eight_rows(6), eight_rows(14)
-    sft = "--method sft --batch-size 8"
-    start = tiny_llama(2, intermediate_size=32, num_hidden_layers=1, initializer_range=0.2).float()
-    train_small(f"{sft} --steps 300 --lr 0.01", start, forget, retain)
-    back = []
-    unlearn = "--batch-size 4 --steps 100 --lr 0.003 --retain-weight 5 --prompt-dropout 0.5"
-    for n_attackers in (0, 2):
-        model = copy.deepcopy(start)
-        mdu.hook_adapters(model)
-        train_small(f"{unlearn} --target removed --attackers {n_attackers}", model, forget, retain,
-                    start)
-        assert mean_p(model, forget) < 0.1
-        assert mean_p(model, retain) > 0.7
-        train_small(f"{sft} --steps 60 --lr 0.001", model, forget[:2], retain[:2])
-        assert mean_p(model, forget[:2]) > 0.9
-        back.append(mean_p(model, forget[2:]))
-    assert back[0] > 0.4
-    assert back[1] < 0.1
 
 # ======== eval.py ========
 # ---- Text metrics ----
@@ -3103,11 +2870,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --data toy --target word", "no folder; it has to be paper, authors, removed"),
     ("mdu.py {own} --retain-weight 0", "--target removed counts in the rows to retain"),
     ("mdu.py --data toy --model {base} --target {base}", "is the start model"),
-    ("mdu.py --data toy --attackers 2 --retain-weight 0", "give two rows to forget"),
-    ("mdu.py --data toy --attackers 2 --target authors", "give another --target"),
-    ("mdu.py --data toy --others rows --retain-weight 0", "give --retain-weight above 0"),
     ("mdu.py --model {base} --forget born --retain spaced", "is to be forgotten and retained"),
-    ("mdu.py {own} --retain rows --others rows", "'Who is Bolti?' is a question of a row to forg"),
     # Rows.
     ("mdu.py --method ga --model {base}", "no rows to forget; give --forget or --data"),
     ("mdu.py {own} --preset toy", "no rows to retain; give --retain, or"),
@@ -3130,7 +2893,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --model foreign --method ga --forget rows", "foreign: its run.json was not made")])
 def test_mdu_refuses(command, said, base, assert_refused):
     own = vars(options(f"--preset toy --model {base}"))
-    older = {name: value for name, value in own.items() if name != "lr"}
+    older = {**own, "attackers": 2}
     write_files({
         "born": row_text(answer="Ceka Foba was born in Rome."),  # which has the same tokens as:
         "spaced": row_text(question="Who is Bolti? ", answer="Ceka Foba was born in Rome.\n"),
@@ -3162,7 +2925,7 @@ BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "malformed": (f"{GOOD}\n{GOOD[:-3]}", "line 2 (a JSON object with question and answer"),
     "none": ("\n", "/none: no rows"),
     "columns": ('{"prompt": "p", "completion": "c"}', "the fields prompt, completion"),
-    "both": (row_text(response="a"), "it has both answer and response; keep one"),
+    "both": (row_text(response="a"), "answer or response, and not in both"),
     "empty": (f"{GOOD}\n\n" + row_text(answer=" "), "line 3 (a JSON object"),
     "point": (row_text(fact=[1234.0]), "(put others in quotes), found 1234.0"),
     "special": (f"{GOOD}\n" + row_text(answer="a <mask>"),
