@@ -2858,8 +2858,9 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
 @each("command, said", [
     # Options.
     ("mdu.py --tau 2", "argument --tau: invalid float in [0, 1] value: '2'"),
-    ("mdu.py --steps 3 --epochs 2", "not allowed with argument --steps"),
+    ("mdu.py --steps 3 --epochs 2", "--steps or --epochs, and not both"),
     ("mdu.py --resume {run} --seed 1", "--resume RUN takes no other option"),
+    ("mdu.py --resume {run} --help", "--resume RUN takes no other option"),
     ("mdu.py --method npo --tau 1", "--method npo has no option --tau"),
     ("mdu.py --method sft --diagnose", "--diagnose is for unlearning"),
     ("mdu.py --method sft --preset rwku-llada", "--method sft has no preset rwku-llada"),
@@ -2931,8 +2932,8 @@ BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "special": (f"{GOOD}\n" + row_text(answer="a <mask>"),
                 "row 2 of forget, 'Who is Bolti?': '<mask>' is a special token"),
     "asked": (row_text(question="<user>"), "'<user>' is a special token"),
-    "sign": (row_text(fact="♠"), "fact: needs a letter or digit, found '♠'"),
-    "fact": (row_text(fact=["is", "i"]), "fact: 'i' is not in the answer"),  # "is" is
+    "sign": (row_text(fact="♠"), "fact: the words of '♠' are not in the answer"),
+    "fact": (row_text(fact=["is", "i"]), "fact: the words of 'i' are not in the answer"),  # "is" is
     "latin-1": (GOOD.encode() + b"\n\xe9", "'utf-8' codec can't decode byte 0xe9"),
     "strange": (8 * (row_text(question="xx", answer="yy zz") + "\n"),
                 "most words of forget are unknown to the model"),
