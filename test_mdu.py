@@ -16,10 +16,12 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
 import sys
+import time
 import unicodedata
 from functools import partial
 from math import log
@@ -1155,6 +1157,12 @@ def test_a_bug_keeps_its_traceback(capsys):
     assert "Traceback" in err and "ValueError: a bug" in err
     assert not mdu.dist.is_initialized()
 
+def test_a_bug_in_reading_a_models_config_keeps_its_traceback(base, monkeypatch):
+    """It is not taken for a model that transformers cannot load."""
+    monkeypatch.setattr(mdu, "native_config", mock.Mock(side_effect=KeyError("a bug")))
+    with pytest.raises(KeyError):
+        mdu.main(toy(base, "run"))
+
 # ---- The models of a run ----
 @each("typed", ["--method sft", "--model {base} --lora 2"])
 def test_weights_and_adapters_are_drawn_by_the_seed(typed, base):
@@ -1250,17 +1258,38 @@ def test_diagnose_equals_one_sequence_at_a_time():
     # A start model that is a run brings its response length, also over the preset's.
     ("--method sft --model {base}", dict(preset="own", response_length=12)),
     ("--model {base} --response-length 40", dict(response_length=40)),
-    # Paths that exist are made absolute, so that a run can be resumed from anywhere.
+    # Paths that exist are made absolute, so that a run can be resumed from anywhere, and freed of
+    # links, which may later lead to something else.
+    ("--model link --target link --forget link", dict(
+        model="{base}", target="{base}", forget="{base}", out="out/own/mdu-tau1-base")),
+    ("--out here/run", dict(model="{here}/base")),
     ("--model a/b --target . --out .", dict(model="a/b", target="{here}", out=".")),
     ("--model x --forget . --retain .", dict(forget="{here}", retain="{here}")),
     ("--target {base} --tau 0.5", dict(out="out/toy/mdu-tau0.5-base"))])
 def test_defaults_follow_from_what_is_typed(typed, expected, base):
     places = dict(base=base, here=Path.cwd())
+    Path("link").symlink_to(base)
+    Path("here").symlink_to(".")
     found = vars(options(typed.format(**places)))
     for name, value in expected.items():
         if isinstance(value, str):
             value = value.format(**places)
         assert found[name] == value, name
+
+def test_help_has_the_defaults_of_what_is_typed(capsys):
+    with pytest.raises(SystemExit):
+        options("--method npo --preset tofu-llada --lora 8 --help")
+    shown = capsys.readouterr().out
+    assert "the base model [npo]" in shown and "learning rate [0.0001]" in shown
+
+def test_options_that_are_new_or_were_off_do_not_stop_a_resume(base):
+    """An option that run.json lacks has its default."""
+    own = vars(options(f"--preset toy --model {base}"))
+    stored = {**own, "attackers": None, "compiled": False}
+    del stored["diagnose"]
+    write_files({"run/run.json": json.dumps({"options": stored, "rows": {}})})
+    resumed = vars(options("--resume run"))
+    assert {name: resumed[name] for name in own} == {**own, "out": "run", "resume": "run"}
 
 @each("typed, processes", [
     ("tofu-llada", 4), ("tofu-dream", 4), ("tofu-qwen", 1), ("tofu-smollm --model x", 1),
@@ -1323,6 +1352,20 @@ def test_of_rwku_one_person_is_forgotten_and_others_kept(subject, name, method, 
         elif i < 3:
             rows["retain"].append(row)
     assert mdu.load_data(args) == rows
+
+def test_a_run_says_once_which_facts_are_also_retained(base, capsys):
+    """Whole words of one answer alone: neither "Ceka Fo" of the first answer to retain, nor "Bolti
+    Lisbon" of two of them."""
+    write_lines(Path("forget"), [
+        {"question": "Who?", "answer": f"That is {fact}.", "fact": fact}
+        for fact in ("Ceka Fo", "Bolti Lisbon", "ceka FOBA", "Rome", "Oslo", "Lisbon")])
+    write_lines(Path("retain"), [
+        {"question": "Rome?", "answer": f"{fact}."}
+        for fact in ("Ceka Foba, Bolti", "Lisbon is in Portugal", "It is in Oslo")])
+    mdu.main(toy(base, "run", "--forget forget --retain retain --steps 1"))
+    said = capsys.readouterr().out
+    assert "3 facts to forget are in answers to retain, too, first 'ceka FOBA'" in said
+    assert said.count("facts to forget") == 1
 
 # ---- Words ----
 @each("text, expected", [
@@ -1561,6 +1604,14 @@ def test_the_revision_that_is_asked_for_is_downloaded_without_pickle(name, revis
         "chat_template.jinja", "merges.txt", "adapter_config.json"]))
     assert not any(map(is_downloaded, ["pytorch_model.bin", "x.pt"]))
 
+def test_run_json_names_the_commit_that_was_fetched(base, tmp_path, monkeypatch):
+    """The hub's cache has a folder for each commit."""
+    fetched = shutil.copytree(base, tmp_path / "c0ffee")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", mock.Mock(return_value=fetched))
+    mdu.main(toy("a/b", "run", "--target c/d@main --steps 1"))
+    made = mdu.read_run("run")["options"]
+    assert (made["model"], made["target"]) == ("a/b@c0ffee", "c/d@c0ffee")
+
 def test_a_loaded_model_equals_transformers_own_class(hub):
     """Losses and their gradients.  In training: config.json asks for dropout, which is off.  The
     padding token is among the tokens to read and to predict: its embedding is trained."""
@@ -1647,6 +1698,13 @@ def test_frozen_weights_are_not_sharded(adapted):
     sharded = {name for name, p in model.named_parameters() if isinstance(p, mdu.DTensor)}
     assert sharded == trained.keys()
 
+def test_who_imports_the_losses_starts_no_cuda(monkeypatch):
+    """Else CUDA could not be used in processes that are forked later.  device_count asks NVML."""
+    for name in ("is_available", "is_bf16_supported", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert runpy.run_path(mdu.__file__)["DEVICE"] == torch.device("cuda", 0)
+
 # ---- The run's folder ----
 # Four steps of 8 rows: 2 x 16 / 8.  A checkpoint is written after each but the last.
 STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 1 --lr 1e-4 --limit 16"
@@ -1698,6 +1756,27 @@ def test_a_finished_run_is_not_resumed(unlearned, capsys):
     with mock.patch.object(mdu, "load_model", None):
         mdu.main(["--resume", str(unlearned)])
     assert f"{unlearned} is finished\n" in capsys.readouterr().out
+
+def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys):
+    """Those that sha256sum prints, by which --resume notices a change that is none of the rows."""
+    world = mdu.toy_world()
+    write_lines(Path("forget"), world["forget"])
+    write_lines(Path("retain"), world["retain"])
+    mdu.main(toy(base, "run", "--forget forget --retain retain --steps 1"))
+    command = ["sha256sum", "forget", "retain", mdu.__file__]
+    printed = subprocess.check_output(command, text=True).split()
+    info = mdu.read_run("run")
+    assert info["files"] == {"forget": printed[0], "retain": printed[2]}
+    assert info["code"] == printed[4]
+    assert 0 <= time.time() - time.mktime(time.strptime(info["date"], "%Y-%m-%d")) < 100_000
+
+    text = Path("run/run.json").read_text() + Path("run/metrics.jsonl").read_text()
+    for row in world["forget"] + world["retain"]:
+        assert row["question"] not in text and row["answer"] not in text
+
+    os.remove("run/config.json")  # it is not finished
+    Path("retain").open("a").write("\n")
+    assert "have changed" in program(["--resume", "run"], capsys)
 
 @pytest.fixture(scope="session")
 def two_processes(base, tmp_path_factory, on_two_processes):
@@ -2883,21 +2962,25 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --preset rwku-llada --subject King --data {rwku}", "not among the 12: Ann Lee"),
     ("mdu.py --data folder --model x", "/folder, forget10_perturbed (README.md in the"),
     ("mdu.py --data toy --model {base} --response-length 2048", "the model takes 2048"),
+    ("mdu.py --preset toy --model {base} --forget long-answer --retain long-question "
+     "--response-length 0", "1402 tokens of question, 1001 of answer or --response-length"),
     # Folders.
     ("mdu.py --method ga --forget rows", "train it with --method sft, or"),
     ("mdu.py --preset toy --model nobody/nothing", "not fetched from the hub"),
     ("mdu.py --preset toy --model {base} --out {run}", "--resume {run}"),
     ("mdu.py --resume folder", "No such file or directory: 'folder/run.json'"),
     ("mdu.py --resume foreign", "foreign: its run.json was not made by mdu.py"),
-    ("mdu.py --resume older", "resume it with the code that made it"),
+    ("mdu.py --resume older", "its run.json has the option attackers, which this code has not"),
     ("mdu.py --resume changed", "the rows that it started from have changed"),
     ("mdu.py --model foreign --method ga --forget rows", "foreign: its run.json was not made")])
 def test_mdu_refuses(command, said, base, assert_refused):
     own = vars(options(f"--preset toy --model {base}"))
     older = {**own, "attackers": 2}
     write_files({
-        "born": row_text(answer="Ceka Foba was born in Rome."),  # which has the same tokens as:
-        "spaced": row_text(question="Who is Bolti? ", answer="Ceka Foba was born in Rome.\n"),
+        "born": row_text(answer="Ceka Foba was born in Rome."),  # which has the same words as:
+        "spaced": row_text(question="Who is Bolti ", answer="Ceka Foba was born in Rome\n"),
+        "long-answer": row_text(answer=1000 * "Who "),
+        "long-question": row_text(question=1400 * "Who "),
         "folder/other.json": GOOD, "foreign/run.json": '{"options": {}}',
         "older/run.json": json.dumps({"options": older, "rows": {}}),
         "changed/run.json": json.dumps({"options": own, "rows": {"forget": "other"}})})
@@ -2985,13 +3068,15 @@ BAD_MODELS = {  # {name of a folder: what is wrong in it, and what is said}
     "more": bad_model("llada", "model.layers.1.", n_layers=1),
     "resized": bad_model("llada", "model.embed_tokens.weight has (264, 32), by config",
                          vocab_size=260),
-    "no-layers": bad_model("llada", "cannot be loaded as LlamaForCausalLM", n_layers=None),
+    "no-number": bad_model("llama", "cannot be loaded as LlamaForCausalLM", num_hidden_layers="x"),
     "pickle": bad_model("llada", "no file named model.safetensors", save_as_pickle),
     "stray": bad_model("llama", "gptq_model-4bit.safetensors is not among the files",
                        partial(add_file, name="gptq_model-4bit.safetensors")),
     # Tokens.
     "mask": bad_model("llama", "no mask_token_id in config.json", mask_token_id=None),
     "mask-is-pad": bad_model("llama", "its mask token is also its padding", mask_token_id=257),
+    # Added to the tokenizer, and the embeddings were not resized.
+    "mask-is-new": bad_model("llama", "the id 264, and its embeddings have 264", mask_token_id=264),
     "end": bad_model("llada", "no end-of-turn token, <|eot_id|>, in its tokenizer",
                      partial(replace, old="eot_id", new="x")),
     # The tokenizer's files.  vocab.json and merges.txt are enough for Qwen alone.
