@@ -3388,6 +3388,9 @@ for word in "$@"; do
 done
 """
 
+# What the scripts start, besides Python.
+SHELL_PROGRAMS = "basename cat dirname mkdir realpath rm sed touch uniq xargs sh".split()
+
 def make(folder, *words):
     """Run make with LOGGING_PYTHON and nothing to install."""
     if not shutil.which("make"):
@@ -3519,6 +3522,20 @@ def test_what_changes_all_runs_of_tofu_is_in_the_name_of_their_folder(words, fol
     places = set(re.findall(r"--out out/(\S+)/npo", log))
     assert places - {f"{folder}/taught-again"} == {folder}
     assert re.findall(r"--out out/(\S+)/base", log)[0] == folder
+
+@each("words, programs, compiled", [
+    ("PRESET=tofu-llada GPUS=1 LORA=16", "nvidia-smi gcc", True),
+    ("PRESET=tofu-llada GPUS=1 LORA=16", "nvidia-smi", False),
+    ("PRESET=tofu-llada LORA=16", "nvidia-smi gcc", False),
+    ("PRESET=tofu-small LORA=16", "nvidia-smi gcc", False)])
+def test_tofu_compiles_adapters_on_one_gpu(words, programs, compiled, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "make", *SHELL_PROGRAMS, *programs.split()):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name) or shutil.which("true"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert make(tmp_path, "tofu", *words.split()).returncode == 0
+    trained = re.findall("mdu.py .*--out.*", (tmp_path / "log").read_text())
+    assert all((" --compile " in line) == compiled for line in trained if "/start/" not in line)
 
 @each("words, said", [
     ("PRESET=tofu-small LIMIT=8", "leave out MODEL= and LIMIT="),
