@@ -3462,6 +3462,7 @@ def tofu_runs(folder, *words):
     """Run make tofu -> the options of its runs by name."""
     done = make(folder, "tofu", *words)
     assert done.returncode == 0, done.stderr
+    assert "is finished" not in done.stdout  # each is trained once
     runs = {}
     for line in (folder / "log").read_text().splitlines():
         program, args = parse_command(line.split())
@@ -3470,7 +3471,7 @@ def tofu_runs(folder, *words):
     return runs
 
 def test_tofu_makes_a_grid(tmp_path):
-    grid = ("METHODS=ga npo authors mdu-tau0.25", "LRS=3e-4 1e-3", "WEIGHTS=0.2 5")
+    grid = ("METHODS=ga npo authors mdu-tau0.25", "LRS=3e-4 1e-3", "WEIGHTS=0.2 5", "JOBS=1")
     runs = tofu_runs(tmp_path, "PRESET=tofu-small", *grid)
     expected = {"original": "sft", "base": "sft", "retain": "sft",
                 "ga-lr3e-4": "ga", "ga-lr1e-3": "ga"}
@@ -3547,10 +3548,16 @@ def test_tofu_refuses(words, said, tmp_path):
     assert not (tmp_path / "out").exists()
 
 def test_tofu_trains_several_runs_at_once(tmp_path):
-    out = "out/tofu-small/1"
-    (tmp_path / "waits").write_text(f"{out}/base {out}/retain")
-    assert make(tmp_path, "tofu", "PRESET=tofu-small", "JOBS=1").returncode == 2
-    assert make(tmp_path, "tofu", "PRESET=tofu-small", "JOBS=2").returncode == 0
+    """And scores each once."""
+    for seed, jobs, code in ((1, 1, 2), (2, 2, 0)):
+        out = f"out/tofu-small/{seed}"
+        (tmp_path / "waits").write_text(f"{out}/base {out}/retain")
+        done = make(tmp_path, "tofu", "PRESET=tofu-small", f"SEED={seed}", f"JOBS={jobs}")
+        assert done.returncode == code
+    shares = re.findall("(?m)^eval.py .*held_out.jsonl (.*)", (tmp_path / "log").read_text())
+    assert len(shares) == 2
+    scored = " ".join(shares).split()
+    assert len(scored) == len(set(scored)) == 16
 
 def test_tofu_reports_the_others_where_a_run_fails(tmp_path):
     (tmp_path / "fails").write_text("out/tofu-small/1/npo")
@@ -3559,7 +3566,7 @@ def test_tofu_reports_the_others_where_a_run_fails(tmp_path):
     assert "not all runs are finished" in done.stderr
     log = (tmp_path / "log").read_text()
     reported = log.splitlines()[-1].split()[2:]
-    assert {Path(run).name for run in reported} == {"base", "retain", "wga"}
+    assert [Path(run).name for run in reported] == ["base", "retain", "wga"]
 
 def test_the_small_model_of_tofu_begins_with_the_words_of_its_rows(tmp_path, monkeypatch):
     """Its files have the rows that the seed chooses; its weights are those of new_toy."""

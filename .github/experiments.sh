@@ -239,10 +239,10 @@ real() {  # real [MODEL [TOFU]]: folders, or names on the hub, as they are by de
 # ---- The paper's Table 2 ----
 report_all() {  # report_all FOLDER OPTION...: score the runs in FOLDER, and report them
   # All that are finished, also those that were added by hand.  The base is the first, because a
-  # report compares the others with the first.  eval.py takes each run once.
+  # report compares the others with the first.
   local run runs=() unscored=()
   for run in "$1/base" "$1/retain" "$1"/*; do
-    if [ -e "$run/config.json" ]; then
+    if [ -e "$run/config.json" ] && [[ " ${runs[*]} " != *" $run "* ]]; then
       runs+=("$run")
       if [ ! -e "$run/eval/summary.json" ]; then
         unscored+=("$run")
