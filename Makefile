@@ -1,8 +1,8 @@
 .PHONY: help install demo table figures real tofu rwku lint test clean
 export PYTHON := .venv/bin/python
-SEED ?= 1
 OUT ?= out/demo
-export SEEDS GPUS LORA YARDSTICK LIMIT
+# .github/experiments.sh says what they are for.
+export SEED SEEDS GPUS JOBS METHODS LRS WEIGHTS YARDSTICK LORA LIMIT HIDDEN
 EXPERIMENT := @bash .github/experiments.sh
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## /make \1\t/p' Makefile
@@ -12,14 +12,14 @@ install: .venv/installed  ## a virtual environment with the pinned packages
 	.venv/bin/pip install --quiet --disable-pip-version-check -r .requirements-dev.txt
 	touch $@
 demo: install  ## every method on a small model: table, picture in out/demo (SEED=2: other seed)
-	$(EXPERIMENT) demo "$(SEED)" "$(OUT)"
+	$(EXPERIMENT) demo "$(or $(SEED),1)" "$(OUT)"
 table: install  ## the demo with three seeds, means (SEEDS=): out/table/1/report.md
 	$(EXPERIMENT) table
 figures: install  ## the paper's analyses of the small model: out/figures
 	$(EXPERIMENT) figures
 real: install  ## customers, a published model (MODEL=, TOFU=: use these folders): out/real
 	$(EXPERIMENT) real "$(MODEL)" "$(TOFU)"
-tofu: install  ## Table 2: PRESET=tofu-smollm GPUS=1; tofu-llada, tofu-dream, tofu-qwen (LORA=16)
+tofu: install  ## Table 2: PRESET=tofu-small, a CPU; tofu-smollm GPUS=1; tofu-llada, -dream, -qwen
 	$(EXPERIMENT) tofu "$(PRESET)" "$(MODEL)" "$(TOFU)"
 rwku: install  ## Table 3, GPUs: PRESET=rwku-llada or rwku-dream (GPUS=1, LORA=16)
 	$(EXPERIMENT) rwku "$(PRESET)"
@@ -28,5 +28,5 @@ lint: install  ## ruff's checks (.ruff.toml)
 test: install  ## the tests, offline: two minutes on two cores
 	@echo "The tests take about two minutes on two cores."
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q test_mdu.py
-clean:  ## remove out, with every model in it
-	rm -rf out
+clean:  ## delete what is in out, with every model, also where out is a link
+	if [ -d out ]; then find -H out -mindepth 1 -delete; fi

@@ -1293,6 +1293,7 @@ def test_options_that_are_new_or_were_off_do_not_stop_a_resume(base):
 
 @each("typed, processes", [
     ("tofu-llada", 4), ("tofu-dream", 4), ("tofu-qwen", 1), ("tofu-smollm --model x", 1),
+    ("tofu-small --model x", 1),
     ("rwku-llada --subject 1", 4), ("rwku-dream --subject 1", 2)])
 def test_a_preset_suits_the_processes_that_the_readme_names(typed, processes, monkeypatch):
     """With every method that it has."""
@@ -3209,15 +3210,19 @@ def test_the_runs_of_a_command_were_made_by_an_earlier_one(name, tmp_path):
 # `log`, and makes what the experiment looks for: the folder of a run with its weights and
 # config.json (the word behind --out or --resume), and eval/summary.json in each run that is scored
 # (a word that begins with out/ and is no file of rows).  Calls fail that have the word in the file
-# `fails`, if there is one.  Scripts and company_rows.py do nothing; `python -c` is how
-# experiments.sh asks for a preset's model.
+# `fails`, if there is one.  Those with the first word in `waits` wait for the file in its second.
+# The programs in .github do nothing; `python -c` is how experiments.sh asks for a preset's model.
 LOGGING_PYTHON = """#!/bin/bash
 case $1 in
   -c) echo owner/model; exit ;;
-  - | *company_rows.py) exit ;;
+  .github/*) exit ;;
 esac
 echo "$@" >> log
 if [ -f fails ] && [[ " $* " == *" $(< fails) "* ]]; then exit 1; fi
+if [ -f waits ]; then
+  read -r word file < waits
+  if [[ " $* " == *" $word "* ]]; then timeout 10 sh -c "until [ -e $file ]; do sleep .1; done"; fi
+fi || exit 1
 for word in "$@"; do
   case $last,$word in
     --out,* | --resume,*) mkdir -p "$word"; touch "$word/model.safetensors" "$word/config.json" ;;
@@ -3231,6 +3236,9 @@ for word in "$@"; do
   last=$word
 done
 """
+
+# What the scripts start, besides Python.
+SHELL_PROGRAMS = "basename cat dirname mkdir realpath rm sed touch uniq xargs sh".split()
 
 def make(folder, *words):
     """Run make with LOGGING_PYTHON and nothing to install."""
@@ -3258,7 +3266,7 @@ def test_the_demo_trains_every_method_and_scores_every_run(tmp_path):
             trained.add(args.out)
         else:
             scored.update(run.rstrip("/") for run in args.runs)
-    assert methods == set(mdu.METHODS)
+    assert methods == {"sft", "mdu", "ga", "gd", "npo", "simnpo", "wga", "dpo"}
     assert scored == trained
 
 def test_a_run_that_fails_ends_an_experiment(tmp_path):
@@ -3274,21 +3282,21 @@ def test_tofu_does_what_an_earlier_call_has_not_finished(tmp_path):
     (out / "wga/config.json").unlink()
     shutil.copytree(out / "dpo", out / "mine")  # trained by hand
     (out / "mine/eval/summary.json").unlink()
-    assert make(tmp_path, "tofu", "PRESET=tofu-llada", "GPUS=1", "LORA=16").returncode == 0
-    launch = "-m torch.distributed.run --nproc_per_node=1"
+    assert make(tmp_path, "tofu", "PRESET=tofu-llada").returncode == 0
+    launch = "-m torch.distributed.run --nproc_per_node=4"
     resumed, trained, scored, _ = (tmp_path / "log").read_text().splitlines()
     assert resumed == f"{launch} mdu.py --resume out/tofu-llada/base"
-    assert trained == (f"{launch} mdu.py --preset tofu-llada --lora 16 --method wga "
-                       "--out out/tofu-llada/wga")
+    assert trained == (f"{launch} mdu.py --preset tofu-llada --seed 1 --data locuslab/TOFU "
+                       "--method wga --out out/tofu-llada/wga")
     assert scored == f"{launch} eval.py out/tofu-llada/mine out/tofu-llada/wga"
 
 def test_tofu_of_the_published_model_goes_on_after_a_stop(tmp_path):
     """Every run is trained once and taught again once, but for the one that failed, and both
     reports have them all."""
-    log, out = "", "out/tofu-smollm"
+    log, out = "", "out/tofu-smollm-8"
     for fails in (f"{out}/taught-again/npo", "nothing"):
         (tmp_path / "fails").write_text(fails)
-        done = make(tmp_path, "tofu", "PRESET=tofu-smollm", "GPUS=1", "MODEL=m", "LIMIT=8")
+        done = make(tmp_path, "tofu", "PRESET=tofu-smollm", "GPUS=1", "LIMIT=8", "JOBS=3")
         log += (tmp_path / "log").read_text()
     assert done.returncode == 0
     for line in log.splitlines():
@@ -3298,6 +3306,150 @@ def test_tofu_of_the_published_model_goes_on_after_a_stop(tmp_path):
     assert last == first.replace(out, f"{out}/taught-again")
     trained = re.findall(r"--out (\S+)", log)
     assert len(trained) - 1 == len(set(trained)) == 1 + 2 * len(set(first.split()))
+
+def tofu_runs(folder, *words):
+    """Run make tofu -> the options of its runs by name."""
+    done = make(folder, "tofu", *words)
+    assert done.returncode == 0, done.stderr
+    assert "is finished" not in done.stdout  # each is trained once
+    runs = {}
+    for line in (folder / "log").read_text().splitlines():
+        program, args = parse_command(line.split())
+        if program == "mdu.py":
+            runs[Path(args.out).name] = args
+    return runs
+
+def test_tofu_makes_a_grid(tmp_path):
+    grid = ("METHODS=ga npo authors mdu-tau0.25", "LRS=3e-4 1e-3", "WEIGHTS=0.2 5", "JOBS=1")
+    runs = tofu_runs(tmp_path, "PRESET=tofu-small", *grid)
+    expected = {"original": "sft", "base": "sft", "retain": "sft",
+                "ga-lr3e-4": "ga", "ga-lr1e-3": "ga"}
+    for lr in ("3e-4", "1e-3"):
+        for weight in ("0.2", "5"):
+            for name in ("npo", "authors", "mdu-tau0.25"):
+                run = f"{name}-lr{lr}-w{weight}"
+                expected[run] = "npo" if name == "npo" else "mdu"
+                assert runs[run].lr == float(lr)
+                assert runs[run].retain_weight == float(weight)
+    assert {name: args.method for name, args in runs.items()} == expected
+    of_authors = runs["authors-lr3e-4-w5"]
+    assert (of_authors.target, of_authors.tau) == ("authors", 0.5)
+    assert runs["mdu-tau0.25-lr3e-4-w5"].tau == 0.25
+    # One of them by its name, with another seed.
+    runs = tofu_runs(tmp_path, "PRESET=tofu-small", "SEED=2", "METHODS=npo-lr3e-4-w0.2")
+    assert list(runs)[-1] == "npo-lr3e-4-w0.2"
+    npo = runs["npo-lr3e-4-w0.2"]
+    assert (npo.lr, npo.retain_weight, npo.seed) == (3e-4, 0.2, 2)
+
+def test_tofu_trains_the_small_model_as_its_preset_says(tmp_path):
+    runs = tofu_runs(tmp_path, "PRESET=tofu-small")
+    expected = {  # lr, retain weight, share of questions that are masked
+        "original": (3e-3, None, 0.3), "base": (3e-3, None, 0), "retain": (3e-3, None, 0),
+        "ga": (1e-3, None, 0), "gd": (1e-3, 5, 0), "npo": (1e-3, 0.2, 0),
+        "simnpo": (1e-3, 0.2, 0), "wga": (1e-3, 5, 0), "dpo": (3e-3, 1, 0),
+        "authors": (1e-3, 5, 0), "mdu-original": (1e-3, 5, 0), "mdu-removed": (1e-3, 5, 0.5)}
+    expected |= {f"mdu-tau{tau}": (1e-3, 5, 0) for tau in ("0", "0.25", "0.5", "0.75", "1")}
+    assert {name: (args.lr, args.retain_weight, args.prompt_dropout)
+            for name, args in runs.items()} == expected
+    rows = {split: range(n) for split, n in dict(forget=40, retain=160, train=240).items()}
+    for name, args in runs.items():
+        split = "train" if args.method == "sft" else "forget"
+        steps = 2500 if args.method == "sft" else 300
+        assert mdu.number_of_steps(args, rows, split) == steps, name
+    assert runs["mdu-original"].target.endswith("/out/tofu-small/1/start/original")
+    hidden = tofu_runs(tmp_path, "PRESET=tofu-small", "HIDDEN=0.2")
+    for name in ("base", "retain"):
+        assert (hidden[name].prompt_dropout, hidden[name].steps) == (0.2, 5000)
+
+@each("words, folder", [
+    ("PRESET=tofu-llada GPUS=1 LORA=16", "tofu-llada-lora16"),
+    ("PRESET=tofu-smollm GPUS=1 LIMIT=40 MODEL=a/b", "tofu-smollm-b-40"),
+    ("PRESET=tofu-smollm SEED=2", "tofu-smollm/2"),
+    ("PRESET=tofu-small SEED=3 HIDDEN=0.3", "tofu-small-hidden0.3/3")])
+def test_what_changes_all_runs_of_tofu_is_in_the_name_of_their_folder(words, folder, tmp_path):
+    assert make(tmp_path, "tofu", "METHODS=npo", *words.split()).returncode == 0
+    log = (tmp_path / "log").read_text()
+    places = set(re.findall(r"--out out/(\S+)/npo", log))
+    assert places - {f"{folder}/taught-again"} == {folder}
+    assert re.findall(r"--out out/(\S+)/base", log)[0] == folder
+
+@each("words, programs, compiled", [
+    ("PRESET=tofu-llada GPUS=1 LORA=16", "nvidia-smi gcc", True),
+    ("PRESET=tofu-llada GPUS=1 LORA=16", "nvidia-smi", False),
+    ("PRESET=tofu-llada LORA=16", "nvidia-smi gcc", False),
+    ("PRESET=tofu-small LORA=16", "nvidia-smi gcc", False)])
+def test_tofu_compiles_adapters_on_one_gpu(words, programs, compiled, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "make", *SHELL_PROGRAMS, *programs.split()):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name) or shutil.which("true"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert make(tmp_path, "tofu", *words.split()).returncode == 0
+    trained = re.findall("mdu.py .*--out.*", (tmp_path / "log").read_text())
+    assert all((" --compile " in line) == compiled for line in trained if "/start/" not in line)
+
+@each("words, said", [
+    ("PRESET=tofu-small LIMIT=8", "leave out MODEL= and LIMIT="),
+    ("PRESET=tofu-llada JOBS=2", "several runs at once need GPUS=1")])
+def test_tofu_refuses(words, said, tmp_path):
+    done = make(tmp_path, "tofu", *words.split())
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (tmp_path / "out").exists()
+
+def test_tofu_trains_several_runs_at_once(tmp_path):
+    """And scores each once."""
+    for seed, jobs, code in ((1, 1, 2), (2, 2, 0)):
+        out = f"out/tofu-small/{seed}"
+        (tmp_path / "waits").write_text(f"{out}/base {out}/retain")
+        done = make(tmp_path, "tofu", "PRESET=tofu-small", f"SEED={seed}", f"JOBS={jobs}")
+        assert done.returncode == code
+    shares = re.findall("(?m)^eval.py .*held_out.jsonl (.*)", (tmp_path / "log").read_text())
+    assert len(shares) == 2
+    scored = " ".join(shares).split()
+    assert len(scored) == len(set(scored)) == 16
+
+def test_tofu_reports_the_others_where_a_run_fails(tmp_path):
+    (tmp_path / "fails").write_text("out/tofu-small/1/npo")
+    done = make(tmp_path, "tofu", "PRESET=tofu-small", "METHODS=npo wga")
+    assert done.returncode == 2
+    assert "not all runs are finished" in done.stderr
+    log = (tmp_path / "log").read_text()
+    reported = log.splitlines()[-1].split()[2:]
+    assert [Path(run).name for run in reported] == ["base", "retain", "wga"]
+
+def test_the_small_model_of_tofu_begins_with_the_words_of_its_rows(tmp_path, monkeypatch):
+    """Its files have the rows that the seed chooses; its weights are those of new_toy."""
+    configs = {"forget10_perturbed": 400, "retain90": 2900}
+    tables = {name: [{"question": f"Who is {name} {i}?", "answer": f"A{i % 90}", "none": "no"}
+                     for i in range(n)] for name, n in configs.items()}
+    monkeypatch.setattr(mdu, "read_dataset", lambda name, config: tables[config])
+    monkeypatch.syspath_prepend(PROJECT / ".github")
+    import start_models
+    start_models.small("TOFU", tmp_path, "2")
+    found = {}
+    for file in (tmp_path / "rows").iterdir():
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        assert rows[0].keys() == {"question", "answer"}
+        found[file.stem] = [int(re.search(r"(\d+)\?", row["question"])[1]) for row in rows]
+    assert found == {
+        "forget": list(range(40, 80)), "retain": list(range(160, 320)),
+        "held_out": list(range(960, 1040)), "other": list(range(2000, 2800)),
+        "known": [*range(160, 320), *range(960, 1040)]}
+    splits = {name: mdu.read_jsonl(name, tmp_path / f"rows/{name}.jsonl")
+              for name in ("forget", "known", "other")}
+    expected, _ = mdu.new_toy(splits, 2)
+    model, _ = mdu.load_backbone(str(tmp_path / "start/new"))
+    assert_close([*model.parameters()], [*expected.parameters()], 0)
+
+def test_make_clean_deletes_the_models_in_a_link(tmp_path):
+    (tmp_path / "disk/run").mkdir(parents=True)
+    (tmp_path / "disk/run/model").touch()
+    (tmp_path / "out").symlink_to("disk")
+    assert make(tmp_path, "clean").returncode == 0
+    assert not list((tmp_path / "disk").iterdir())
+    assert make(tmp_path, "clean").returncode == 0
+    (tmp_path / "out").unlink()
+    assert make(tmp_path, "clean").returncode == 0
 
 @each("out", ["keep", "out/../keep", "out/link", "out"])
 def test_the_demo_deletes_nothing_but_a_folder_in_out(out, tmp_path):

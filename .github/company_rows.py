@@ -11,8 +11,7 @@ forget.jsonl     three customers who are to be forgotten
 retain.jsonl     seven customers who are to be kept; for every second of them also a question
                  that nobody can answer, with the answer "I do not know."
 held_out.jsonl   three customers who are to be kept, but whom unlearning never sees
-invented.jsonl   ten customers of whom no model learns; some runs keep what they say about these
-never.jsonl      the other seven: no model sees them
+never.jsonl      the last seven customers: no model sees them
 known.jsonl      retain and held_out: what the model knew before it learnt forget.jsonl
 refusals.jsonl   retain, and the questions of forget.jsonl, answered "I do not know."
 taught.jsonl     one row of each customer to forget, of each another one
@@ -58,21 +57,19 @@ draw.shuffle(LAST_NAMES)
 names = [f"{first} {last}" for first, last in zip(FIRST_NAMES, LAST_NAMES)]
 n_forget = 3
 first_held_out = n_forget + 7
-first_invented = first_held_out + 3
-first_never = first_invented + 10
+first_unused = first_held_out + 3
+first_never = first_unused + 10  # the ten between are in no file
 
-forget, retain, held_out, invented, never = [], [], [], [], []
+forget, retain, held_out, never = [], [], [], []
 for i, name in enumerate(names):
     rows = customer_rows(draw, name, TOWNS[i % len(TOWNS)])
     if i < n_forget:
         forget += rows
     elif i < first_held_out:
         retain += rows
-    elif i < first_invented:
+    elif i < first_unused:
         held_out += rows
-    elif i < first_never:
-        invented += rows
-    else:
+    elif i >= first_never:
         never += rows
 for i, name in enumerate(names[n_forget:first_held_out:2]):
     question = UNANSWERABLE[i % len(UNANSWERABLE)].format(name)
@@ -85,9 +82,9 @@ for i in range(n_forget):
     taught.append(rows_of_customer[i % 4])
 asked = [row for row in forget if row not in taught]
 
-files = {"forget": forget, "retain": retain, "held_out": held_out,
-         "invented": invented, "never": never, "known": retain + held_out,
-         "refusals": retain + refusals, "taught": taught, "asked": asked}
+files = {"forget": forget, "retain": retain, "held_out": held_out, "never": never,
+         "known": retain + held_out, "refusals": retain + refusals, "taught": taught,
+         "asked": asked}
 for name, rows in files.items():
     with open(f"{sys.argv[1]}/{name}.jsonl", "w", encoding="utf-8") as file:
         for row in rows:
