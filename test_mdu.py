@@ -2122,7 +2122,7 @@ def test_the_sampler_equals_a_slow_one(
     expected = [slow_sampler(model, prompt, counts) for prompt in PROMPTS]
     model.seen.clear()
     jobs = [ev.Job(prompt, length * [MASK], torch.ones(length).bool()) for prompt in PROMPTS]
-    assert ev.fill_masks(model, jobs, steps, 3, "") == expected
+    assert ev.fill_masks(model, jobs, steps, 3) == expected
     assert len(model.seen) == len(counts) * math.ceil(len(PROMPTS) / 3)  # no step without a token
 
 @each("ids, n", [([4, 5, 6], 3), ([4, 1, 5, PAD], 1), ([4, 5, PAD, 1], 2), ([], 0)])
@@ -2352,7 +2352,7 @@ def typed_and_run(typed, run="--method sft"):
     """What was typed for eval.py and the run, as mdu.py would make it."""
     args = options(run)
     hashes = {name: mdu.hash_rows(rows) for name, rows in mdu.load_data(args).items()}
-    source = ev.Source("run", "theta0", "float32", args.response_length, vars(args), hashes)
+    source = ev.Source("run", "theta0", vars(args), hashes)
     return ev.parse([*typed.split(), "run"]), source
 
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
@@ -2488,7 +2488,7 @@ def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy, ca
     (folder / "utility_general.jsonl").touch()  # of an earlier scoring on other data
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
-    assert "replaces its scores, which were made with {'resp" in capsys.readouterr().out
+    assert "replaces its scores" in capsys.readouterr().out
     assert set(folder.iterdir()) == old_files | {folder / "notes.jsonl"}
 
 @pytest.fixture
@@ -2987,7 +2987,7 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     ev.main(["--report", "before", "clean", "after"])
     screen = capsys.readouterr().out
     assert told_in(screen) == told_in(Path("report.md").read_text()) == TOLD
-    assert "- Forget: 4 rows, fact of 3, " in screen
+    assert "- Forget: 4 rows, fact of 3.\n" in screen
     assert "- after, by another decoding: `Since 3 MAY 1984 in Gdansk`" in Path(
         "report.md").read_text()
     ev.main(["--report", "before", "clean"])
@@ -3001,9 +3001,6 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     assert "before unlearning, which is not among the runs" in screen
     checks = table_on_screen(screen.split("## Did it work?")[1])
     assert checks["Retain fact"] == ("1.000",)
-    os.remove("after/eval/forget.jsonl")
-    ev.main(["--report", "after"])
-    assert told_in(capsys.readouterr().out) == ["- after: not known, as eval/forget.jsonl is missing"]
 
 # ---- Analyses ----
 def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp_path):
@@ -3320,7 +3317,7 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --model {base} --data toy own", "own has scores of a/model; give another folder"),
     ("eval.py stopped", "stopped: no scores, and no finished model"),
     ("eval.py --report {scored} gone", "gone: no such folder"),
-    ("eval.py —report {scored}", "—report: an option begins with two hyphens"),
+    ("eval.py —report {scored}", "—report: no such folder; if it is an option"),
     ("eval.py --analysis convergence {base}", "train it with --diagnose"),
     ("eval.py --analysis roles {run} {scored}", "the runs started from different models"),
     ("eval.py --analysis roles {run} other", "or forgot other rows")])
@@ -3340,7 +3337,7 @@ def test_eval_refuses_an_option_that_is_empty(base, capsys):
 def test_eval_that_is_out_of_memory_names_its_own_options(scored, capsys):
     with mock.patch.object(ev, "evaluate", side_effect=torch.OutOfMemoryError):
         err = program([scored], capsys, ev.main)
-    advised = re.findall(r"--\S+", err)
+    advised = re.findall(r"--[a-z-]+", err)
     assert advised == ["--batch-size", "--dtype"]
     ev.parse([scored, "--batch-size", "1", "--dtype", "bfloat16"])
 
