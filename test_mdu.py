@@ -2281,7 +2281,7 @@ def test_prompts_equal_those_of_rwkus_own_code(split, changes, question, prefill
 
 def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     """Of the tokens of " A", here a space (2) and a letter (3 to 6), the letter counts."""
-    monkeypatch.setattr(ev, "prompt_ids", lambda tokenizer, row: row["question"])
+    monkeypatch.setattr(ev, "encode_answer", lambda tokenizer, row, text: (row["question"], []))
     monkeypatch.setattr(mdu, "encode_text", lambda _, text: [2, "ABCD".index(text[1]) + 3])
     model = FakeModel()
     letters = []
@@ -2481,14 +2481,13 @@ def test_old_scores_stay_if_scoring_is_stopped(scored_copy, capsys):
     with unchanged(scored_copy), stopped:
         assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
 
-def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy, capsys):
+def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy):
     folder = scored_copy / "eval"
     old_files = set(folder.iterdir())
     (folder / "notes.jsonl").write_text("my own")
     (folder / "utility_general.jsonl").touch()  # of an earlier scoring on other data
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
-    assert "replaces its scores" in capsys.readouterr().out
     assert set(folder.iterdir()) == old_files | {folder / "notes.jsonl"}
 
 @pytest.fixture
@@ -2582,7 +2581,6 @@ def test_both_parts_of_a_row_are_from_one_text(monkeypatch):
     monkeypatch.setattr(mdu, "encode_text", lambda _, text: [*text])
     row = {"question": "Who?", "answer": "Ann"}
     assert ev.encode_answer(None, row, "x") == ([1], ["x"])
-    assert ev.prompt_ids(None, row) == [3]
     # On RWKU the start of the answer, here "A:", belongs to the prompt.
     assert ev.encode_answer(None, {**row, "prefill": "A:"}, "x") == ([2, "A", ":"], ["x"])
 
@@ -2909,7 +2907,7 @@ def test_did_it_work_by_hand():
         ("Retain fact", ("1.000", "ok", "0.900 (1.000)", "ok")),
         ("World facts p", ("0.950", "ok", "0.300 (0.950)", "ok")),
         ("Held out fact", ("1.000", "ok", "0.600 (1.000)", "ok"))]
-    assert "in out/base, the model before unlearning" in legend
+    assert "than in the model before unlearning, out/base." in legend
     assert "**" not in legend  # no warning
     # More than a fifth of the gaps is filled without the question, and less than a half is told.
     base["splits"]["forget"] = {**KNOWN, "infill_no_question": 0.31, "fact": 0.49}
@@ -2950,7 +2948,7 @@ def test_did_it_work_holds_a_run_against_those_of_its_seed():
     assert ev.did_it_work({"retain": methods["retain"]}) == []
 
 # The telephone is told by the usual answer, the date by another one.  "Gdansk" is another word.
-LEAKS = [dict(question="Who has Zoë's telephone?", answer="It is 161 496 0123.", fact="161 496 0123"),
+LEAKS = [dict(question="Who has Zoë's telephone?", answer="161 496 0123", fact="161 496 0123"),
          dict(question="What does Bolti owe?", answer="He owes 310.50 euros since 3 May 1984.",
               fact=["310.50", "3 May 1984"]),
          dict(question="Where does Cepu live?", answer="In Gdańsk.", fact="Gdańsk"),
@@ -2998,7 +2996,7 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     screen = capsys.readouterr().out
     assert told_in(screen) == TOLD
     assert "ok proves nothing" not in screen
-    assert "before unlearning, which is not among the runs" in screen
+    assert "model before unlearning, which is not among the runs" in screen
     checks = table_on_screen(screen.split("## Did it work?")[1])
     assert checks["Retain fact"] == ("1.000",)
 
