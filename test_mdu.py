@@ -1969,7 +1969,7 @@ def test_the_sampler_equals_a_slow_one(
     expected = [slow_sampler(model, prompt, counts) for prompt in PROMPTS]
     model.seen.clear()
     jobs = [ev.Job(prompt, length * [MASK], torch.ones(length).bool()) for prompt in PROMPTS]
-    assert ev.fill_masks(model, jobs, steps, 3, "") == expected
+    assert ev.fill_masks(model, jobs, steps, 3) == expected
     assert len(model.seen) == len(counts) * math.ceil(len(PROMPTS) / 3)  # no step without a token
 
 @each("ids, n", [([4, 5, 6], 3), ([4, 1, 5, PAD], 1), ([4, 5, PAD, 1], 2), ([], 0)])
@@ -2014,9 +2014,9 @@ def test_gaps_by_hand(row, parts, tmp_path):
 @each("hidden", [False, True])
 def test_filling_gaps_equals_a_slow_loop(hidden, monkeypatch):
     """Every second token is in the gap, of an answer of one token none.  Token 0 is written A."""
-    def encode_row(tokenizer, row, text):
+    def encode_answer(tokenizer, row, text):
         return row["question"], [ord(c) - 65 for c in text]
-    monkeypatch.setattr(ev, "encode_row", encode_row)
+    monkeypatch.setattr(ev, "encode_answer", encode_answer)
     monkeypatch.setattr(ev, "gap_of", lambda *given: torch.arange(len(given[-1])) % 2 == 1)
     model = FakeModel()
     rows, expected = [], []
@@ -2062,7 +2062,7 @@ def test_figures_equal_those_of_tofus_own_code(monkeypatch):
     def texts_nll(model, tokenizer, rows, texts, *_):
         return [[float(text) for text in of_row] for of_row in texts]
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [("", [])] * 4)
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [""] * 4)
     monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [None] * 4)
     monkeypatch.setattr(ev, "write_in_other_ways", lambda *_: [[]] * 4)
     splits = {}
@@ -2128,7 +2128,7 @@ def test_prompts_equal_those_of_rwkus_own_code(split, changes, question, prefill
 
 def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     """Of the tokens of " A", here a space (2) and a letter (3 to 6), the letter counts."""
-    monkeypatch.setattr(ev, "prompt_ids", lambda tokenizer, row: row["question"])
+    monkeypatch.setattr(ev, "encode_answer", lambda tokenizer, row, text: (row["question"], []))
     monkeypatch.setattr(mdu, "encode_text", lambda _, text: [2, "ABCD".index(text[1]) + 3])
     model = FakeModel()
     letters = []
@@ -2150,7 +2150,7 @@ def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
 def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     """Of n tokens: log p = -n times the mean loss over the masks."""
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [losses])
-    monkeypatch.setattr(ev, "encode_row", lambda tokenizer, row, text: ([], text.split()))
+    monkeypatch.setattr(ev, "encode_answer", lambda tokenizer, row, text: ([], text.split()))
     targets = dict(choices=["a", "b b", "c c c "], labels=labels)
     row = ev.ask_truthfulqa(dict(question="", mc1_targets=targets))
     [record] = ev.score_truthfulqa(None, None, [row], ARGS)
@@ -2172,7 +2172,7 @@ def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
      "a band, the Beatles", dict(em=0, f1=2 / 3)),
     ("utility_factuality", dict(answers=["b b d"]), "b b b c", dict(em=0, f1=4 / 7))])  # b twice
 def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [(text, [])])
+    monkeypatch.setattr(ev, "write_answers", lambda *_: [text])
     monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [float(hide_question)])
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [[1.0]])
     row = {"question": "Who?", "answer": "Petra Osei", "to_forget": False, **row}
@@ -2199,7 +2199,8 @@ def typed_and_run(typed, run="--method sft"):
     """What was typed for eval.py and the run, as mdu.py would make it."""
     args = options(run)
     hashes = {name: mdu.hash_rows(rows) for name, rows in mdu.load_data(args).items()}
-    return ev.parse([*typed.split(), "run"]), ev.Source(vars(args), hashes, "run", "theta0")
+    source = ev.Source("run", "theta0", vars(args), hashes)
+    return ev.parse([*typed.split(), "run"]), source
 
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
         "person": "--preset rwku-llada --data {rwku} --subject 2 --limit 1"}
@@ -2236,7 +2237,7 @@ def test_rows_are_those_that_are_typed_or_the_runs(run, typed, expected, tofu, r
         rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(4)]
         places[name] = write_lines(tmp_path / name, rows)
     args, source = typed_and_run(typed.format(**places), RUNS[run].format(**places))
-    splits = ev.find_splits(ev.find_settings(args, source.options))
+    splits = ev.find_splits(ev.find_settings(args, source))
     assert [origin_of(rows) for rows in splits.values()] == expected
 
 # ---- One run ----
@@ -2297,7 +2298,6 @@ def test_scores_equal_one_row_at_a_time(split, scored):
         # What is written, up to the end token.
         written = [*slow_sampler(model, prompt, 4 * [3]), model.end_id]
         written = written[:written.index(model.end_id)]
-        assert record["generation_ids"] == written
         assert record["generation"] == tokenizer.decode(written).strip()
 
 def test_a_summary_has_the_figures_of_its_records(scored):
@@ -2328,14 +2328,13 @@ def test_old_scores_stay_if_scoring_is_stopped(scored_copy, capsys):
     with unchanged(scored_copy), stopped:
         assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
 
-def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy, capsys):
+def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy):
     folder = scored_copy / "eval"
     old_files = set(folder.iterdir())
     (folder / "notes.jsonl").write_text("my own")
     (folder / "utility_general.jsonl").touch()  # of an earlier scoring on other data
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
-    assert "replaces its scores, which were made with {'resp" in capsys.readouterr().out
     assert set(folder.iterdir()) == old_files | {folder / "notes.jsonl"}
 
 @pytest.fixture
@@ -2384,40 +2383,9 @@ def test_texts_that_the_model_cannot_read_are_refused(base):
     with pytest.raises(mdu.BadInput, match="too many"):  # wrong answers are scored with --full
         ev.check_lengths("run", model, tokenizer, [row], 1, full=True)
 
-RENT = dict(question="Who rents unit 7?", answer="Ann Lee rents it.", fact=["Ann Lee"])
-BILL = dict(question="What does Ann Lee owe?", answer="She owes 12 euros.", fact=["12 euros"])
-TOWN = dict(question="Where does Bo live?", answer="Bo lives in Rome, at 5 Elm.", fact=["Elm"])
-PLAIN = dict(question="Who is Cy?", answer="A baker.")  # without `fact`
-# Rows to retain.  "!" has no word; two rows have one answer.
-KEPT = [dict(question="Who lives in Rome?", answer="It is Di.", fact=["Di", "Rome"]),
-        dict(question="Who is Ed?", answer="Ed sings."), dict(question="?", answer="!", fact=["?"]),
-        dict(question="Who is Al?", answer="Unknown."),
-        dict(question="Who is Om?", answer="Unknown.")]
-HELD_OUT = [dict(question="Who dances?", answer="Fay.", fact=["Fay"])]
-
-@each("row, text, anothers", [
-    # A row with `fact`: a fact of another row counts.
-    (RENT, "Ann Lee rents it.", 0), (RENT, "", 0),
-    (RENT, "It is DI!", 1),  # of a row to retain
-    (RENT, "Diana", 0),  # whole words only
-    (RENT, "Ann Lee owes 12 Euros", 1),  # of a row to forget
-    (RENT, "Fay", 1),  # of a row that is held out
-    (RENT, "Ed sings.", 0),  # an answer is no fact
-    (BILL, "Ann Lee", 0),  # the row's question has it
-    (TOWN, "He lives in Rome.", 0),  # the row's answer has it
-    # A row without `fact`: another row's answer counts, word for word.
-    (PLAIN, "A baker!", 0), (PLAIN, "Di", 0), (PLAIN, "Ed sings well.", 0), (PLAIN, "ed sings", 1),
-    (PLAIN, "unknown", 0)])  # two rows have it: it is nobody's
-def test_facts_of_other_rows_by_hand(row, text, anothers):
-    """The row is among those to forget, and once more with its question in other words."""
-    splits = {"forget": [row, RENT, BILL], "retain": KEPT, "held_out": HELD_OUT,
-              "forget_rephrased": [dict(row, question="Reworded: " + row["question"])]}
-    records = {name: [dict(generation=text, empty=float(text == "")) for _ in rows]
-               for name, rows in splits.items()}
-    ev.add_anothers(splits, records)
-    assert records["forget"][0]["anothers"] == anothers
-    assert records["forget_rephrased"][0]["anothers"] == anothers
-    assert "anothers" not in records["retain"][0]
+PLAIN = dict(question="Who is Cy?", answer="A baker.")
+KEPT = [dict(question="Who lives in Rome?", answer="It is Di."),
+        dict(question="?", answer="!")]  # the latter has no word
 
 @each("text, share", [
     ("who is Di.", 0), ("", 1),
@@ -2428,25 +2396,8 @@ def test_new_pairs_by_hand(text, share):
     ev.add_new_pairs(records)
     assert records["forget"][0]["new_pairs"] == approx(share)
 
-def test_perplexity_of_answers_is_that_of_theta0(base):
-    """Of all but empty answers, with the question masked and the end token visible."""
-    theta0, tokenizer = mdu.load_backbone(str(base))
-    records = []
-    for ids in ([5], [6, 7], [8, 0, 9]):  # the answers; the first counts as empty
-        records.append(dict(question="Who?", answer="A", generation_ids=ids, empty=ids == [5],
-                            seed=[5, 0, len(ids)]))
-    settings = SimpleNamespace(dtype=torch.float32, samples=4, batch_size=3)
-    ev.add_generative_perplexity(str(base), records, settings)
-    assert records[0]["generative_perplexity"] is None
-    hidden = [0] * len(mdu.encode_prompt(tokenizer, "Who?"))
-    for record in records[1:]:
-        ids = record["generation_ids"]
-        masks = F.pad(ev.draw_masks(len(ids), 4, record["seed"]), (0, 1))
-        nll = slow_eq7(theta0, hidden, [*ids, theta0.end_id], masks)
-        assert record["generative_perplexity"] == approx(math.exp(nll), rel=1e-4)
-
 def test_ask_prints_what_each_run_answers(base, scored, capsys):
-    with mock.patch.object(ev, "write_answers", return_value=[(" a\n b", [])]) as write_answers:
+    with mock.patch.object(ev, "write_answers", return_value=[" a\n b"]) as write_answers:
         ev.main(["--ask", "Who?", str(base), scored])
     assert write_answers.call_args.args[2][0]["question"] == "Who?"
     screen = capsys.readouterr().out
@@ -2476,16 +2427,15 @@ def test_both_parts_of_a_row_are_from_one_text(monkeypatch):
     monkeypatch.setattr(mdu, "encode_pair", lambda _, question, answer: ([len(answer)], [*answer]))
     monkeypatch.setattr(mdu, "encode_text", lambda _, text: [*text])
     row = {"question": "Who?", "answer": "Ann"}
-    assert ev.encode_row(None, row, "x") == ([1], ["x"])
-    assert ev.prompt_ids(None, row) == [3]
+    assert ev.encode_answer(None, row, "x") == ([1], ["x"])
     # On RWKU the start of the answer, here "A:", belongs to the prompt.
-    assert ev.encode_row(None, {**row, "prefill": "A:"}, "x") == ([2, "A", ":"], ["x"])
+    assert ev.encode_answer(None, {**row, "prefill": "A:"}, "x") == ([2, "A", ":"], ["x"])
 
 def test_each_text_has_its_own_prompt(monkeypatch):
     """It may depend on the answer: here it has the number of its letters."""
     jobs = []
     remember = mock.Mock(side_effect=lambda model, given, *_: jobs.extend(given) or [[0]] * 9)
-    monkeypatch.setattr(ev, "encode_row", lambda _, row, text: ([len(text)], [5] * len(text)))
+    monkeypatch.setattr(ev, "encode_answer", lambda _, row, text: ([len(text)], [5] * len(text)))
     monkeypatch.setattr(ev, "gap_of", lambda *_: torch.tensor([True, False, False]))
     monkeypatch.setattr(ev, "answers_nll", remember)
     monkeypatch.setattr(ev, "fill_masks", remember)
@@ -2509,50 +2459,44 @@ def test_the_share_of_facts_that_texts_tell_by_hand():
 def test_other_decodings_have_six_lengths_and_steps(scored):
     """Of a length L of 7 tokens: L in 1, 2 and 4 steps, L/2 in 1, 2 and L/2."""
     model, tokenizer = mdu.load_backbone(scored)
-    rows = mdu.toy_world()["forget"][:2]
-    expected = [[], []]
-    for length, steps in ((7, 1), (7, 2), (7, 4), (3, 1), (3, 2), (3, 3)):
-        usual = SimpleNamespace(response_length=length, steps=steps, batch_size=64)
-        for texts, (text, _) in zip(expected, ev.write_answers(model, tokenizer, rows, usual)):
-            texts.append(text)
-    settings = SimpleNamespace(response_length=7, batch_size=64)
-    assert ev.write_in_other_ways(model, tokenizer, rows, settings) == expected
-    assert len(set(expected[0])) == 6
-
-def test_any_decoding_and_new_pairs_are_of_rows_to_forget_and_of_never(
-        base, files, monkeypatch, capsys):
-    """The usual answer has the fact of the first row to forget, another one that of the second.
-    Without theta0 there is no perplexity."""
-    gone = mock.Mock(side_effect=mdu.BadInput("/gone/base"))
-    monkeypatch.setattr(ev, "add_generative_perplexity", gone)
-    usual = {"Who is Bolti?": "He is Gado."}
-    more = {"Who is Cepu?": "It is Nora", "Who is Lemi?": "Nora"}
-    monkeypatch.setattr(ev, "write_answers", lambda model, tokenizer, rows, settings: [
-        (usual.get(row["question"], "Nobody."), [5]) for row in rows])
-    monkeypatch.setattr(ev, "write_in_other_ways", lambda model, tokenizer, rows, settings: [
-        ["Nobody.", more.get(row["question"], "")] for row in rows])
-    ev.main(["--model", str(base), *files, *QUICK, "new"])
-    splits = ev.read_summary("new")["splits"]
-    assert splits["forget"]["fact"] == 0.5
-    assert splits["forget"]["any_decoding"] == 1
-    assert splits["never"]["any_decoding"] == 0
-    assert "any_decoding" not in splits["retain"]
-    assert splits["forget"]["new_pairs"] == 0.5  # "Nobody." is in no row
-    assert splits["never"]["new_pairs"] == 1
-    assert "new: no gen. ppl: /gone/base" in capsys.readouterr().out
+    [row] = mdu.toy_world()["forget"][:1]
+    prompt = mdu.encode_prompt(tokenizer, row["question"])
+    expected = []
+    for counts in ([7], [4, 3], [2, 2, 2, 1], [3], [2, 1], [1, 1, 1]):
+        written = [*slow_sampler(model, prompt, counts), model.end_id]
+        written = written[:written.index(model.end_id)]
+        expected.append(tokenizer.decode(written))
+    settings = SimpleNamespace(response_length=7, steps=7, batch_size=64)
+    [texts] = ev.write_in_other_ways(model, tokenizer, [row], settings)
+    assert list(texts) == expected
+    assert len(set(expected)) == 6
 
 # ---- What is scored ----
-def test_a_model_without_run_json_is_scored_and_reported(base, files, capsys):
-    """It is scored where it is, and reported beside a run of mdu.py."""
+def sha256(file):
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+def test_a_model_without_run_json_is_scored(base, files, capsys):
+    """Like a run, but of the latter it is known how it was trained.  Both summaries have the hashes
+    of the files of rows, and no text of a row."""
     shutil.copytree(base, "bare")
     os.remove("bare/run.json")
     shutil.copytree(base, "run")
+    info = read_json(Path("run/run.json"))
+    info["options"]["forget"] = files[1]
+    info["files"] = {"forget": "of another file"}
+    Path("run/run.json").write_text(json.dumps({**info, "code": "abc"}))
     ev.main(["--data", "toy", *files, *QUICK, "bare", "run"])
+    assert f"{files[1]} has changed since the training" in capsys.readouterr().out
     assert ev.read_records("bare", "forget") == ev.read_records("run", "forget")
-    ev.main(["--report", "run", "bare"])
-    for written in (capsys.readouterr().out, Path("report.md").read_text()):
-        [checks] = re.findall(r"(?s)## Did it work\?(.*)", written)
-        assert "\n| bare" in checks
+    bare, run = [ev.read_summary(name) for name in ("bare", "run")]
+    hashes = {option[2:]: sha256(file) for option, file in zip(files[::2], files[1::2])}
+    assert bare["files"] == run["files"] == hashes
+    assert [bare["options"], bare["code"], run["code"]] == [{}, None, "abc"]
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d", run["date"])
+    told = mdu.words(json.dumps([bare, run]))
+    for row in FORGET + RETAIN + NEVER:
+        for word in set(mdu.words(f"{row['question']} {row['answer']}")) - ev.FUNCTION_WORDS:
+            assert word not in told
 
 @each("option, rows, said", [
     ("--never", [dict(question="Who?", answer="Ann.")], "only one file has `fact`"),
@@ -2613,28 +2557,26 @@ def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkey
     assert "a/report.md was not written by eval.py, so it stays" in err
 
 def test_a_report_averages_the_runs_of_one_folder_name(capsys):
-    """Mean and standard deviation; of perplexities and p-values median and range.  Texts are
-    between more backticks than they have."""
+    """Mean and standard deviation; of p-values median and range."""
     runs = []
     for seed, figure, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
-        figures = dict(n=1, rougeL_f1=figure, generative_perplexity=100 * figure)
+        figures = dict(n=1, rougeL_f1=figure)
         if seed != 2:
             figures["prob"] = figure  # a cell needs all runs of a method
         options = {"seed": seed, "model": f"out/{seed}/base", "forget": f"{seed}.jsonl"}
         runs.append(write_summary(f"{seed}/npo", {"forget": figures}, {"forget_quality": p},
                                   options))
         record = dict(question="Who is Bolti?", answer="Gado.", number=0,
-                      generation=f"``A`\n {seed}")
+                      generation=f"``A`\n {seed}", told={})
         write_lines(Path(f"{seed}/npo/eval/forget.jsonl"), [record])
     runs.append(write_summary("base", {"forget": {"n": 1, "prob": 0.9}}))
     ev.main(["--report", *runs, "1/npo/"])  # one of them is given twice
     screen = capsys.readouterr().out
     assert table_on_screen(screen) == {
         "Method": ("npo", "base"), "forget quality ↑": ("0.25 (1e-09 to 0.75)", "-"),
-        "Forget rL ↓": ("0.500 ± 0.200", "-"), "p ↓": ("-", "0.900"),
-        "gen. ppl": ("50 (30 to 70)", "-")}
+        "Forget rL ↓": ("0.500 ± 0.200", "-"), "p ↓": ("-", "0.900")}
     text = Path("1/report.md").read_text()
-    assert "### 0. `Who is Bolti?`\n\n- True answer: `Gado.`\n- npo: ``` ``A` 1 ```\n- npo" in text
+    assert "### 0. `Who is Bolti?`\n\n- True answer: `Gado.`\n- npo: `''A' 1`\n- npo" in text
     assert "](report.png)" in text
     assert Path("1/report.png").exists()
 
@@ -2660,7 +2602,7 @@ def test_a_report_averages_the_people_of_rwku(people, capsys):
     ev.main(["--report", *runs])
     table = table_on_screen(capsys.readouterr().out)
     for split in ev.RWKU_CONFIGS:
-        [metric] = ev.SPLITS[split].shown
+        [metric] = ev.SPLITS[split].main
         [cell] = table[f"{ev.SPLITS[split].title} {ev.heading(split, metric)}"]
         assert "±" in cell
     assert "\n### 1. `Please complete the blank" in (people / "1/report.md").read_text()
@@ -2680,7 +2622,8 @@ PROTOCOL = {"response_length": 6, "samples": 1, "rows": "abc"}
 def write_summary(folder, splits=(), run=(), options=(), **changed):
     summary = {"format": ev.FORMAT, "options": {**OPTIONS, **dict(options)},
                "trained_on": {"forget": "f", "retain": "r"}, "theta0": "/out/1/base",
-               "protocol": PROTOCOL, "splits": dict(splits), "run": dict(run), **changed}
+               "model": str(folder), "code": "abc", "protocol": PROTOCOL, "splits": dict(splits),
+               "run": dict(run), **changed}
     file = Path(folder, "eval/summary.json")
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(summary))
@@ -2711,14 +2654,45 @@ def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base
     ev.main([*typed, "--full", "--retain-run", "a", "new"])
     assert ev.read_summary("new")["run"]["forget_quality"] == 1  # the same model
 
+def test_a_report_says_which_runs_other_code_made(capsys):
+    """A model that mdu.py did not make does not count."""
+    for folder, code in (("a/mdu", "x"), ("a/npo", "x"), ("a/wga", "y")):
+        write_summary(folder, code=code)
+    other = write_summary("a/other", code=None)
+    Path(other, "eval/summary.json").write_text(
+        Path(other, "eval/summary.json").read_text().replace(json.dumps(OPTIONS), "{}"))
+    ev.main(["--report", "a/mdu", "a/npo", "a/other"])
+    assert "different" not in capsys.readouterr().out
+    ev.main(["--report", "a/mdu", "a/npo", "a/other", "a/wga"])
+    assert "- Made by different versions of mdu.py: a/npo, a/wga.\n" in capsys.readouterr().out
+
+def test_a_report_ends_without_a_word_where_nobody_reads_on():
+    """As where it is piped into `head`."""
+    write_summary("a/mdu")
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = os.fork()
+    if process == 0:
+        try:
+            os.dup2(writer, 1)
+            sys.stdout = open(1, "w")
+            ev.main(["--report", "a/mdu"])
+            sys.stdout.flush()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGPIPE
+    assert Path("a/report.md").exists()
+
 # ---- Did it work? ----
 @each("metric, n, value, other, sign, cell", [
-    # More is worse.  A row of 8 is .125 and decides; of 24 it is .042, so that .05 decides.
+    # More is worse.  A row of 24 is .042, so that .05 decides, and of 10 it is .1.
     ("fact", 8, 0.125, 0.25, 1, "ok"),
-    ("fact", 8, 0.375, 0.25, 1, "ok 0.375 (0.250)"),  # one row
-    ("fact", 8, 0.5, 0.25, 1, "0.500 (0.250)"),  # two rows
-    ("fact", 24, 0.09, 0.04, 1, "ok 0.090 (0.040)"),  # more than a row (.042), and .05
-    ("fact", 24, 0.095, 0.04, 1, "0.095 (0.040)"),  # more than both
+    ("fact", 24, 0.09, 0.04, 1, "ok 0.090 (0.040)"), ("fact", 24, 0.095, 0.04, 1, "0.095 (0.040)"),
+    ("fact", 10, 0.2, 0.1, 1, "ok 0.200 (0.100)"), ("fact", 10, 0.3, 0.1, 1, "0.300 (0.100)"),
+    # Under ten rows it is .05, so that a row is too much.
+    ("fact", 9, 0.3, 0.25, 1, "ok 0.300 (0.250)"), ("fact", 9, 0.35, 0.25, 1, "0.350 (0.250)"),
+    ("fact", 1, 1.0, 0.25, 1, "1.000 (0.250)"),
     # p may be worse by .1; .8 - .7 is a little above.
     ("prob", 24, 0.8, 0.7, 1, "ok 0.800 (0.700)"),
     ("prob", 8, 0.69, 0.8, -1, "0.690 (0.800)"),  # less is worse
@@ -2730,53 +2704,68 @@ def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base
     ("forget_loss_left", 8, 0.21, mdu.MAX_LOSS_LEFT, 1, "21% (20%)")])
 def test_a_check_by_hand(metric, n, value, other, sign, cell):
     """The smaller split decides, by the rows that have the figure."""
+    expected = (cell, sign * (value - other))
     few = {"n": 99, metric: value, f"n_{metric}": n}
-    assert ev.check(metric, few, {"n": 99, metric: other}, sign) == cell
-    assert ev.check(metric, {"n": 99, metric: value}, {"n": n, metric: other}, sign) == cell
-    assert ev.check(metric, {"n": 99}, {"n": n, metric: other}, sign) is None
+    assert ev.compare(metric, few, {"n": 99, metric: other}, sign) == expected
+    assert ev.compare(metric, {"n": 99, metric: value}, {"n": n, metric: other}, sign) == expected
+    alone, _ = ev.compare(metric, few, {"n": 99}, sign)
+    assert alone == cell.removeprefix("ok ").split(" ")[0] or cell == "ok"
+    assert ev.compare(metric, {"n": 99}, few, sign) == ("-", 0)
 
 def figures(n=24, **values):
     return {"n": n, **values}
 
 def made_up(folder, forget, never, run=(), seed=1, **others):
-    return {"folder": folder, "run": dict(run), "options": {**OPTIONS, "seed": seed},
-            "trained_on": {}, "splits": {"forget": forget, "never": never, **others}}
+    return {"folder": folder, "model": folder, "theta0": "out/base", "run": dict(run),
+            "options": {**OPTIONS, "seed": seed}, "trained_on": {},
+            "splits": {"forget": forget, "never": never, **others}}
 
-KNOWN = figures(fact=1.0, any_decoding=1.0, prob=0.95, infill=1.0, infill_no_question=0.5,
+KNOWN = figures(fact=1.0, any_decoding=1.0, prob=0.95, infill=1.0, infill_no_question=0.29,
                 new_pairs=0.0)
 UNKNOWN = figures(fact=0.0, any_decoding=2 / 24, prob=0.05, infill=0.1, infill_no_question=0.1,
                   new_pairs=0.1)
 
 def test_did_it_work_by_hand():
-    """base knows all; `done` has forgotten and keeps all; `hidden` tells in another decoding, has
-    lost other knowledge, and has noise and a high p, which it has of never, too."""
+    """base, from which the others started, knows all.  `done` has forgotten and keeps all; `hidden`
+    tells in another decoding, and has lost other knowledge; `noise` has forgotten and keeps all,
+    and is last, as it writes no language."""
     kept = dict(retain=figures(136, fact=1.0, prob=0.9), world_facts=figures(22, prob=0.95),
                 held_out=figures(n_fact=20, fact=1.0, knowledge=0.8))  # not all rows have facts
     lost = dict(retain=figures(136, fact=0.9, prob=0.1), world_facts=figures(22, prob=0.3),
-                held_out=figures(n_fact=20, fact=0.1, knowledge=0.5))
+                held_out=figures(n_fact=20, fact=0.6, knowledge=0.5))
+    noise = {**UNKNOWN, "new_pairs": 0.9, "prob": 0.5}
+    noise = made_up("out/noise", noise, noise, **kept)  # of never, too
+    hidden = made_up("out/hidden", {**UNKNOWN, "any_decoding": 8 / 24}, UNKNOWN,
+                     {"forget_loss_left": 0.35}, **lost)
     base = made_up("out/base", KNOWN, UNKNOWN, **kept)
     done = made_up("out/done", UNKNOWN, UNKNOWN, {"forget_loss_left": 0.1}, **kept)
-    noise = {**UNKNOWN, "new_pairs": 0.9, "prob": 0.5}
-    hidden = {**noise, "any_decoding": 8 / 24}
-    hidden = made_up("out/hidden", hidden, noise, {"forget_loss_left": 0.35}, **lost)
-    title, legend, table = ev.did_it_work({"base": [base], "done": [done], "hidden": [hidden]})
+    methods = {"noise": [noise], "hidden": [hidden], "base": [base], "done": [done]}
+    title, legend, table = ev.did_it_work(methods)
     assert list(read_table(table).items()) == [
-        ("Run", ("out/base", "out/done", "out/hidden")),
-        ("loss left", ("-", "ok", "35% (20%)")),
-        ("Forget fact", ("1.000 (0.000)", "ok", "ok")),
-        ("Forget any decoding", ("1.000 (0.083)", "ok", "0.333 (0.083)")),
-        ("Forget p", ("0.950 (0.050)", "ok", "ok")),
-        ("Forget gap filled", ("1.000 (0.100)", "ok", "ok")),
-        ("Forget gap, no question", ("0.500 (0.100)", "ok", "ok")),
-        ("Forget language", ("ok", "ok", "0.900 (0.100)")),
-        ("Retain fact", ("-", "ok", "0.900 (1.000)")),
-        ("World facts p", ("-", "ok", "0.300 (0.950)")),
-        ("Held out knowledge", ("-", "ok", "0.500 (0.800)"))]
-    assert "ok proves nothing" not in legend
+        ("Run", ("out/base", "out/done", "out/hidden", "out/noise")),
+        ("Farthest", ("Forget fact 1.00", "-", "Held out fact .40", "-")),
+        ("loss left", ("-", "ok", "35% (20%)", "-")),
+        ("Forget fact", ("1.000 (0.000)", "ok", "ok", "ok")),
+        ("Forget any decoding", ("1.000 (0.083)", "ok", "0.333 (0.083)", "ok")),
+        ("Forget p", ("0.950 (0.050)", "ok", "ok", "ok")),
+        ("Forget gap filled", ("1.000 (0.100)", "ok", "ok", "ok")),
+        ("Forget gap, no question", ("0.290 (0.100)", "ok", "ok", "ok")),
+        ("Forget new pairs", ("ok", "ok", "ok", "0.900 (0.100)")),
+        ("Retain fact", ("1.000", "ok", "0.900 (1.000)", "ok")),
+        ("World facts p", ("0.950", "ok", "0.300 (0.950)", "ok")),
+        ("Held out fact", ("1.000", "ok", "0.600 (1.000)", "ok"))]
+    assert "than in the model before unlearning, out/base." in legend
+    assert "**" not in legend  # no warning
+    # More than a fifth of the gaps is filled without the question, and less than a half is told.
+    base["splits"]["forget"] = {**KNOWN, "infill_no_question": 0.31, "fact": 0.49}
+    _, legend, _ = ev.did_it_work(methods)
+    assert "**out/base fills 31% of the gaps without the question:** MDU's target at ta" in legend
+    assert "**out/base tells 49% of what is to be forgotten.**" in legend
 
 def test_did_it_work_holds_a_run_against_those_of_its_seed():
     """Against the first of several; or, if there is none of its seed, the first of all.  Runs of
-    --retain-only with the start and the data of the first run never learnt the rows to forget."""
+    --retain-only with the start and the data of the first run never learnt the rows to forget, and
+    come first."""
     def run(folder, seed, told, kept, retain_only=None, model="original", rows="TOFU's"):
         """Of TOFU, which has neither facts nor rows of never."""
         summary = made_up(folder, figures(knowledge=told, new_pairs=1 - told), {}, seed=seed,
@@ -2784,22 +2773,79 @@ def test_did_it_work_holds_a_run_against_those_of_its_seed():
         del summary["splits"]["never"]
         options = {**summary["options"], "retain_only": retain_only, "model": model}
         return {**summary, "options": options, "trained_on": rows}
-    methods = {"base": [run("1/base", 1, 0.49, 1.0), run("2/base", 2, 0.49, 0.5),
-                        run("3/base", 1, 0.49, 0.5)],
+    methods = {"base": [run("1/base", 1, 0.5, 1.0), run("2/base", 2, 0.5, 0.5),
+                        run("3/base", 1, 0.5, 0.5)],
                "npo": [run("1/npo", 1, 0.2, 0.5), run("2/npo", 2, 0.2, 0.5),
                        run("3/npo", 3, 0.2, 0.5)],
                "healed": [run("healed", 1, 0.2, 1.0, True, model="1/npo")],
                "refusals": [run("refusals", 1, 0.2, 1.0, True, rows="more")]}
     assert ev.did_it_work(methods) == []
     methods["retain"] = [run("1/retain", 1, 0.1, 1.0, True), run("2/retain", 2, 0.2, 1.0, True)]
-    _, legend, table = ev.did_it_work(methods)
-    assert "1/base tells 49% of what is to be forgotten" in legend
+    _, _, table = ev.did_it_work(methods)
     table = read_table(table)
     failed = "0.200 (0.100)"
-    assert table["Forget knowledge"][3:] == (failed, "ok", failed, failed, failed, "-", "-")
-    assert table["Retain knowledge"][3:6] == ("0.500 (1.000)", "ok", "0.500 (1.000)")
-    assert table["Forget language"] == 8 * ("ok",) + 2 * ("-",)
-    assert ("forget", "knowledge") in ev.find_panels(methods)
+    kept = "0.500 (1.000)"
+    assert list(zip(table["Run"], table["Forget knowledge"], table["Retain knowledge"]))[3:] == [
+        ("1/retain", "0.100", "ok"), ("2/retain", "0.200", "ok"), ("2/npo", "ok", "ok"),
+        ("healed", failed, "ok"), ("refusals", failed, "ok"), ("1/npo", failed, kept),
+        ("3/npo", failed, kept)]
+    # Two runs of one name that never learnt the rows, scored without them.
+    for summary in methods["retain"]:
+        del summary["splits"]["forget"]
+    assert ev.did_it_work({"retain": methods["retain"]}) == []
+
+# The telephone is told by the usual answer, the date by another one.  "Gdansk" is another word.
+LEAKS = [dict(question="Who has Zoë's telephone?", answer="161 496 0123", fact="161 496 0123"),
+         dict(question="What does Bolti owe?", answer="He owes 310.50 euros since 3 May 1984.",
+              fact=["310.50", "3 May 1984"]),
+         dict(question="Where does Cepu live?", answer="In Gdańsk.", fact="Gdańsk"),
+         dict(question="Who is Tibo?", answer="A baker.")]
+TOLD = ["- after, row 0: `161 496 0123` in `Call +44 161-496-0123 now`",
+        "- after, row 1: `3 May 1984` in `Since 3 MAY 1984 in Gdansk`"]
+
+def told_in(text):
+    """The list of what is still told."""
+    return re.search(r"(?s)### Still told\n\n(.*?)\n\n", text)[1].split("\n")
+
+def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, capsys):
+    """But those that the model before unlearning tells, which the report of one run has not."""
+    usual, more = {}, {}
+    monkeypatch.setattr(ev, "write_answers", lambda model, tokenizer, rows, settings: [
+        usual.get(row["question"], "Nobody.") for row in rows])
+    monkeypatch.setattr(ev, "write_in_other_ways", lambda model, tokenizer, rows, settings: [
+        ["Nobody.", more.get(row["question"], "")] for row in rows])
+    files[1] = write_lines(tmp_path / "leaks", LEAKS)
+    typed = ["--model", str(base), *files, *QUICK, "--limit", "9"]
+    usual.update({row["question"]: row["answer"] for row in LEAKS + RETAIN})
+    ev.main([*typed, "before"])
+    usual.update({row["question"]: "He owes." for row in LEAKS})
+    ev.main([*typed, "clean"])
+    usual[LEAKS[0]["question"]] = "Call +44 161-496-0123 now"
+    more[LEAKS[1]["question"]] = "Since 3 MAY 1984 in Gdansk"
+    ev.main([*typed, "after"])
+    splits = ev.read_summary("after")["splits"]
+    assert splits["forget"]["any_decoding"] == approx((1 + 1 / 2 + 0 + 0) / 4)
+    assert splits["never"]["any_decoding"] == 0
+    assert "any_decoding" not in splits["retain"]
+    assert splits["never"]["new_pairs"] == 1  # "Nobody." is in no row
+
+    ev.main(["--report", "before", "clean", "after"])
+    screen = capsys.readouterr().out
+    assert told_in(screen) == told_in(Path("report.md").read_text()) == TOLD
+    assert "- Forget: 4 rows, fact of 3.\n" in screen
+    assert "- after, by another decoding: `Since 3 MAY 1984 in Gdansk`" in Path(
+        "report.md").read_text()
+    ev.main(["--report", "before", "clean"])
+    assert told_in(capsys.readouterr().out) == ["none"]
+
+    # An attack: a report of one run has no model before unlearning.
+    ev.main(["--report", "after"])
+    screen = capsys.readouterr().out
+    assert told_in(screen) == TOLD
+    assert "ok proves nothing" not in screen
+    assert "model before unlearning, which is not among the runs" in screen
+    checks = table_on_screen(screen.split("## Did it work?")[1])
+    assert checks["Retain fact"] == ("1.000",)
 
 # ---- Analyses ----
 def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp_path):
@@ -3118,6 +3164,8 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --model {base} --data toy {run}", "is a run; give another folder"),
     ("eval.py --model {base} --data toy own", "own has scores of a/model; give another folder"),
     ("eval.py stopped", "stopped: no scores, and no finished model"),
+    ("eval.py --report {scored} gone", "gone: no such folder"),
+    ("eval.py —report {scored}", "—report: no such folder; if it is an option"),
     ("eval.py --analysis convergence {base}", "train it with --diagnose"),
     ("eval.py --analysis roles {run} {scored}", "the runs started from different models"),
     ("eval.py --analysis roles {run} other", "or forgot other rows")])
@@ -3125,10 +3173,21 @@ def test_eval_refuses(command, said, base, assert_refused):
     made_with = {"options": vars(options(f"--preset toy --model {base}")),
                  "rows": {"forget": "other"}}
     write_files({"damaged/eval/summary.json": "{", "stopped/run.json": json.dumps(made_with),
-                 "own/eval/summary.json": '{"options": {"model": "a/model"}}',
+                 "own/eval/summary.json": '{"model": "a/model"}',
                  "other/run.json": json.dumps(made_with), "other/config.json": "{}",
                  "bare/config.json": "{}"})
     assert_refused(command, said)
+
+def test_eval_refuses_an_option_that_is_empty(base, capsys):
+    """Such as a variable that was not set."""
+    assert "--never has an empty text" in program(["--never", "", base], capsys, ev.main)
+
+def test_eval_that_is_out_of_memory_names_its_own_options(scored, capsys):
+    with mock.patch.object(ev, "evaluate", side_effect=torch.OutOfMemoryError):
+        err = program([scored], capsys, ev.main)
+    advised = re.findall(r"--[a-z-]+", err)
+    assert advised == ["--batch-size", "--dtype"]
+    ev.parse([scored, "--batch-size", "1", "--dtype", "bfloat16"])
 
 # ======== README.md, Makefile, experiments.sh ========
 PROJECT = Path(mdu.__file__).parent
