@@ -1082,22 +1082,6 @@ def test_the_learning_rate_by_hand():
     assert rates == approx([0.1, 0.2, 0.3, 0.3, 0.225, 0.075, 0])
 
 # ---- The program ----
-def test_mdu_forgets_an_author_and_keeps_two_others(tmp_path):
-    """End to end: a base model learns the eight facts of each, MDU unlearns one's, both scored."""
-    world = mdu.toy_world()
-    forget = write_lines(tmp_path / "forget", world["forget"][-8:])
-    retain = write_lines(tmp_path / "retain", world["retain"][-16:])
-    typed = ["--preset", "toy", "--forget", forget, "--retain", retain]
-    base, run = str(tmp_path / "base"), str(tmp_path / "mdu")
-    mdu.main([*typed, "--method", "sft", "--epochs", "150", "--lr", "0.003", "--out", base])
-    mdu.main([*typed, "--method", "mdu", "--epochs", "60", "--lr", "0.001", "--out", run])
-    ev.main(["--samples", "8", base, run])
-    before = ev.read_summary(base)["splits"]
-    after = ev.read_summary(run)["splits"]
-    assert before["forget"]["fact"] == 1
-    assert after["forget"]["fact"] < 0.2 and after["forget"]["prob"] < 0.2
-    assert after["retain"]["fact"] > 0.9 and after["retain"]["prob"] > 0.8
-
 def test_the_recommended_run_for_ones_own_rows_forgets_and_keeps(tmp_path):
     """A fine-tune that never needs the questions knows rows to forget and to retain.  After
     `mdu.py --model finetune --forget ... --retain ... --lora 16` it fills in gaps in the answers to
