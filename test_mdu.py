@@ -2912,10 +2912,10 @@ def test_did_it_work_holds_a_run_against_those_of_its_seed():
         ("1/retain", "0.100", "ok"), ("2/retain", "0.200", "ok"), ("2/npo", "ok", "ok"),
         ("healed", failed, "ok"), ("refusals", failed, "ok"), ("1/npo", failed, kept),
         ("3/npo", failed, kept)]
-    # Two runs of one name that never learnt the rows, scored without them.
-    for summary in methods["retain"]:
+    # All were scored without rows to forget, as on RWKU.
+    for summary in itertools.chain(*methods.values()):
         del summary["splits"]["forget"]
-    assert ev.did_it_work({"retain": methods["retain"]}) == []
+    assert ev.did_it_work(methods) == []
 
 # The telephone is told by the usual answer, the date by another one.  "Gdansk" is another word.
 LEAKS = [dict(question="Who has Zoë's telephone?", answer="161 496 0123", fact="161 496 0123"),
