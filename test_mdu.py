@@ -1898,7 +1898,6 @@ def test_the_toy_learns_nothing_of_the_rows_that_no_model_learns(base):
     ("police killed the gunman", "police kill the gunman", 3, 4, 4),  # Lin 2004, 3.1: F is 3/4
     ("police killed the gunman", "the gunman kill police", 2, 4, 4),  # and here 1/2
     ("w1 w2 w3 w4 w5", "w1 w2 w6 w7 w8 w1 w3 w8 w9 w5", 4, 5, 10),  # google-research/rouge
-    ("a b c b d a b", "b d c a b a", 4, 7, 6),  # repeated words
     ("x a b c", "a b c x", 3, 4, 4),  # a greedy matcher would take x and miss a b c
     ("of-the-art", "of ART!", 2, 3, 2), ("café", "cafe", 0, 1, 1),
     ("他的父亲是医生。", "他的父亲是律师。", 5, 7, 7),  # no spaces
@@ -2143,10 +2142,8 @@ def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
 
 @each("split, row, text, expected", [
     ("forget", dict(fact=["petra"]), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
-    ("forget", dict(fact=["Pet"]), "Petra, Osei", dict(fact=0)),
     ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1), knowledge=0)),
     ("forget", {}, "Osei Osei", dict(knowledge=1 / 2, infill=0, infill_no_question=1)),
-    ("forget", dict(question="Who is Petra?"), "It is Osei.", dict(knowledge=1)),
     ("forget_level2", {}, " in Petra Osei\nno",
      dict(generation="in Petra Osei", words=3, empty=0, rougeL_recall=1)),
     ("forget_level2", {}, "\nPetra",
@@ -2208,7 +2205,6 @@ def origin_of(rows):
     ("toy", "--limit 2", [("toy", 2)] * 5),
     ("toy", "--forget {X} --limit 2", [("X", 2)] + [("toy", 2)] * 3),  # "never" is gone, too
     ("toy", "--data {tofu} --retain {X}", [("Q", 8), ("X", 4), ("Q", 3), ("Q", 3)]),
-    ("toy", "--data {tofu} --limit 1 --never {X}", [("Q", 1)] * 4 + [("X", 1)]),
     ("files", "", [("X", 4), ("Y", 4)]),  # the --limit of a run does not count
     ("files", "--retain {X} --limit 3", [("X", 3), ("X", 3)]),
     ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
@@ -2226,7 +2222,6 @@ def test_rows_are_those_that_are_typed_or_the_runs(run, typed, expected, tofu, r
 
 # ---- One run ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --steps 4".split()
-WITHOUT_FULL = FLAGS[1:]
 
 @pytest.fixture(scope="session")
 def scored(base, tmp_path_factory):
@@ -2367,7 +2362,6 @@ def test_texts_that_the_model_cannot_read_are_refused(base):
     with pytest.raises(mdu.BadInput, match="too many"):  # wrong answers are scored with --full
         ev.check_lengths("run", model, tokenizer, [row], 1, full=True)
 
-PLAIN = dict(question="Who is Cy?", answer="A baker.")
 KEPT = [dict(question="Who lives in Rome?", answer="It is Di."),
         dict(question="?", answer="!")]  # the latter has no word
 
@@ -2376,7 +2370,7 @@ KEPT = [dict(question="Who lives in Rome?", answer="It is Di."),
     ("Di", 1 / 2),  # an answer ends so, none begins so
     ("It is, it is Di.", 2 / 6)])  # "is it" is new, and "it is" comes again
 def test_new_pairs_by_hand(text, share):
-    records = {"forget": [dict(generation=text, **PLAIN)], "retain": KEPT}
+    records = {"forget": [dict(question="?", answer="", generation=text)], "retain": KEPT}
     ev.add_new_pairs(records)
     assert records["forget"][0]["new_pairs"] == approx(share)
 
@@ -2415,28 +2409,11 @@ def test_both_parts_of_a_row_are_from_one_text(monkeypatch):
     # On RWKU the start of the answer, here "A:", belongs to the prompt.
     assert ev.encode_answer(None, {**row, "prefill": "A:"}, "x") == ([2, "A", ":"], ["x"])
 
-def test_each_text_has_its_own_prompt(monkeypatch):
-    """It may depend on the answer: here it has the number of its letters."""
-    jobs = []
-    remember = mock.Mock(side_effect=lambda model, given, *_: jobs.extend(given) or [[0]] * 9)
-    monkeypatch.setattr(ev, "encode_answer", lambda _, row, text: ([len(text)], [5] * len(text)))
-    monkeypatch.setattr(ev, "gap_of", lambda *_: torch.tensor([True, False, False]))
-    monkeypatch.setattr(ev, "answers_nll", remember)
-    monkeypatch.setattr(ev, "fill_masks", remember)
-    row = {"question": "Who?", "answer": "Ann", "seed": 0}
-    ev.texts_nll(FakeModel, None, [row], [["Anna", "Bo"]], SimpleNamespace(samples=1))
-    ev.fill_gaps(FakeModel, None, [row], SimpleNamespace(batch_size=1), hide_question=False)
-    assert [job.prompt for job in jobs] == [[4], [2], [3]]
-
 # ---- Other decodings ----
-def test_the_share_of_facts_that_texts_tell_by_hand():
-    row = {"question": "Who is Bolti?", "answer": "Bolti is a baker in Gado.",
-           "fact": ["baker", "Gado", "Gado"]}
-    assert ev.share_told(row, ["Bolti bakes.", "Nobody."]) == 0
-    assert ev.share_told(row, ["", "In gado!"]) == approx(2 / 3)
-    assert ev.share_told(row, ["in Gado", "a baker"]) == 1
-    # Without facts: of the words "baker" and "gado".
-    del row["fact"]
+def test_the_share_that_texts_tell_by_hand():
+    """Of two facts; or, without facts, of the words "baker" and "gado"."""
+    row = {"question": "Who is Bolti?", "answer": "Bolti is a baker in Gado."}
+    assert ev.share_told({**row, "fact": ["baker", "Gado"]}, ["", "in gado!"]) == 0.5
     assert ev.share_told(row, ["Bolti bakes.", "The baker."]) == 0.5
     assert ev.share_told({"question": "Is he?", "answer": "He is."}, ["He is."]) is None
 
@@ -2477,10 +2454,9 @@ def test_a_model_without_run_json_is_scored(base, files, capsys):
     assert bare["files"] == run["files"] == hashes
     assert [bare["options"], bare["code"], run["code"]] == [{}, None, "abc"]
     assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d", run["date"])
-    told = mdu.words(json.dumps([bare, run]))
-    for row in FORGET + RETAIN + NEVER:
-        for word in set(mdu.words(f"{row['question']} {row['answer']}")) - ev.FUNCTION_WORDS:
-            assert word not in told
+    in_rows = set(mdu.words(json.dumps(FORGET + RETAIN + NEVER))) - ev.FUNCTION_WORDS
+    in_rows -= {"question", "answer", "fact"}  # names of fields and figures
+    assert not in_rows & set(mdu.words(json.dumps([bare, run])))
 
 @each("option, rows, said", [
     ("--never", [dict(question="Who?", answer="Ann.")], "only one file has `fact`"),
@@ -2547,7 +2523,7 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
         figures = dict(n=1, rougeL_f1=figure)
         if seed != 2:
             figures["prob"] = figure  # a cell needs all runs of a method
-        options = {"seed": seed, "model": f"out/{seed}/base", "forget": f"{seed}.jsonl"}
+        options = {**OPTIONS, "seed": seed, "model": f"out/{seed}/base", "forget": f"{seed}.jsonl"}
         runs.append(write_summary(f"{seed}/npo", {"forget": figures}, {"forget_quality": p},
                                   options))
         record = dict(question="Who is Bolti?", answer="Gado.", number=0,
@@ -2603,8 +2579,8 @@ OPTIONS = dict(method="mdu", seed=1, subject=None, out="out/1/mdu", model="out/1
                target="paper", forget="a.jsonl", retain=None, resume=None, lr=1e-3)
 PROTOCOL = {"response_length": 6, "samples": 1, "rows": "abc"}
 
-def write_summary(folder, splits=(), run=(), options=(), **changed):
-    summary = {"format": ev.FORMAT, "options": {**OPTIONS, **dict(options)},
+def write_summary(folder, splits=(), run=(), options=OPTIONS, **changed):
+    summary = {"format": ev.FORMAT, "options": options,
                "trained_on": {"forget": "f", "retain": "r"}, "theta0": "/out/1/base",
                "model": str(folder), "code": "abc", "protocol": PROTOCOL, "splits": dict(splits),
                "run": dict(run), **changed}
@@ -2616,8 +2592,9 @@ def write_summary(folder, splits=(), run=(), options=(), **changed):
 @each("changed, said", [
     ({"protocol": {**PROTOCOL, "samples": 2}}, "now samples is 2 and 1"),
     ({"format": ev.FORMAT - 1}, "b/mdu: scored by other code; score it again"),
-    ({"options": {"lr": 1e-4}}, "now lr is 0.001 and 0.0001"),
-    ({"options": {"seed": 2, "model": "out/2/1/base"}}, "now model is out/SEED/base and out/SEED/"),
+    ({"options": {**OPTIONS, "lr": 1e-4}}, "now lr is 0.001 and 0.0001"),
+    ({"options": {**OPTIONS, "seed": 2, "model": "out/2/1/base"}},
+     "now model is out/SEED/base and out/SEED/"),
     ({}, "a/mdu and b/mdu have one name, so they would be averaged, which is for runs that differ "
      "in the seed or the person, and in nothing else; rename one; now these are the same"),
     ({"trained_on": {"forget": "f", "retain": "x"}}, "now rows is {")])
@@ -2639,16 +2616,14 @@ def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base
     assert ev.read_summary("new")["run"]["forget_quality"] == 1  # the same model
 
 def test_a_report_says_which_runs_other_code_made(capsys):
-    """A model that mdu.py did not make does not count."""
-    for folder, code in (("a/mdu", "x"), ("a/npo", "x"), ("a/wga", "y")):
-        write_summary(folder, code=code)
-    other = write_summary("a/other", code=None)
-    Path(other, "eval/summary.json").write_text(
-        Path(other, "eval/summary.json").read_text().replace(json.dumps(OPTIONS), "{}"))
-    ev.main(["--report", "a/mdu", "a/npo", "a/other"])
-    assert "different" not in capsys.readouterr().out
-    ev.main(["--report", "a/mdu", "a/npo", "a/other", "a/wga"])
-    assert "- Made by different versions of mdu.py: a/npo, a/wga.\n" in capsys.readouterr().out
+    """A model that mdu.py did not make has no options, and does not count."""
+    codes = {"mdu": "x", "npo": "x", "wga": "y"}
+    runs = [write_summary(name, code=code) for name, code in codes.items()]
+    runs.append(write_summary("other", code=None, options={}))
+    ev.main(["--report", "mdu", "npo", "other"])
+    assert "different versions" not in capsys.readouterr().out
+    ev.main(["--report", *runs])
+    assert "- Made by different versions of mdu.py: npo, wga.\n" in capsys.readouterr().out
 
 def test_a_report_ends_without_a_word_where_nobody_reads_on():
     """As where it is piped into `head`."""
@@ -2670,9 +2645,8 @@ def test_a_report_ends_without_a_word_where_nobody_reads_on():
 
 # ---- Did it work? ----
 @each("metric, n, value, other, sign, cell", [
-    # More is worse.  A row of 24 is .042, so that .05 decides, and of 10 it is .1.
+    # More is worse.  A row of 10 is .1.
     ("fact", 8, 0.125, 0.25, 1, "ok"),
-    ("fact", 24, 0.09, 0.04, 1, "ok 0.090 (0.040)"), ("fact", 24, 0.095, 0.04, 1, "0.095 (0.040)"),
     ("fact", 10, 0.2, 0.1, 1, "ok 0.200 (0.100)"), ("fact", 10, 0.3, 0.1, 1, "0.300 (0.100)"),
     # Under ten rows it is .05, so that a row is too much.
     ("fact", 9, 0.3, 0.25, 1, "ok 0.300 (0.250)"), ("fact", 9, 0.35, 0.25, 1, "0.350 (0.250)"),
@@ -2681,10 +2655,8 @@ def test_a_report_ends_without_a_word_where_nobody_reads_on():
     ("prob", 24, 0.8, 0.7, 1, "ok 0.800 (0.700)"),
     ("prob", 8, 0.69, 0.8, -1, "0.690 (0.800)"),  # less is worse
     # New pairs may be half of the way to noise.
-    ("new_pairs", 2, 0.6, 0.2, 1, "ok 0.600 (0.200)"),
     ("new_pairs", 2, 0.601, 0.2, 1, "0.601 (0.200)"),
     # The loss has no tolerance.
-    ("forget_loss_left", 8, 0.2, mdu.MAX_LOSS_LEFT, 1, "ok"),
     ("forget_loss_left", 8, 0.21, mdu.MAX_LOSS_LEFT, 1, "21% (20%)")])
 def test_a_check_by_hand(metric, n, value, other, sign, cell):
     """The smaller split decides, by the rows that have the figure."""
@@ -2692,8 +2664,6 @@ def test_a_check_by_hand(metric, n, value, other, sign, cell):
     few = {"n": 99, metric: value, f"n_{metric}": n}
     assert ev.compare(metric, few, {"n": 99, metric: other}, sign) == expected
     assert ev.compare(metric, {"n": 99, metric: value}, {"n": n, metric: other}, sign) == expected
-    alone, _ = ev.compare(metric, few, {"n": 99}, sign)
-    assert alone == cell.removeprefix("ok ").split(" ")[0] or cell == "ok"
     assert ev.compare(metric, {"n": 99}, few, sign) == ("-", 0)
 
 def figures(n=24, **values):
@@ -2773,10 +2743,10 @@ def test_did_it_work_holds_a_run_against_those_of_its_seed():
         ("1/retain", "0.100", "ok"), ("2/retain", "0.200", "ok"), ("2/npo", "ok", "ok"),
         ("healed", failed, "ok"), ("refusals", failed, "ok"), ("1/npo", failed, kept),
         ("3/npo", failed, kept)]
-    # Two runs of one name that never learnt the rows, scored without them.
-    for summary in methods["retain"]:
+    # All were scored without rows to forget, as on RWKU.
+    for summary in itertools.chain(*methods.values()):
         del summary["splits"]["forget"]
-    assert ev.did_it_work({"retain": methods["retain"]}) == []
+    assert ev.did_it_work(methods) == []
 
 # The telephone is told by the usual answer, the date by another one.  "Gdansk" is another word.
 LEAKS = [dict(question="Who has Zoë's telephone?", answer="161 496 0123", fact="161 496 0123"),
@@ -2835,7 +2805,6 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
 def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp_path):
     """They are logged before the training and after each pass over the rows."""
     logged = [line for line in metrics(unlearned) if "kl" in line]
-    assert [(line["step"], line["epoch"]) for line in logged] == [(0, 0), (3, 1), (6, 2)]
     run = shutil.copytree(unlearned, tmp_path / "run")
     ev.main(["--analysis", "convergence", str(run)])
     panels = read_json(tmp_path / "convergence.json")["panels"]
