@@ -147,6 +147,9 @@ def write_lines(file, rows):
     file.write_text("\n".join(json.dumps(row) for row in rows))
     return str(file)
 
+def sha256(file):
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
 def read_json(file):
     """Strictly: NaN and Infinity are no JSON."""
     return json.loads(file.read_text(), parse_constant=pytest.fail)
@@ -652,16 +655,6 @@ def hub(request, tmp_path_factory):
 
 # ======== mdu.py ========
 # ---- Forward process ----
-def test_mask_tokens_masks_tokens_with_a_number_below_t():
-    ids = torch.tensor([[3, 4, 5, 6]] * 3)
-    response = torch.tensor([[False, True, True, True]] * 2 + [[False] * 4])
-    t = torch.tensor([0.5, 0.1, 1.0])
-    uniform = torch.tensor([[0, 0.5, 0.4, 0.9], [0, 0.9, 0.7, 0.8], [0, 0, 0, 0]])
-    for at_least_one, lowest in [(True, MASK), (False, 5)]:
-        noised, masked = mdu.mask_tokens(ids, response, MASK, t, uniform, at_least_one)
-        assert noised.tolist() == [[3, 4, MASK, 6], [3, 4, lowest, 6], [3, 4, 5, 6]]
-        assert torch.equal(masked, noised == MASK)
-
 # ---- Losses ----
 # By hand: of two tokens, one or both are masked.
 ONE, TWO = torch.tensor([[False, True]]), torch.tensor([[True, True]])
@@ -686,19 +679,6 @@ def random_nll(seed):
     nll = 9 * torch.rand(5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return nll.requires_grad_()
 
-def assert_equal_losses(loss, slow_loss, trained, frozen=()):
-    """Of 5 sequences, and their gradients to what is trained.  None reaches what is frozen."""
-    assert_close(loss.detach(), slow_loss.detach())
-    sequence_weights = f64(0.5, 0.75, 1, 1.25, 1.5)
-    inputs = [*trained, *frozen]
-    grads = torch.autograd.grad(loss @ sequence_weights, inputs, allow_unused=True)
-    slow_grads = torch.autograd.grad(slow_loss @ sequence_weights, trained)
-    for grad, slow_grad in zip(grads, slow_grads):
-        assert slow_grad.any()
-        assert_close(grad, slow_grad)
-    for grad in grads[len(trained):]:
-        assert grad is None or not grad.any()
-
 def assert_finite(loss, trained):
     """The loss and its gradients."""
     assert loss.isfinite().all()
@@ -718,17 +698,6 @@ def extreme(x, gap):
     (TILT, None, ONE, 0, 0.75 * LN3 - LN2)])  # 1/4 log 1/2 + 3/4 log 3/2
 def test_mdu_loss_by_hand(logits, anchor_logits, masked, tau, expected):
     assert_close(mdu.mdu_loss(logits, anchor_logits, masked, tau), f64(expected))
-
-@each("tau", [0.3, 1.0])
-def test_mdu_loss_equals_a_slow_loop(tau):
-    logits, anchor_logits = random_logits(1), random_logits(2)
-    loss = mdu.mdu_loss(logits, anchor_logits, MASKED, tau)
-    slow_loss = slow_mdu(logits, anchor_logits, MASKED, tau)
-    assert_equal_losses(loss, slow_loss, [logits], [anchor_logits])
-
-def test_sft_loss_by_hand():
-    """(log 4 + log 2) / t"""
-    assert_close(mdu.sft_loss(TILT_FLAT, FIRST, TWO, f64(0.5)), f64(6 * LN2))
 
 # The losses of logits, as functions of logits and targets.
 LOSSES_OF_LOGITS = {
@@ -757,38 +726,24 @@ def test_a_loss_stays_finite_at_extreme_logits(name):
         logits = extreme(random_logits(1), gap)
         assert_finite(loss(logits, TARGETS), logits)
 
-def test_wga_loss_by_hand():
-    """p^2 log p of both: -(log 4 / 16 + log 2 / 4)"""
+def test_losses_of_the_baselines_by_hand():
+    # (log 4 + log 2) / t
+    assert_close(mdu.sft_loss(TILT_FLAT, FIRST, TWO, f64(0.5)), f64(6 * LN2))
+    # p^2 log p of both: -(log 4 / 16 + log 2 / 4)
     assert_close(mdu.wga_loss(TILT_FLAT, FIRST, TWO, 2.0), f64(-0.375 * LN2))
-
-def test_npo_loss_by_hand():
-    """1/2 (nll - nll_ref) = log 3, and sigmoid(log 3) = 3/4."""
+    # 1/2 (nll - nll_ref) = log 3, and sigmoid(log 3) = 3/4
     assert_close(mdu.npo_loss(f64(1 + 2 * LN3), f64(1), 0.5), f64(4 * LN4_3))
-
-def test_simnpo_loss_by_hand():
-    """1/2 nll / length = log 3."""
+    # 1/2 nll / length = log 3
     assert_close(mdu.simnpo_loss(f64(8 * LN3), torch.tensor([4]), 0.5), f64(4 * LN4_3))
-
-def test_dpo_loss_by_hand():
-    """The rewards are log 3 and -log 3."""
+    # The rewards are log 3 and -log 3.
     by_hand = mdu.dpo_loss(f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5)
     assert_close(by_hand, f64(LN4_3))
 
-LENGTH = torch.arange(1, 6)
-# Losses of the L_sft of sequences: (loss, its formula, which arguments are trained, which frozen).
+# Losses of the L_sft of sequences, of so many of which each is a function.
 LOSSES_OF_NLLS = {
-    "ga": (mdu.ga_loss, slow_ga, [0], []),
-    "npo": (partial(mdu.npo_loss, beta=0.2), partial(slow_npo, beta=0.2), [0], [1]),
-    "simnpo": (partial(mdu.simnpo_loss, length=LENGTH, beta=2.5),
-               partial(slow_simnpo, length=LENGTH, beta=2.5), [0], []),
-    "dpo": (partial(mdu.dpo_loss, beta=0.1), partial(slow_dpo, beta=0.1), [0, 2], [1, 3])}
-
-@each("name", LOSSES_OF_NLLS)
-def test_a_loss_of_sequences_equals_its_formula(name):
-    loss, slow_loss, trained, frozen = LOSSES_OF_NLLS[name]
-    nlls = [random_nll(seed) for seed in range(len(trained + frozen))]
-    assert_equal_losses(loss(*nlls), slow_loss(*nlls), [nlls[i] for i in trained],
-                        [nlls[i] for i in frozen])
+    "npo": (partial(mdu.npo_loss, beta=0.2), 2),
+    "simnpo": (partial(mdu.simnpo_loss, length=torch.arange(1, 6), beta=2.5), 1),
+    "dpo": (partial(mdu.dpo_loss, beta=0.1), 4)}
 
 @each("loss, n", [(lambda t, _: mdu.sft_loss(random_logits(1), TARGETS, MASKED, t), 1),
                   (mdu.npo_loss, 2), (mdu.simnpo_loss, 2), (mdu.dpo_loss, 4)])
@@ -802,9 +757,9 @@ def test_a_loss_refuses_a_column_in_place_of_a_number_for_each_sequence(loss, n)
 
 @each("name", LOSSES_OF_NLLS)
 def test_a_loss_of_sequences_stays_finite(name):
-    loss, _, trained, frozen = LOSSES_OF_NLLS[name]
+    loss, n = LOSSES_OF_NLLS[name]
     for gap in (1e6, -1e6):
-        first, *others = [random_nll(seed).float() for seed in range(len(trained + frozen))]
+        first, *others = [random_nll(seed).float() for seed in range(n)]
         first = extreme(first, gap)
         assert_finite(loss(first, *others), first)
 
@@ -1141,12 +1096,6 @@ def test_a_bug_keeps_its_traceback(capsys):
     assert "Traceback" in err and "ValueError: a bug" in err
     assert not mdu.dist.is_initialized()
 
-def test_a_bug_in_reading_a_models_config_keeps_its_traceback(base, monkeypatch):
-    """It is not taken for a model that transformers cannot load."""
-    monkeypatch.setattr(mdu, "native_config", mock.Mock(side_effect=KeyError("a bug")))
-    with pytest.raises(KeyError):
-        mdu.main(toy(base, "run"))
-
 # ---- The models of a run ----
 @each("typed", ["--method sft", "--model {base} --lora 2"])
 def test_weights_and_adapters_are_drawn_by_the_seed(typed, base):
@@ -1315,10 +1264,6 @@ def test_both_names_of_columns_are_read(tmp_path):
         {"question": "q", "answer": "a", "perturbed_answer": []},
         {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
         {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "É"]}]
-
-def test_rwku_is_known_by_its_name():
-    assert mdu.is_rwku(mdu.RWKU["data"])
-    assert not mdu.is_rwku("my/tofu-like-rwku")
 
 @each("subject, name", [("2", PEOPLE[1]), ("Zoë Ho", PEOPLE[2])])
 @each("method", ["mdu", "dpo"])
@@ -1509,13 +1454,6 @@ def test_what_a_tokenizer_does_behind_a_special_token_is_done(scheme, swallows, 
     assert prompt + answer == tokenizer(f"<|end|>\nWho{after}Ann").input_ids
     assert "".join(tokenizer.convert_ids_to_tokens(answer)).strip("▁") == "Ann"
 
-def test_a_token_at_the_boundary_belongs_to_the_answer(whole_words):
-    before, after = SPANNING
-    use_format(whole_words, before, after)
-    prompt, answer = mdu.encode_pair(whole_words, "Who wrote it?", "The cat did.")
-    assert prompt + answer == whole_words(f"{before}Who wrote it?{after}The cat did.").input_ids
-    assert whole_words.decode(answer[:1]) == "]The"
-
 def test_a_perturbed_answer_has_the_prompt_of_its_own_text(whole_words):
     """Here the prompt ends in "/INST" before "]The", and in "]" before a digit."""
     use_format(whole_words, *SPANNING)
@@ -1562,8 +1500,7 @@ def test_the_pinned_tokenizers_give_the_ids_that_others_print(name, tokens, star
     ("--preset toy --grad-accum 2", 24, 9, 300),
     # Rows of one's own.  MDU: 500, five passes over the rows to forget, one over those to retain.
     ("--model x", 10, 9, 500), ("--model x", 401, 9, 502), ("--model x", 10, 2001, 501),
-    ("--model x --retain-weight 0", 10, 2001, 500),
-    ("--model x --method npo", 4, 2001, 250), ("--model x --method npo", 401, 9, 502),
+    ("--model x --retain-weight 0", 10, 2001, 500), ("--model x --method npo", 4, 2001, 250),
     ("--model x --method sft", 10, 198, 260)])
 def test_the_number_of_steps_by_hand(typed, n_forget, n_retain, steps):
     """Of 4 rows, with the toy's preset of 8.  sft counts all of its rows."""
@@ -1743,16 +1680,14 @@ def test_a_finished_run_is_not_resumed(unlearned, capsys):
     assert f"{unlearned} is finished\n" in capsys.readouterr().out
 
 def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys):
-    """Those that sha256sum prints, by which --resume notices a change that is none of the rows."""
+    """By them --resume notices a change that is none of the rows."""
     world = mdu.toy_world()
     write_lines(Path("forget"), world["forget"])
     write_lines(Path("retain"), world["retain"])
     mdu.main(toy(base, "run", "--forget forget --retain retain --steps 1"))
-    command = ["sha256sum", "forget", "retain", mdu.__file__]
-    printed = subprocess.check_output(command, text=True).split()
     info = mdu.read_run("run")
-    assert info["files"] == {"forget": printed[0], "retain": printed[2]}
-    assert info["code"] == printed[4]
+    assert info["files"] == {"forget": sha256("forget"), "retain": sha256("retain")}
+    assert info["code"] == sha256(mdu.__file__)
     assert 0 <= time.time() - time.mktime(time.strptime(info["date"], "%Y-%m-%d")) < 100_000
 
     text = Path("run/run.json").read_text() + Path("run/metrics.jsonl").read_text()
@@ -1863,16 +1798,12 @@ def test_the_toy_has_five_wrong_answers_to_each_question():
             assert not mdu.contains_words(text, fact)
 
 def test_the_tokenizer_of_the_toy_gives_back_every_text():
-    """Where no spaces are written, a token is a letter."""
-    pieces = {"他的父亲是 Wu Li。": "▁ 他 的 父 亲 是 ▁Wu ▁Li 。",
-              "ที่นี่, 2 हिन्दी": "▁ ที่ นี่ , ▁2 ▁हिन्दी",
-              "He is 77, isn't he?": "▁He ▁is ▁77 , ▁isn ' t ▁he ?"}
-    rows = [{"question": text, "answer": text, "perturbed_answer": []} for text in pieces]
-    tokenizer = mdu.toy_tokenizer({"forget": rows})
-    for text, expected in pieces.items():
-        ids = mdu.encode_text(tokenizer, text)
-        assert tokenizer.decode(ids) == text
-        assert tokenizer.convert_ids_to_tokens(ids) == expected.split()
+    text = "He is 77, isn't he?"
+    row = {"question": text, "answer": text, "perturbed_answer": []}
+    tokenizer = mdu.toy_tokenizer({"forget": [row]})
+    ids = mdu.encode_text(tokenizer, text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.convert_ids_to_tokens(ids) == "▁He ▁is ▁77 , ▁isn ' t ▁he ?".split()
 
 def test_the_toy_has_rows_of_which_no_other_split_tells():
     splits = mdu.toy_world()
@@ -2186,21 +2117,6 @@ def typed_and_run(typed, run="--method sft"):
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
         "person": "--preset rwku-llada --data {rwku} --subject 2 --limit 1"}
 
-def origin_of(rows):
-    """Where the rows of a split are from, or whom they are about: "ten" are the first ten people of
-    RWKU.  And how many there are (about each person)."""
-    people = list(dict.fromkeys(row.get("subject") for row in rows))
-    n = len(rows) // len(people)
-    if people == PEOPLE[:10]:
-        return "ten", n
-    if people != [None]:
-        [person] = people
-        return person, n
-    first_word = rows[0]["question"].split()[0]
-    if first_word in ("X", "Y", "Q"):  # of the files below, or of TOFU
-        return first_word, n
-    return "toy", n
-
 @each("run, typed, expected", [
     ("toy", "--limit 2", [("toy", 2)] * 5),
     ("toy", "--forget {X} --limit 2", [("X", 2)] + [("toy", 2)] * 3),  # "never" is gone, too
@@ -2208,17 +2124,24 @@ def origin_of(rows):
     ("files", "", [("X", 4), ("Y", 4)]),  # the --limit of a run does not count
     ("files", "--retain {X} --limit 3", [("X", 3), ("X", 3)]),
     ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
-    ("person", "", [(PEOPLE[1], 2)] * 8), ("person", "--subject all --limit 1", [("ten", 1)] * 8),
-    ("person", "--data {rwku} --limit 1", [("ten", 1)] * 8)])
+    ("person", "", [(PEOPLE[1], 2)] * 8),  # and about the first ten people:
+    ("person", "--subject all --limit 1", [(PEOPLE[0], 10)] * 8),
+    ("person", "--data {rwku} --limit 1", [(PEOPLE[0], 10)] * 8)])
 def test_rows_are_those_that_are_typed_or_the_runs(run, typed, expected, tofu, rwku, tmp_path):
-    """expected: of each split (origin_of)."""
+    """expected: of each split where its first row is from, or whom it is about, and how many."""
     places = {"tofu": tofu, "rwku": rwku}
     for name in "XY":
         rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(4)]
         places[name] = write_lines(tmp_path / name, rows)
     args, source = typed_and_run(typed.format(**places), RUNS[run].format(**places))
-    splits = ev.find_splits(ev.find_settings(args, source))
-    assert [origin_of(rows) for rows in splits.values()] == expected
+    found = []
+    for rows in ev.find_splits(ev.find_settings(args, source)).values():
+        origin = rows[0].get("subject", "toy")
+        word = rows[0]["question"].split()[0]
+        if word in ("X", "Y", "Q"):  # of the files, or of TOFU
+            origin = word
+        found.append((origin, len(rows)))
+    assert found == expected
 
 # ---- One run ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --steps 4".split()
@@ -2341,26 +2264,14 @@ def test_the_protocol_has_what_must_be_the_same_in_two_runs(protocol_of):
     for one, other in itertools.combinations(protocols, 2):
         assert one != other
 
-@each("one, other", [(PERSON, PERSON.replace("--subject 1", "--subject 2")), ("", "--full"),
-                     ("", "--forget {X}")])
-def test_the_protocol_has_nothing_that_may_differ(one, other, protocol_of):
-    assert protocol_of(one) == protocol_of(other)
-
-def test_answers_of_rwku_have_their_own_length(protocol_of):
-    """Its own, not the 7 of the run.  No step is without a token."""
+def test_the_protocol_has_nothing_that_may_differ(protocol_of):
+    assert protocol_of("") == protocol_of("--full") == protocol_of("--forget {X}")
     own = protocol_of(PERSON)
+    assert own == protocol_of(PERSON.replace("--subject 1", "--subject 2"))
+    # Answers of RWKU have their own length, not the 7 of the run.  No step is without a token.
     assert own["response_length"] == own["steps"] == 30
     typed = protocol_of("--data {rwku} --response-length 5 --steps 6")
     assert typed["response_length"] == typed["steps"] == 5
-
-def test_texts_that_the_model_cannot_read_are_refused(base):
-    """With an end token behind the answer, as gaps are filled.  "is" is one token."""
-    model, tokenizer = mdu.load_backbone(str(base))
-    room = 2048 - len(mdu.encode_prompt(tokenizer, "Who?")) - 1
-    row = dict(question="Who?", answer="is " * room, perturbed_answer=["is " * (room + 1)])
-    ev.check_lengths("run", model, tokenizer, [row], 1)
-    with pytest.raises(mdu.BadInput, match="too many"):  # wrong answers are scored with --full
-        ev.check_lengths("run", model, tokenizer, [row], 1, full=True)
 
 KEPT = [dict(question="Who lives in Rome?", answer="It is Di."),
         dict(question="?", answer="!")]  # the latter has no word
@@ -2433,9 +2344,6 @@ def test_other_decodings_have_six_lengths_and_steps(scored):
     assert len(set(expected)) == 6
 
 # ---- What is scored ----
-def sha256(file):
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-
 def test_a_model_without_run_json_is_scored(base, files, capsys):
     """Like a run, but of the latter it is known how it was trained.  Both summaries have the hashes
     of the files of rows, and no text of a row."""
@@ -2500,8 +2408,12 @@ def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkey
     write_summary("a/mdu", {"forget": {"n": 1, "prob": 0.5}})
     Path("stopped").mkdir()
     monkeypatch.setenv("MPLBACKEND", "module://that.a.notebook.has")
+    set_signal = mock.Mock()
+    monkeypatch.setattr(signal, "signal", set_signal)
     with mock.patch.object(ev, "draw_methods", side_effect=ValueError("too large")):
         ev.main(["--report", "stopped", "a/mdu"])
+    # Piped into `head`, it ends without a traceback.
+    set_signal.assert_called_with(signal.SIGPIPE, signal.SIG_DFL)
     screen = capsys.readouterr().out
     assert "left out: stopped: no scores" in screen
     assert "report.png not drawn: ValueError('too large')" in screen
@@ -2529,43 +2441,29 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
         record = dict(question="Who is Bolti?", answer="Gado.", number=0,
                       generation=f"``A`\n {seed}", told={})
         write_lines(Path(f"{seed}/npo/eval/forget.jsonl"), [record])
-    runs.append(write_summary("base", {"forget": {"n": 1, "prob": 0.9}}))
+    for person in ("1", "2"):  # each of RWKU's people has other rows
+        runs.append(write_summary(f"{person}/base", {"forget": {"n": 1, "prob": 0.9}},
+                                  options={**OPTIONS, "subject": person}, trained_on=person))
     ev.main(["--report", *runs, "1/npo/"])  # one of them is given twice
     screen = capsys.readouterr().out
     assert table_on_screen(screen) == {
         "Method": ("npo", "base"), "forget quality ↑": ("0.25 (1e-09 to 0.75)", "-"),
-        "Forget rL ↓": ("0.500 ± 0.200", "-"), "p ↓": ("-", "0.900")}
+        "Forget rL ↓": ("0.500 ± 0.200", "-"), "p ↓": ("-", "0.900 ± 0.000")}
     text = Path("1/report.md").read_text()
     assert "### 0. `Who is Bolti?`\n\n- True answer: `Gado.`\n- npo: `''A' 1`\n- npo" in text
     assert "](report.png)" in text
     assert Path("1/report.png").exists()
 
-@pytest.fixture(scope="session")
-def people(rwku, tmp_path_factory):
-    """Persons 1 and 2 of RWKU, unlearned by dpo from a tiny LLaDA and scored, in 1/dpo and 2/dpo ->
-    their folder."""
-    folder = tmp_path_factory.mktemp("rwku")
-    write_checkpoint(folder / "model", "llada", max_sequence_length=999)
-    runs = []
-    for person in ("1", "2"):
-        run = f"{folder}/{person}/dpo"
-        typed = f"--preset rwku-llada --subject {person} --method dpo --epochs 1 --dtype bfloat16"
-        mdu.main([*typed.split(), "--model", f"{folder}/model", "--data", str(rwku), "--out", run])
-        runs.append(run)
-    ev.main([*"--samples 2 --steps 1 --limit 1".split(), *runs])
-    return folder
-
-def test_a_report_averages_the_people_of_rwku(people, capsys):
-    """They have other rows."""
-    runs = [f"{people}/{person}/dpo" for person in (1, 2)]
-    assert ev.read_summary(runs[0])["protocol"]["dtype"] == "bfloat16"
-    ev.main(["--report", *runs])
-    table = table_on_screen(capsys.readouterr().out)
+def test_rwku_is_scored_with_a_tokenizer(rwku, tmp_path):
+    """Every split, of the first ten people."""
+    write_checkpoint(tmp_path / "model", "llada", max_sequence_length=999)
+    typed = "--samples 1 --steps 1 --response-length 2 --limit 1 --model model --dtype bfloat16"
+    ev.main([*typed.split(), "--data", str(rwku), "new"])
+    scored = ev.read_summary("new")
+    assert scored["protocol"]["dtype"] == "bfloat16"
     for split in ev.RWKU_CONFIGS:
-        [metric] = ev.SPLITS[split].main
-        [cell] = table[f"{ev.SPLITS[split].title} {ev.heading(split, metric)}"]
-        assert "±" in cell
-    assert "\n### 1. `Please complete the blank" in (people / "1/report.md").read_text()
+        assert {"n", *ev.SPLITS[split].main} <= scored["splits"][split].keys()
+        assert scored["splits"][split]["n"] == 10
 
 def test_the_rows_about_each_person_are_limited_and_numbered():
     """So their masks are the same, whoever else is asked about."""
@@ -2608,10 +2506,8 @@ def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base
     rows = [{**row, "perturbed_answer": ["He is Fopu."]} for row in FORGET]
     typed = ["--model", str(base), "--forget", write_lines(Path("rows"), rows), *QUICK]
     ev.main([*typed, "--full", "a"])
-    ev.main([*typed, "b"])
     said = "both runs scored with --full"
     assert said in program([*typed, "--retain-run", "a", "new"], capsys, ev.main)
-    assert said in program([*typed, "--full", "--retain-run", "b", "new"], capsys, ev.main)
     ev.main([*typed, "--full", "--retain-run", "a", "new"])
     assert ev.read_summary("new")["run"]["forget_quality"] == 1  # the same model
 
@@ -2624,24 +2520,6 @@ def test_a_report_says_which_runs_other_code_made(capsys):
     assert "different versions" not in capsys.readouterr().out
     ev.main(["--report", *runs])
     assert "- Made by different versions of mdu.py: npo, wga.\n" in capsys.readouterr().out
-
-def test_a_report_ends_without_a_word_where_nobody_reads_on():
-    """As where it is piped into `head`."""
-    write_summary("a/mdu")
-    reader, writer = os.pipe()
-    os.close(reader)
-    process = os.fork()
-    if process == 0:
-        try:
-            os.dup2(writer, 1)
-            sys.stdout = open(1, "w")
-            ev.main(["--report", "a/mdu"])
-            sys.stdout.flush()
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(process, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGPIPE
-    assert Path("a/report.md").exists()
 
 # ---- Did it work? ----
 @each("metric, n, value, other, sign, cell", [
@@ -2939,7 +2817,6 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --tau 2", "argument --tau: invalid float in [0, 1] value: '2'"),
     ("mdu.py --steps 3 --epochs 2", "--steps or --epochs, and not both"),
     ("mdu.py --resume {run} --seed 1", "--resume RUN takes no other option"),
-    ("mdu.py --resume {run} --help", "--resume RUN takes no other option"),
     ("mdu.py --method npo --tau 1", "--method npo has no option --tau"),
     ("mdu.py --method sft --diagnose", "--diagnose is for unlearning"),
     ("mdu.py --method sft --preset rwku-llada", "--method sft has no preset rwku-llada"),
@@ -2961,7 +2838,6 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --subject King", "--subject is for RWKU"),
     ("mdu.py --preset rwku-llada --subject King --data {rwku}", "not among the 12: Ann Lee"),
     ("mdu.py --data folder --model x", "/folder, forget10_perturbed (README.md in the"),
-    ("mdu.py --data toy --model {base} --response-length 2048", "the model takes 2048"),
     ("mdu.py --preset toy --model {base} --forget long-answer --retain long-question "
      "--response-length 0", "1402 tokens of question, 1001 of answer or --response-length"),
     # Folders.
@@ -2971,8 +2847,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --resume folder", "No such file or directory: 'folder/run.json'"),
     ("mdu.py --resume foreign", "foreign: its run.json was not made by mdu.py"),
     ("mdu.py --resume older", "its run.json has the option attackers, which this code has not"),
-    ("mdu.py --resume changed", "the rows that it started from have changed"),
-    ("mdu.py --model foreign --method ga --forget rows", "foreign: its run.json was not made")])
+    ("mdu.py --resume changed", "the rows that it started from have changed")])
 def test_mdu_refuses(command, said, base, assert_refused):
     own = vars(options(f"--preset toy --model {base}"))
     older = {**own, "attackers": 2}
@@ -3014,8 +2889,6 @@ BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "point": (row_text(fact=[1234.0]), "(put others in quotes), found 1234.0"),
     "special": (f"{GOOD}\n" + row_text(answer="a <mask>"),
                 "row 2 of forget, 'Who is Bolti?': '<mask>' is a special token"),
-    "asked": (row_text(question="<user>"), "'<user>' is a special token"),
-    "sign": (row_text(fact="♠"), "fact: the words of '♠' are not in the answer"),
     "fact": (row_text(fact=["is", "i"]), "fact: the words of 'i' are not in the answer"),  # "is" is
     "latin-1": (GOOD.encode() + b"\n\xe9", "'utf-8' codec can't decode byte 0xe9"),
     "strange": (8 * (row_text(question="xx", answer="yy zz") + "\n"),
@@ -3109,6 +2982,7 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --data toy --subject King {base}", "--subject is for RWKU, which has people"),
     ("eval.py --samples 1 --steps 1 --response-length 2048 {base}", "it takes 2048"),
     ("eval.py --analysis rollout --response-length 2048 {run}", "it takes 2048"),
+    ("eval.py --full --forget long {base}", "too many"),  # --full scores wrong answers
     # Rows.  Of a model without run.json they have to be typed.
     ("eval.py bare", "no rows to score"), ("eval.py --analysis roles bare", "no rows to analyse"),
     # Folders.
@@ -3128,7 +3002,8 @@ def test_eval_refuses(command, said, base, assert_refused):
     write_files({"damaged/eval/summary.json": "{", "stopped/run.json": json.dumps(made_with),
                  "own/eval/summary.json": '{"model": "a/model"}',
                  "other/run.json": json.dumps(made_with), "other/config.json": "{}",
-                 "bare/config.json": "{}"})
+                 "bare/config.json": "{}",
+                 "long": row_text(answer="is", perturbed_answer=2048 * "is ")})
     assert_refused(command, said)
 
 def test_eval_refuses_an_option_that_is_empty(base, capsys):
@@ -3332,19 +3207,15 @@ def tofu_runs(folder, *words):
     return runs
 
 def test_tofu_makes_a_grid(tmp_path):
-    """ga has no retain weight.  A run of the grid can also be made by its name."""
-    grid = ("METHODS=ga npo authors", "LRS=3e-4 1e-3", "WEIGHTS=0.2 5", "JOBS=1")
+    """ga has no retain weight."""
+    grid = ("METHODS=ga authors", "LRS=3e-4 1e-3", "WEIGHTS=0.2 5", "YARDSTICK=0", "JOBS=1")
     runs = tofu_runs(tmp_path, "PRESET=tofu-small", *grid)
-    expected = {"ga-lr3e-4": ("ga", 3e-4, None), "ga-lr1e-3": ("ga", 1e-3, None)}
-    for name, method in (("npo", "npo"), ("authors", "mdu")):
-        for lr in ("3e-4", "1e-3"):
-            for weight in ("0.2", "5"):
-                expected[f"{name}-lr{lr}-w{weight}"] = (method, float(lr), float(weight))
-    found = {name: (args.method, args.lr, args.retain_weight) for name, args in runs.items()
-             if args.method != "sft"}
-    assert found == expected
-    one = tofu_runs(tmp_path, "PRESET=tofu-small", "SEED=2", "METHODS=npo-lr3e-4-w0.2")
-    assert one["npo-lr3e-4-w0.2"].retain_weight == 0.2
+    found = {name: (args.lr, args.retain_weight) for name, args in runs.items()}
+    del found["original"], found["base"]
+    assert found == {
+        "ga-lr3e-4": (3e-4, None), "ga-lr1e-3": (1e-3, None),
+        "authors-lr3e-4-w0.2": (3e-4, 0.2), "authors-lr3e-4-w5": (3e-4, 5),
+        "authors-lr1e-3-w0.2": (1e-3, 0.2), "authors-lr1e-3-w5": (1e-3, 5)}
 
 def test_tofu_trains_the_small_model_for_as_long_as_it_needs(tmp_path):
     rows = {split: range(n) for split, n in dict(forget=40, retain=160, train=240).items()}
@@ -3394,12 +3265,10 @@ def test_tofu_refuses(words, said, tmp_path):
     assert not (tmp_path / "out").exists()
 
 def test_tofu_trains_several_runs_at_once(tmp_path):
-    """And scores each once."""
-    for seed, jobs, code in ((1, 1, 2), (2, 2, 0)):
-        out = f"out/tofu-small/{seed}"
-        (tmp_path / "waits").write_text(f"{out}/base {out}/retain")
-        done = make(tmp_path, "tofu", "PRESET=tofu-small", f"SEED={seed}", f"JOBS={jobs}")
-        assert done.returncode == code
+    """The base waits for the yardstick.  Each run is scored once."""
+    out = "out/tofu-small/1"
+    (tmp_path / "waits").write_text(f"{out}/base {out}/retain")
+    assert make(tmp_path, "tofu", "PRESET=tofu-small").returncode == 0
     shares = re.findall("(?m)^eval.py .*held_out.jsonl (.*)", (tmp_path / "log").read_text())
     assert len(shares) == 2
     scored = " ".join(shares).split()
@@ -3444,7 +3313,6 @@ def test_make_clean_deletes_the_models_in_a_link(tmp_path):
     (tmp_path / "out").symlink_to("disk")
     assert make(tmp_path, "clean").returncode == 0
     assert not list((tmp_path / "disk").iterdir())
-    assert make(tmp_path, "clean").returncode == 0
     (tmp_path / "out").unlink()
     assert make(tmp_path, "clean").returncode == 0
 
@@ -3483,30 +3351,19 @@ def test_backward_equals_the_step_of_the_readme():
     forget, retain = [mdu.make_batch(model, rows) for rows in draws]
     assert forget.masked.any(1).all()  # else backward would mask one token
     assert (retain.length < retain.response.sum(1)).any()
-    drawn = []  # by the README's step: for t and for the masks
+    drawn = []  # by the README's step: for t and for the masks, below t outside of the answers
     for batch in (forget, retain):
-        drawn += [(batch.t - 0.001) / 0.999, 1 - batch.masked.float()]
-    with mock.patch.object(torch, "rand", side_effect=drawn):
+        kept = batch.response & ~batch.masked
+        drawn += [(batch.t - 0.001) / 0.999, kept.float()]
+    with mock.patch.object(torch, "rand", side_effect=drawn) as rand:
         step = readme_step(model, anchor, forget, retain)
+    for call, numbers in zip(rand.call_args_list, drawn, strict=True):
+        assert torch.empty(*call.args).shape == numbers.shape
     readme_grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     losses = mdu.backward(args, model, None, anchor, *draws)
     assert losses == approx([step["loss"].item(), step["retain_loss"].item()], rel=1e-5)
     assert_close(readme_grads, [p.grad for p in model.parameters()], 1e-5)
-
-def test_the_step_of_the_readme_masks_a_share_t_of_the_answer():
-    """t is uniform on [0.001, 1).  Of 100 tokens, a share t is masked, up to 5 standard deviations:
-    the largest is (1/2 * 1/2 / 100)^(1/2) = 0.05."""
-    variables = {"torch": torch, "mask_id": 0}
-    exec(re.search(r"(?ms)^def draw.*?^$", README)[0], variables)
-    torch.manual_seed(2)
-    ids = torch.arange(1, 151).repeat(4000, 1)
-    answer = ids > 50
-    t, masked, noised = variables["draw"](ids, answer)
-    assert_uniform(t.numpy(), 0.001)
-    assert not (masked & ~answer).any()
-    assert torch.equal(noised, ids.masked_fill(masked, 0))
-    assert (masked.sum(1) / 100 - t).abs().max() < 5 * 0.05
 
 def test_the_readme_makes_a_model_of_dream(tmp_path, monkeypatch):
     """It has the logits of all positions, MaskPredictor those of the masked ones."""
