@@ -2663,10 +2663,10 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
 
     ev.main(["--report", "before", "clean", "after"])
     screen = capsys.readouterr().out
-    assert told_in(screen) == told_in(Path("report.md").read_text()) == TOLD
+    text = Path("report.md").read_text()
+    assert told_in(screen) == told_in(text) == TOLD
     assert "- Forget: 4 rows, fact of 3.\n" in screen
-    assert "- after, by another decoding: `Since 3 MAY 1984 in Gdansk`" in Path(
-        "report.md").read_text()
+    assert "- after, by another decoding: `Since 3 MAY 1984 in Gdansk`" in text
     ev.main(["--report", "before", "clean"])
     assert told_in(capsys.readouterr().out) == ["none"]
 
@@ -2676,8 +2676,6 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     assert told_in(screen) == TOLD
     assert "ok proves nothing" not in screen
     assert "model before unlearning, which is not among the runs" in screen
-    checks = table_on_screen(screen.split("## Did it work?")[1])
-    assert checks["Retain fact"] == ("1.000",)
 
 # ---- Analyses ----
 def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp_path):
@@ -2718,64 +2716,48 @@ def test_the_analysis_of_roles_equals_a_slow_loop(base, unlearned, tmp_path):
     changes = 100 * (after - before) / before
     assert [bar["change_percent"] for bar in bars] == approx([0, 0, 0, *changes], abs=1e-2)
 
-@pytest.fixture
-def written(base, unlearned, tmp_path):
-    """An answer of 12 tokens in 4 steps, 3 in each, by the slow sampler -> its state, token ids,
-    before each step and at the end; the models, and eval.py's options for the same."""
+def go_on(model, prompt, state, counts):
+    """A partly masked answer after further steps, of so many tokens each."""
+    masked = [len(prompt) + i for i, token in enumerate(state) if token == 0]
+    return slow_filled(model, prompt + state, masked, counts)[len(prompt):]
+
+def test_the_analyses_of_an_answer_equal_a_slow_loop(base, unlearned, tmp_path):
+    """Of 12 tokens, of which each of 4 steps fixes 3.  trajectory: a bar for each token, up to the
+    end token, at the step that fixes it.  rollout: from the first states with a quarter, a half and
+    three quarters of these tokens fixed the anchor goes on."""
     run = with_noise(unlearned, tmp_path / "run", seed=0)
     row = mdu.toy_world()["forget"][0]
     theta0, tokenizer = mdu.load_backbone(str(base))
     model, _ = mdu.load_backbone(str(run))
     prompt = mdu.encode_prompt(tokenizer, row["question"])
-    states = [[0] * 12]
+    states = [[0] * 12]  # before each step, and at the end
     for _ in range(4):
         states.append(go_on(model, prompt, states[-1], [3]))
-    n = states[-1].index(model.end_id) + 1  # the answer, with its end token
-    return SimpleNamespace(
-        row=row, theta0=theta0, model=model, tokenizer=tokenizer, prompt=prompt, states=states, n=n,
-        flags=["--steps", "4", "--limit", "1", str(run)])
-
-def go_on(model, prompt, state, counts):
-    """A partly masked answer after further steps, of so many tokens each."""
-    masked = [len(prompt) + i for i in masked_in(state)]
-    return slow_filled(model, prompt + state, masked, counts)[len(prompt):]
-
-def masked_in(state):
-    return [i for i, token in enumerate(state) if token == 0]
-
-def test_the_analysis_of_a_trajectory_equals_a_slow_loop(written, tmp_path):
-    """A bar for each token of the answer, up to its end token, at the step that fixes it."""
-    roles = ev.token_roles(written.tokenizer, written.row["question"], written.states[-1])
-    expected = []
+    n = states[-1].index(model.end_id) + 1
+    roles = ev.token_roles(tokenizer, row["question"], states[-1])
+    bars = []
     for step in range(1, 5):
-        before, after = written.states[step - 1:step + 1]
-        places = masked_in(before)
-        kls = slow_anchor_kls(written.model, written.theta0, written.prompt, before, places)
+        before, after = states[step - 1:step + 1]
+        places = [i for i in range(n) if before[i] == 0]
+        kls = slow_anchor_kls(model, theta0, prompt, before, places)
         for i, kl in zip(places, kls):
-            if after[i] != 0 and i < written.n:
-                token = written.tokenizer.decode([after[i]]).strip()
-                expected.append([f"{token}\n{step}", roles[i], approx(kl, rel=1e-3, abs=1e-6)])
-    ev.main(["--analysis", "trajectory", *written.flags])
-    [bars] = read_json(tmp_path / "trajectory.json")["panels"].values()
-    assert [[bar["label"], bar["role"], bar["kl"]] for bar in bars] == expected
-
-def test_the_analysis_of_rollouts_equals_a_slow_loop(written, tmp_path):
-    """From the first states with a quarter, a half and three quarters fixed of the answer up to its
-    end token, the anchor goes on."""
-    expected = []
+            if after[i] != 0:
+                token = tokenizer.decode([after[i]]).strip()
+                bars.append([f"{token}\n{step}", roles[i], approx(kl, rel=1e-3, abs=1e-6)])
+    rollouts = []
     for share in (0.25, 0.5, 0.75):
         k = 0
-        while sum(map(bool, written.states[k][:written.n])) < share * written.n:
+        while sum(map(bool, states[k][:n])) < share * n:
             k += 1
-        state = written.states[k]
-        end = go_on(written.theta0, [0] * len(written.prompt), state, (4 - k) * [3])
-        completion, _ = ev.read_answer(written.theta0, written.tokenizer, end)
-        y_t = written.tokenizer.decode(state[:written.n])
-        expected.append([f"{k}/4", y_t, completion])
-    ev.main(["--analysis", "rollout", *written.flags])
-    table = read_json(tmp_path / "rollout.json")["table"]
-    row = [written.row["question"], written.row["answer"]]
-    assert table[1:] == [row + cells for cells in expected]
+        end = go_on(theta0, [0] * len(prompt), states[k], (4 - k) * [3])
+        completion, _ = ev.read_answer(theta0, tokenizer, end)
+        y_t = tokenizer.decode(states[k][:n])
+        rollouts.append([row["question"], row["answer"], f"{k}/4", y_t, completion])
+    for name in ("trajectory", "rollout"):
+        ev.main(["--analysis", name, "--steps", "4", "--limit", "1", str(run)])
+    [found] = read_json(tmp_path / "trajectory.json")["panels"].values()
+    assert [[bar["label"], bar["role"], bar["kl"]] for bar in found] == bars
+    assert read_json(tmp_path / "rollout.json")["table"][1:] == rollouts
     assert "\n| `" in Path("rollout.md").read_text()
 
 # ---- Bad input ----
@@ -3183,7 +3165,8 @@ def test_tofu_of_the_published_model_goes_on_after_a_stop(tmp_path):
     log, out = "", "out/tofu-smollm-8"
     for fails in (f"{out}/taught-again/npo", "nothing"):
         (tmp_path / "fails").write_text(fails)
-        done = make(tmp_path, "tofu", "PRESET=tofu-smollm", "GPUS=1", "LIMIT=8", "JOBS=3")
+        done = make(tmp_path, "tofu", "PRESET=tofu-smollm", "METHODS=npo authors", "GPUS=1",
+                    "LIMIT=8", "JOBS=3")
         log += (tmp_path / "log").read_text()
     assert done.returncode == 0
     for line in log.splitlines():
@@ -3220,14 +3203,16 @@ def test_tofu_makes_a_grid(tmp_path):
 def test_tofu_trains_the_small_model_for_as_long_as_it_needs(tmp_path):
     rows = {split: range(n) for split, n in dict(forget=40, retain=160, train=240).items()}
     for hidden, masked, learning in (("", 0.0, 2500), ("0.2", 0.2, 5000)):
-        runs = tofu_runs(tmp_path, "PRESET=tofu-small", f"HIDDEN={hidden}")
+        runs = tofu_runs(tmp_path, "PRESET=tofu-small", f"HIDDEN={hidden}",
+                         "METHODS=npo mdu-original mdu-removed")
         assert runs["mdu-original"].target.endswith("/start/original")
+        found = {}
         for name, args in runs.items():
-            steps = {"original": 2500, "base": learning, "retain": learning}.get(name, 300)
             split = "train" if args.method == "sft" else "forget"
-            assert mdu.number_of_steps(args, rows, split) == steps
-            share = {"original": 0.3, "base": masked, "retain": masked, "mdu-removed": 0.5}
-            assert args.prompt_dropout == share.get(name, 0), name
+            found[name] = (mdu.number_of_steps(args, rows, split), args.prompt_dropout)
+        assert found == {
+            "original": (2500, 0.3), "base": (learning, masked), "retain": (learning, masked),
+            "npo": (300, 0), "mdu-original": (300, 0), "mdu-removed": (300, 0.5)}
 
 @each("words, folder", [
     ("PRESET=tofu-llada GPUS=1 LORA=16", "tofu-llada-lora16"),
@@ -3251,7 +3236,7 @@ def test_tofu_compiles_adapters_on_one_gpu(words, programs, compiled, tmp_path, 
     for name in ("bash", "make", *SHELL_PROGRAMS, *programs.split()):
         (tmp_path / "bin" / name).symlink_to(shutil.which(name) or shutil.which("true"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert make(tmp_path, "tofu", *words.split()).returncode == 0
+    assert make(tmp_path, "tofu", "METHODS=npo", "YARDSTICK=0", *words.split()).returncode == 0
     trained = re.findall("mdu.py .*--out.*", (tmp_path / "log").read_text())
     assert all((" --compile " in line) == compiled for line in trained if "/start/" not in line)
 
@@ -3268,11 +3253,11 @@ def test_tofu_trains_several_runs_at_once(tmp_path):
     """The base waits for the yardstick.  Each run is scored once."""
     out = "out/tofu-small/1"
     (tmp_path / "waits").write_text(f"{out}/base {out}/retain")
-    assert make(tmp_path, "tofu", "PRESET=tofu-small").returncode == 0
+    assert make(tmp_path, "tofu", "PRESET=tofu-small", "METHODS=npo wga").returncode == 0
     shares = re.findall("(?m)^eval.py .*held_out.jsonl (.*)", (tmp_path / "log").read_text())
     assert len(shares) == 2
     scored = " ".join(shares).split()
-    assert len(scored) == len(set(scored)) == 16
+    assert len(scored) == len(set(scored)) == 4
 
 def test_tofu_reports_the_others_where_a_run_fails(tmp_path):
     (tmp_path / "fails").write_text("out/tofu-small/1/npo")
@@ -3284,19 +3269,17 @@ def test_tofu_reports_the_others_where_a_run_fails(tmp_path):
     assert [Path(run).name for run in reported] == ["base", "retain", "wga"]
 
 def test_the_small_model_of_tofu_begins_with_the_words_of_its_rows(tmp_path, monkeypatch):
-    """Its files have the rows that the seed chooses; its weights are those of new_toy."""
-    configs = {"forget10_perturbed": 400, "retain90": 2900}
-    tables = {name: [{"question": f"Who is {name} {i}?", "answer": f"A{i % 90}", "none": "no"}
-                     for i in range(n)] for name, n in configs.items()}
-    monkeypatch.setattr(mdu, "read_dataset", lambda name, config: tables[config])
+    """The files have the rows that the seed chooses."""
+    monkeypatch.setattr(mdu, "read_dataset", lambda name, config: [
+        {"question": f"Who is {i}?", "answer": f"A{i % 90}", "none": "no"} for i in range(2900)])
     monkeypatch.syspath_prepend(PROJECT / ".github")
     import start_models
     start_models.small("TOFU", tmp_path, "2")
     found = {}
     for file in (tmp_path / "rows").iterdir():
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = ev.read_lines(file)
         assert rows[0].keys() == {"question", "answer"}
-        found[file.stem] = [int(re.search(r"(\d+)\?", row["question"])[1]) for row in rows]
+        found[file.stem] = [int(row["question"][7:-1]) for row in rows]
     assert found == {
         "forget": list(range(40, 80)), "retain": list(range(160, 320)),
         "held_out": list(range(960, 1040)), "other": list(range(2000, 2800)),
