@@ -3199,8 +3199,8 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --preset rwku-llada --subject King --data {rwku}", "not among the 12: Ann Lee"),
     ("mdu.py --data folder --model x", "/folder, forget10_perturbed (README.md in the"),
     ("mdu.py --data toy --model {base} --response-length 2048", "the model takes 2048"),
-    ("mdu.py --preset toy --model {base} --forget long-answer --retain long-question "
-     "--response-length 0 --steps 1", "1402 tokens of question, 1001 of answer or --response-length"),
+    ("mdu.py --preset toy --model {base} --forget told --retain asked "
+     "--response-length 0 --steps 1", "1402 tokens of question, 1001 of answer or --response"),
     # Folders.
     ("mdu.py --method ga --forget rows", "train it with --method sft, or"),
     ("mdu.py --preset toy --model nobody/nothing", "not fetched from the hub"),
@@ -3216,8 +3216,8 @@ def test_mdu_refuses(command, said, base, assert_refused):
     write_files({
         "born": row_text(answer="Ceka Foba was born in Rome."),  # which has the same words as:
         "spaced": row_text(question="Who is Bolti ", answer="Ceka Foba was born in Rome\n"),
-        "long-answer": row_text(answer=1000 * "Who "),
-        "long-question": row_text(question=1400 * "Who ", answer="Who"),
+        "told": row_text(answer=1000 * "Who "),
+        "asked": row_text(question=1400 * "Who ", answer="Who"),
         "folder/other.json": GOOD, "foreign/run.json": '{"options": {}}',
         "older/run.json": json.dumps({"options": older, "rows": {}}),
         "changed/run.json": json.dumps({"options": own, "rows": {"forget": "other"}})})
