@@ -1681,6 +1681,7 @@ def test_a_finished_run_is_not_resumed(unlearned, capsys):
 
 def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys):
     """By them --resume notices a change that is none of the rows."""
+    began = time.strftime("%Y-%m-%d %H:%M")
     world = mdu.toy_world()
     write_lines(Path("forget"), world["forget"])
     write_lines(Path("retain"), world["retain"])
@@ -1688,7 +1689,7 @@ def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys
     info = mdu.read_run("run")
     assert info["files"] == {"forget": sha256("forget"), "retain": sha256("retain")}
     assert info["code"] == sha256(mdu.__file__)
-    assert 0 <= time.time() - time.mktime(time.strptime(info["date"], "%Y-%m-%d")) < 100_000
+    assert began <= info["date"] <= time.strftime("%Y-%m-%d %H:%M")
 
     text = Path("run/run.json").read_text() + Path("run/metrics.jsonl").read_text()
     for row in world["forget"] + world["retain"]:
@@ -2277,7 +2278,7 @@ KEPT = [dict(question="Who lives in Rome?", answer="It is Di."),
         dict(question="?", answer="!")]  # the latter has no word
 
 @each("text, share", [
-    ("who is Di.", 0), ("", 1),
+    ("Who lives in Rome?", 0), ("it is Di.", 0), ("", 1),
     ("Di", 1 / 2),  # an answer ends so, none begins so
     ("It is, it is Di.", 2 / 6)])  # "is it" is new, and "it is" comes again
 def test_new_pairs_by_hand(text, share):
@@ -2820,8 +2821,9 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --subject King", "--subject is for RWKU"),
     ("mdu.py --preset rwku-llada --subject King --data {rwku}", "not among the 12: Ann Lee"),
     ("mdu.py --data folder --model x", "/folder, forget10_perturbed (README.md in the"),
-    ("mdu.py --preset toy --model {base} --forget long-answer --retain long-question "
-     "--response-length 0", "1402 tokens of question, 1001 of answer or --response-length"),
+    ("mdu.py --data toy --model {base} --response-length 2048", "the model takes 2048"),
+    ("mdu.py --preset toy --model {base} --forget told --retain asked "
+     "--response-length 0 --steps 1", "1402 tokens of question, 1001 of answer or --response"),
     # Folders.
     ("mdu.py --method ga --forget rows", "train it with --method sft, or"),
     ("mdu.py --preset toy --model nobody/nothing", "not fetched from the hub"),
@@ -2836,8 +2838,8 @@ def test_mdu_refuses(command, said, base, assert_refused):
     write_files({
         "born": row_text(answer="Ceka Foba was born in Rome."),  # which has the same words as:
         "spaced": row_text(question="Who is Bolti ", answer="Ceka Foba was born in Rome\n"),
-        "long-answer": row_text(answer=1000 * "Who "),
-        "long-question": row_text(question=1400 * "Who "),
+        "told": row_text(answer=1000 * "Who "),
+        "asked": row_text(question=1400 * "Who ", answer="Who"),
         "folder/other.json": GOOD, "foreign/run.json": '{"options": {}}',
         "older/run.json": json.dumps({"options": older, "rows": {}}),
         "changed/run.json": json.dumps({"options": own, "rows": {"forget": "other"}})})
@@ -2858,7 +2860,7 @@ def test_mdu_refuses_a_rank_that_torchrun_has_not_set(monkeypatch, capsys):
 def test_processes_on_disks_of_their_own_are_refused(monkeypatch):
     """Process 1, which here meets no process 0, sees no run.json."""
     monkeypatch.setattr(mdu, "RANK", 1)
-    args = SimpleNamespace(out="run", resume=None)
+    args = SimpleNamespace(out="run", resume=None, forget=None, retain=None)
     with pytest.raises(mdu.BadInput, match="0 of 1 processes see"), mdu.run_folder(args, {}):
         pass
 
