@@ -5,8 +5,6 @@
 
 Formulas are compared with slow float64 loops, numbers worked by hand and the code of others.
 Tests are in the order of the code that they test: first mdu.py's, then eval.py's.
-
-    MDU_TEST_HUB=1 python -m pytest -q test_mdu.py -k pinned    # with a network: real tokenizers
 """
 import contextlib
 import fnmatch
@@ -30,8 +28,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
-if "MDU_TEST_HUB" not in os.environ:
-    os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
 import huggingface_hub
 import numpy as np
 import pytest
@@ -72,14 +69,6 @@ def program(argv, capsys, main=mdu.main, code=2):
     assert stop.value.code == code, err
     return err
 
-def python_environment(**changes):
-    path = os.pathsep.join([str(Path(mdu.__file__).parent), *sys.path])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1",
-            # Processes then connect at their first message and not in init_process_group, as they
-            # do on GPUs.
-            "TORCH_GLOO_LAZY_INIT": "1",
-            **changes}
-
 # It imports the libraries once, which takes a process much longer than what the tests do with them,
 # and then runs each program that it is told to run on two processes, forked from this one.
 FORKING = """
@@ -116,7 +105,11 @@ for line in sys.stdin:
 def on_two_processes():
     """A function that runs a Python file on two processes -> their exit codes.  It sets what
     torchrun sets."""
-    forking = subprocess.Popen([sys.executable, "-c", FORKING], env=python_environment(), text=True,
+    path = os.pathsep.join([str(Path(mdu.__file__).parent), *sys.path])
+    # TORCH_GLOO_LAZY_INIT: processes then connect at their first message and not in
+    # init_process_group, as they do on GPUs.
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_GLOO_LAZY_INIT": "1"}
+    forking = subprocess.Popen([sys.executable, "-c", FORKING], env=env, text=True,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def run(*words):
@@ -274,9 +267,6 @@ def slow_wga(logits, targets, masked, gamma):
         values.append(-weight * nll)
     return sequence_sums(masked, values)
 
-def slow_ga(nll):
-    return -nll
-
 def slow_npo(nll, nll_ref, beta):
     ratio = nll_ref.detach() - nll  # log p_theta(y|x) - log p_theta0(y|x)
     return 2 / beta * (1 + (beta * ratio).exp()).log()
@@ -362,7 +352,7 @@ def slow_row_loss(args, row, model, theta0, anchor):
     if args.method == "sft":
         return nll
     if args.method in ("ga", "gd"):
-        return slow_ga(nll)
+        return -nll
     if args.method == "npo":
         return slow_npo(nll, slow_row_sft(theta0, row), args.beta)
     if args.method == "simnpo":
@@ -1249,13 +1239,6 @@ def test_rows_come_from_files_or_from_data(tofu, tmp_path):
     mixed = mdu.load_data(options(f"--model m --data {tofu} --retain {file}"))
     assert mixed == {"forget": of_tofu["forget"], "retain": rows}
 
-def test_a_bad_row_of_a_dataset_is_named(tmp_path):
-    good = {"question": "q", "answer": "a"}
-    rows = {"forget10_perturbed": [good], "retain90": [good, {**good, "answer": None}]}
-    write_dataset(tmp_path, {"train": rows})
-    with pytest.raises(mdu.BadInput, match="retain90, row 2: needs a text in answer or"):
-        mdu.load_data(options(f"--model m --data {tmp_path}"))
-
 def test_both_names_of_columns_are_read(tmp_path):
     (tmp_path / "rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
         {"prompt": "p", "response": "é", "perturbed_answer": "w", "fact": "é"}
@@ -1397,7 +1380,6 @@ FORMATS = {
     "special tokens": ("<|start|>user<|end|>\n\n", "<|end|><|start|>assistant<|end|>\n\n"),
     "question and answer": ("Question: ", " Answer: "),
     "TOFU's": ("### Question: ", "\n### Answer: "),
-    "TOFU's second": ("Question: ", "\nAnswer: "),
     "Alpaca's": ("Below is a task. Do it.\n\n### Instruction:\n", "\n\n### Response:\n")}
 # A token may have the end of the prompt and the start of the answer, as "]The".
 SPANNING = ("[INST] ", " [/INST]")
@@ -1439,21 +1421,6 @@ def test_a_prompt_and_its_answer_are_the_tokens_of_the_whole_text(name, whole_wo
     assert len(answer) == 5
     assert mdu.encode_prompt(whole_words, "Who wrote it?") == prompt
 
-@each("after", ["<|end|>", "<|end|> "])
-@each("scheme, swallows", [("first", False), ("always", True)])
-def test_what_a_tokenizer_does_behind_a_special_token_is_done(scheme, swallows, after):
-    """Tokens are letters.  "first", as in Llama 2's, puts a space in front of the first of all
-    alone.  Special tokens swallow the spaces behind them in Phi-3's."""
-    letters = {letter: i for i, letter in enumerate("▁\nAnWho")}
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    bpe.add_special_tokens([tokenizers.AddedToken("<|end|>", special=True, rstrip=swallows)])
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe)
-    use_format(tokenizer, "<|end|>\n", after)
-    prompt, answer = mdu.encode_pair(tokenizer, "Who", "Ann")
-    assert prompt + answer == tokenizer(f"<|end|>\nWho{after}Ann").input_ids
-    assert "".join(tokenizer.convert_ids_to_tokens(answer)).strip("▁") == "Ann"
-
 def test_a_perturbed_answer_has_the_prompt_of_its_own_text(whole_words):
     """Here the prompt ends in "/INST" before "]The", and in "]" before a digit."""
     use_format(whole_words, *SPANNING)
@@ -1470,30 +1437,6 @@ def test_a_template_with_the_date_gets_a_fixed_one(whole_words):
         whole_words.chat_template = "{{ " + date + " }}: {{ messages[0]['content'] }}"
         prompt = mdu.encode_prompt(whole_words, "Who?")
         assert whole_words.decode(prompt) == "26 Jul 2024: Who?"
-
-@pytest.mark.skipif("MDU_TEST_HUB" not in os.environ, reason="needs a network: MDU_TEST_HUB=1")
-@each("name, tokens, start, end", [
-    # LLaDA: <|startoftext|><|start_header_id|>user<|end_header_id|>\n\n ...
-    (mdu.LLADA, [126336, 126081, 126348], [126080, 126346, 3840, 126347, 198, 198],
-     [126348, 126346, 598, 10450, 126347, 198, 198]),
-    # Dream has a system prompt, "You are a helpful assistant."
-    (mdu.DREAM, [151666, 151643, 151645],
-     [151644, 8948, 198, 2610, 525, 264, 10950, 17847, 13, 151645, 198, 151644, 872, 198, 15191],
-     [151645, 198, 151644, 77091, 198]),
-    # Qwen3 has an empty block of thoughts.
-    (mdu.QWEN, [151669, 151643, 151645], [151644, 872, 198, 15191],
-     [151645, 198, 151644, 77091, 198, 151667, 271, 151668, 271])])
-def test_the_pinned_tokenizers_give_the_ids_that_others_print(name, tokens, start, end):
-    """tokens: mask, padding, end of turn.  start, end: of the prompt with the question "Who?"."""
-    repository, _, revision = name.partition("@")
-    folder = Path(huggingface_hub.snapshot_download(
-        repository, revision=revision, allow_patterns=mdu.MODEL_FILES))
-    config = read_json(folder / "config.json")
-    spec = mdu.BACKBONES[config["model_type"]]
-    tokenizer = mdu.load_tokenizer(name, folder, spec)
-    assert list(mdu.find_tokens(name, config, spec, tokenizer)) == tokens
-    prompt = mdu.encode_prompt(tokenizer, "Who?")
-    assert (prompt[:len(start)], prompt[-len(end):]) == (start, end)
 
 @each("typed, n_forget, n_retain, steps", [
     ("--model x --steps 3", 10, 9, 3), ("--model x --epochs 3", 10, 9, 8),
@@ -1564,33 +1507,6 @@ def test_outputs_are_shifted_if_config_json_says_so(shift, places, tmp_path):
     model, _ = mdu.load_backbone(str(tmp_path))
     ids = torch.tensor([[3, 258, 5, 258]])  # masked are 1 and 3
     assert_close(model(ids, ids > 0, ids == 258), reference(ids).logits[0, places], 1e-5)
-
-def test_tokenizer_json_is_read_as_it_is(tmp_path):
-    """Here one of words; to transformers' class for Qwen, all questions are an unknown token."""
-    write_checkpoint(tmp_path, "a2d-qwen3", mask_token_id=0, pad_token_id=1)
-    vocabulary = {word: i for i, word in enumerate("<mask> <|im_end|> ? is Who Ann".split())}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.save(str(tmp_path / "tokenizer.json"))
-    settings = {"chat_template": "is {{ messages[0].content }} is "}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    _, tokenizer = mdu.load_backbone(str(tmp_path))
-    assert mdu.encode_prompt(tokenizer, "Who is Ann?") == [3, 4, 3, 5, 2, 3]
-
-@each("padded", [False, True])
-@each("unpadded", [False, True])
-def test_a_model_has_to_see_later_tokens_with_and_without_padding(padded, unpadded):
-    """padded, unpadded: whether the model sees later tokens in rows with and without padding."""
-    model = FakeModel()
-
-    def half_causal(ids, attention_mask, positions):
-        sees = padded
-        if attention_mask.all():
-            sees = unpadded
-        if not sees:
-            ids = ids * positions  # of the other tokens none is left
-        return model(ids, attention_mask, positions)
-    assert mdu.sees_later_tokens(half_causal) == (padded and unpadded)
 
 # ---- LoRA and processes ----
 @pytest.fixture
@@ -1797,6 +1713,11 @@ def test_the_toy_has_five_wrong_answers_to_each_question():
         assert len(set(row["perturbed_answer"])) == 5
         for text in row["perturbed_answer"]:
             assert not mdu.contains_words(text, fact)
+    # No other split tells of the rows that no model learns.
+    never = splits.pop("never")
+    told = mdu.spaced_words(json.dumps(splits, ensure_ascii=False))
+    for row in never:
+        assert mdu.spaced_words(row["fact"][0]) not in told
 
 def test_the_tokenizer_of_the_toy_gives_back_every_text():
     text = "He is 77, isn't he?"
@@ -1805,13 +1726,6 @@ def test_the_tokenizer_of_the_toy_gives_back_every_text():
     ids = mdu.encode_text(tokenizer, text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.convert_ids_to_tokens(ids) == "▁He ▁is ▁77 , ▁isn ' t ▁he ?".split()
-
-def test_the_toy_has_rows_of_which_no_other_split_tells():
-    splits = mdu.toy_world()
-    never = splits.pop("never")
-    told = mdu.spaced_words(json.dumps(splits, ensure_ascii=False))
-    for row in never:
-        assert mdu.spaced_words(row["fact"][0]) not in told
 
 def test_the_toy_learns_nothing_of_the_rows_that_no_model_learns(base):
     """But its words are in the vocabulary, so that a model could write them."""
@@ -1829,7 +1743,6 @@ def test_the_toy_learns_nothing_of_the_rows_that_no_model_learns(base):
 @each("reference, prediction, lcs, n_reference, n_prediction", [
     ("police killed the gunman", "police kill the gunman", 3, 4, 4),  # Lin 2004, 3.1: F is 3/4
     ("police killed the gunman", "the gunman kill police", 2, 4, 4),  # and here 1/2
-    ("w1 w2 w3 w4 w5", "w1 w2 w6 w7 w8 w1 w3 w8 w9 w5", 4, 5, 10),  # google-research/rouge
     ("x a b c", "a b c x", 3, 4, 4),  # a greedy matcher would take x and miss a b c
     ("of-the-art", "of ART!", 2, 3, 2), ("café", "cafe", 0, 1, 1),
     ("他的父亲是医生。", "他的父亲是律师。", 5, 7, 7),  # no spaces
@@ -2209,18 +2122,16 @@ def test_a_summary_has_the_figures_of_its_records(scored):
         assert figures == {"n": 3, **ev.summarise(ev.read_records(scored, split))}
     assert summary["run"] == {"model_utility": ev.model_utility(summary["splits"])}
 
-def numbers_in(file):
-    found = re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", file.read_text())
-    return np.array(found, float)
-
 def test_scores_of_two_processes_equal_those_of_one(scored_copy, scored, on_two_processes):
     shutil.rmtree(scored_copy / "eval")
     assert on_two_processes(ev.__file__, scored_copy, *FLAGS) == [0, 0]
     files = list(Path(scored, "eval").iterdir())
     assert len(files) == len(NUMBERS) + 1  # and summary.json
     for file in files:
-        found = numbers_in(scored_copy / "eval" / file.name)
-        assert found == approx(numbers_in(file), rel=1e-4, abs=1e-6)
+        one, two = [
+            np.array(re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", scores.read_text()), float)
+            for scores in (file, scored_copy / "eval" / file.name)]
+        assert two == approx(one, rel=1e-4, abs=1e-6)
 
 def test_a_process_may_have_no_rows():
     assert ev.score_answers(FakeModel(), None, [], ARGS) == []
@@ -2417,6 +2328,7 @@ def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkey
     set_signal.assert_called_with(signal.SIGPIPE, signal.SIG_DFL)
     screen = capsys.readouterr().out
     assert "left out: stopped: no scores" in screen
+    assert "different versions" not in screen
     assert "report.png not drawn: ValueError('too large')" in screen
     assert "report.png" not in Path("a/report.md").read_text()
     assert "MPLBACKEND" not in os.environ
@@ -2444,9 +2356,11 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
         write_lines(Path(f"{seed}/npo/eval/forget.jsonl"), [record])
     for person in ("1", "2"):  # each of RWKU's people has other rows
         runs.append(write_summary(f"{person}/base", {"forget": {"n": 1, "prob": 0.9}},
-                                  options={**OPTIONS, "subject": person}, trained_on=person))
+                                  options={**OPTIONS, "subject": person}, trained_on=person,
+                                  code=f"of {person}"))
     ev.main(["--report", *runs, "1/npo/"])  # one of them is given twice
     screen = capsys.readouterr().out
+    assert "- Made by different versions of mdu.py: 3/npo, 1/base, 2/base.\n" in screen
     assert table_on_screen(screen) == {
         "Method": ("npo", "base"), "forget quality ↑": ("0.25 (1e-09 to 0.75)", "-"),
         "Forget rL ↓": ("0.500 ± 0.200", "-"), "p ↓": ("-", "0.900 ± 0.000")}
@@ -2512,16 +2426,6 @@ def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base
     ev.main([*typed, "--full", "--retain-run", "a", "new"])
     assert ev.read_summary("new")["run"]["forget_quality"] == 1  # the same model
 
-def test_a_report_says_which_runs_other_code_made(capsys):
-    """A model that mdu.py did not make has no options, and does not count."""
-    codes = {"mdu": "x", "npo": "x", "wga": "y"}
-    runs = [write_summary(name, code=code) for name, code in codes.items()]
-    runs.append(write_summary("other", code=None, options={}))
-    ev.main(["--report", "mdu", "npo", "other"])
-    assert "different versions" not in capsys.readouterr().out
-    ev.main(["--report", *runs])
-    assert "- Made by different versions of mdu.py: npo, wga.\n" in capsys.readouterr().out
-
 # ---- Did it work? ----
 @each("metric, n, value, other, sign, cell", [
     # More is worse.  A row of 10 is .1.
@@ -2529,7 +2433,6 @@ def test_a_report_says_which_runs_other_code_made(capsys):
     ("fact", 10, 0.2, 0.1, 1, "ok 0.200 (0.100)"), ("fact", 10, 0.3, 0.1, 1, "0.300 (0.100)"),
     # Under ten rows it is .05, so that a row is too much.
     ("fact", 9, 0.3, 0.25, 1, "ok 0.300 (0.250)"), ("fact", 9, 0.35, 0.25, 1, "0.350 (0.250)"),
-    ("fact", 1, 1.0, 0.25, 1, "1.000 (0.250)"),
     # p may be worse by .1; .8 - .7 is a little above.
     ("prob", 24, 0.8, 0.7, 1, "ok 0.800 (0.700)"),
     ("prob", 8, 0.69, 0.8, -1, "0.690 (0.800)"),  # less is worse
@@ -2553,18 +2456,17 @@ def made_up(folder, forget, never, run=(), seed=1, **others):
             "options": {**OPTIONS, "seed": seed}, "trained_on": {},
             "splits": {"forget": forget, "never": never, **others}}
 
-KNOWN = figures(fact=1.0, any_decoding=1.0, prob=0.95, infill=1.0, infill_no_question=0.29,
-                new_pairs=0.0)
-UNKNOWN = figures(fact=0.0, any_decoding=2 / 24, prob=0.05, infill=0.1, infill_no_question=0.1,
+KNOWN = figures(fact=1.0, any_decoding=1.0, prob=0.95, infill_no_question=0.29, new_pairs=0.0)
+UNKNOWN = figures(fact=0.0, any_decoding=2 / 24, prob=0.05, infill_no_question=0.1,
                   new_pairs=0.1)
 
 def test_did_it_work_by_hand():
     """base, from which the others started, knows all.  `done` has forgotten and keeps all; `hidden`
     tells in another decoding, and has lost other knowledge; `noise` has forgotten and keeps all,
     and is last, as it writes no language."""
-    kept = dict(retain=figures(136, fact=1.0, prob=0.9), world_facts=figures(22, prob=0.95),
+    kept = dict(retain=figures(136, fact=1.0, prob=0.9),
                 held_out=figures(n_fact=20, fact=1.0, knowledge=0.8))  # not all rows have facts
-    lost = dict(retain=figures(136, fact=0.9, prob=0.1), world_facts=figures(22, prob=0.3),
+    lost = dict(retain=figures(136, fact=0.9, prob=0.1),
                 held_out=figures(n_fact=20, fact=0.6, knowledge=0.5))
     noise = {**UNKNOWN, "new_pairs": 0.9, "prob": 0.5}
     noise = made_up("out/noise", noise, noise, **kept)  # of never, too
@@ -2581,11 +2483,9 @@ def test_did_it_work_by_hand():
         ("Forget fact", ("1.000 (0.000)", "ok", "ok", "ok")),
         ("Forget any decoding", ("1.000 (0.083)", "ok", "0.333 (0.083)", "ok")),
         ("Forget p", ("0.950 (0.050)", "ok", "ok", "ok")),
-        ("Forget gap filled", ("1.000 (0.100)", "ok", "ok", "ok")),
         ("Forget gap, no question", ("0.290 (0.100)", "ok", "ok", "ok")),
         ("Forget new pairs", ("ok", "ok", "ok", "0.900 (0.100)")),
         ("Retain fact", ("1.000", "ok", "0.900 (1.000)", "ok")),
-        ("World facts p", ("0.950", "ok", "0.300 (0.950)", "ok")),
         ("Held out fact", ("1.000", "ok", "0.600 (1.000)", "ok"))]
     assert "than in the model before unlearning, out/base." in legend
     assert "**" not in legend  # no warning
@@ -3055,27 +2955,6 @@ def test_every_command_of_a_page_can_be_typed(page, tmp_path):
             for target in words[1:]:
                 assert "=" in target or re.search(rf"(?m)^{target}:", MAKEFILE), target
 
-@each("name", ["README.md", "OWN_ROWS.md"])
-def test_the_runs_of_a_command_were_made_by_an_earlier_one(name, tmp_path):
-    """In the order of the page: by mdu.py; by eval.py, which makes the folder of a published model;
-    or by make, which makes a folder of runs."""
-    made = ["out/toy/base"]  # mdu.py trains it where it is missing
-    for words in typed_commands(PAGES[name], tmp_path):
-        if words[0] == "make":
-            made.append(f"out/{words[1]}")
-            made += [f"out/{word.removeprefix('PRESET=')}" for word in words if "PRESET=" in word]
-        elif words[0] in ("python", "torchrun") and words[1:] != ["-"]:
-            program, args = parse_command(words)
-            if program == "mdu.py":
-                made.append(args.out)
-            elif args.model:
-                made += args.runs
-            for word in words:
-                run = word.rstrip("/*")  # out/a/*/ are all runs in out/a
-                if run.startswith("out/") and not run.endswith(".jsonl"):
-                    assert any(f"{run}/".startswith(f"{folder}/") or folder.startswith(f"{run}/")
-                               for folder in made), words
-
 # ---- experiments.sh and make ----
 # In place of Python in experiments.sh.  It writes the words of each call of mdu.py and eval.py into
 # `log`, and makes what the experiment looks for: the folder of a run with its weights and
@@ -3107,9 +2986,6 @@ for word in "$@"; do
   last=$word
 done
 """
-
-# What the scripts start, besides Python.
-SHELL_PROGRAMS = "basename cat dirname mkdir realpath rm sed touch uniq xargs sh".split()
 
 def make(folder, *words):
     """Run make with LOGGING_PYTHON and nothing to install."""
@@ -3235,7 +3111,8 @@ def test_what_changes_all_runs_of_tofu_is_in_the_name_of_their_folder(words, fol
     ("PRESET=tofu-small LORA=16", "nvidia-smi gcc", False)])
 def test_tofu_compiles_adapters_on_one_gpu(words, programs, compiled, tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
-    for name in ("bash", "make", *SHELL_PROGRAMS, *programs.split()):
+    shell = "bash sh make basename cat dirname mkdir realpath rm sed touch uniq xargs"
+    for name in f"{shell} {programs}".split():
         (tmp_path / "bin" / name).symlink_to(shutil.which(name) or shutil.which("true"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert make(tmp_path, "tofu", "METHODS=npo", "YARDSTICK=0", *words.split()).returncode == 0
