@@ -2972,6 +2972,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --resume folder", "No such file or directory: 'folder/run.json'"),
     ("mdu.py --resume foreign", "foreign: its run.json was not made by mdu.py"),
     ("mdu.py --resume older", "its run.json has the option attackers, which this code has not"),
+    ("mdu.py --resume endless", "its run.json has no steps and no epochs"),
     ("mdu.py --resume changed", "the rows that it started from have changed"),
     ("mdu.py --model foreign --method ga --forget rows", "foreign: its run.json was not made")])
 def test_mdu_refuses(command, said, base, assert_refused):
@@ -2984,6 +2985,7 @@ def test_mdu_refuses(command, said, base, assert_refused):
         "asked": row_text(question=1400 * "Who ", answer="Who"),
         "folder/other.json": GOOD, "foreign/run.json": '{"options": {}}',
         "older/run.json": json.dumps({"options": older, "rows": {}}),
+        "endless/run.json": json.dumps({"options": {**own, "epochs": None}, "rows": {}}),
         "changed/run.json": json.dumps({"options": own, "rows": {"forget": "other"}})})
     assert_refused(command, said)
 
