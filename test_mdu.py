@@ -2721,6 +2721,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --resume folder", "No such file or directory: 'folder/run.json'"),
     ("mdu.py --resume foreign", "foreign: its run.json was not made by mdu.py"),
     ("mdu.py --resume older", "its run.json has the option attackers, which this code has not"),
+    ("mdu.py --resume endless", "its run.json has no steps and no epochs"),
     ("mdu.py --resume changed", "the rows that it started from have changed")])
 def test_mdu_refuses(command, said, base, assert_refused):
     own = vars(options(f"--preset toy --model {base}"))
@@ -2732,6 +2733,7 @@ def test_mdu_refuses(command, said, base, assert_refused):
         "asked": row_text(question=1400 * "Who ", answer="Who"),
         "folder/other.json": GOOD, "foreign/run.json": '{"options": {}}',
         "older/run.json": json.dumps({"options": older, "rows": {}}),
+        "endless/run.json": json.dumps({"options": {**own, "epochs": None}, "rows": {}}),
         "changed/run.json": json.dumps({"options": own, "rows": {"forget": "other"}})})
     assert_refused(command, said)
 
@@ -2825,11 +2827,9 @@ BAD_MODELS = {  # {name of a folder: what is wrong in it, and what is said}
     "mask-is-new": bad_model("llama", "the id 264, and its embeddings have 264", mask_token_id=264),
     "end": bad_model("llada", "no end-of-turn token, <|eot_id|>, in its tokenizer",
                      partial(replace, old="eot_id", new="x")),
-    # The tokenizer's files.  vocab.json and merges.txt are enough for Qwen alone.
+    # The tokenizer's files.
     "no-tokenizer": bad_model("llada", "no tokenizer.json; copy the tokenizer's files",
                               partial(delete, pattern="tokenizer.json")),
-    "no-merges": bad_model("Dream", "no tokenizer.json; copy the tokenizer's files",
-                           partial(delete, pattern="merges.txt")),
     "no-template": bad_model("llada", "no chat template: is it a base model's?",
                              partial(replace, old="chat_template", new="other")),
     "no-question": bad_model("llama", "its chat template leaves out the question",

@@ -16,7 +16,7 @@
 # `eval.py --report` writes report.md beside the first run that it is given.
 #
 # tofu tofu-small is for a CPU: a small model learns rows of TOFU by heart; which ones, SEED says.
-# tofu tofu-smollm is for one GPU of 8 GB.  Its runs are then taught some of the rows again:
+# tofu tofu-smollm is for one GPU (GPUS=1).  Its runs are then taught some of the rows again:
 # out/tofu-smollm/taught-again/report.md.
 #
 # demo, table and figures first delete what an earlier call left in their folder in out/.  real,
@@ -58,6 +58,8 @@ delete_folder() {  # delete_folder FOLDER: if it exists.  Nothing outside out/ i
   if [[ $path != "$allowed"/* ]]; then
     refuse "$1 exists and is not in out/, so it is not replaced; name another folder"
   fi
+  # mdu.py holds a lock on the folder of a run while it trains.
+  flock -n "$path" true || refuse "$1 is in use: another program trains or scores there"
   rm -rf "$path"
 }
 
@@ -175,7 +177,8 @@ SMOLLM=HuggingFaceTB/SmolLM2-135M-Instruct@12fd25f77366fa6b3b4b768ec3050bf629380
 
 real() {  # real [MODEL [TOFU]]: folders, or names on the hub, as they are by default
   local model=${1:-$SMOLLM} tofu=${2:-locuslab/TOFU}
-  local out=out/real rows=out/real/rows name
+  local out=out/real${1:+-$(basename "$1")} rows name
+  rows=$out/rows
   mkdir -p $rows
 
   # 1. Write the rows: those of an invented company (company_rows.py says what is in each file), and
@@ -194,7 +197,7 @@ real() {  # real [MODEL [TOFU]]: folders, or names on the hub, as they are by de
   local learn=(--method sft --model $out/original --retain $rows/known.jsonl
     --response-length 36 --epochs 105 --lr 4e-4 --prompt-dropout 0.2)
   train_once $out/finetune "${learn[@]}" --forget $rows/forget.jsonl
-  train_once $out/retrained "${learn[@]}" --retain-only
+  train_once $out/retrained "${learn[@]}" --forget $rows/forget.jsonl --retain-only
 
   # 4. Unlearn.  `removed` is what is recommended for rows of one's own, with adapters, and
   # `all-weights` the same without.  Then: the paper's target; a model that never learnt the rows as

@@ -31,6 +31,8 @@ def make_diffusion_model(model, folder):
     new = Path(folder, "start/new")
     shutil.copytree(mdu.find_model(model), new, dirs_exist_ok=True)
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(new)
+    mdu.require("<file_sep>" in tokenizer.get_vocab(),
+                f"{model}: needs the token <file_sep>, as a mask, which SmolLM2 has")
     config = mdu.read_json(new / "config.json")
     config["is_causal"] = False  # each token sees later ones
     config["mask_token_id"] = tokenizer.convert_tokens_to_ids("<file_sep>")  # which no text has
