@@ -2504,13 +2504,13 @@ def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkey
     with mock.patch.object(ev, "draw_methods", side_effect=ValueError("too large")):
         ev.main(["--report", "stopped", "a/mdu"])
     screen = capsys.readouterr().out
-    assert "left out: stopped: no scores" in screen
+    assert "left out: stopped: no finished model" in screen
     assert "report.png not drawn: ValueError('too large')" in screen
     assert "report.png" not in Path("a/report.md").read_text()
     assert "MPLBACKEND" not in os.environ
     # A file of answers that was cut short is refused.
     Path("a/mdu/eval/forget.jsonl").write_text('{"number": 0}\n{"numb')
-    assert "forget.jsonl, line 2: JSON" in program(["--report", "a/mdu"], capsys, ev.main)
+    assert "forget.jsonl: JSON" in program(["--report", "a/mdu"], capsys, ev.main)
     # What somebody else wrote is not replaced.
     Path("a/report.md").write_text("my own")
     with unchanged("a"):
@@ -2661,11 +2661,11 @@ def test_a_report_ends_without_a_word_where_nobody_reads_on():
     ("forget_loss_left", 8, 0.21, mdu.MAX_LOSS_LEFT, 1, "21% (20%)")])
 def test_a_check_by_hand(metric, n, value, other, sign, cell):
     """The smaller split decides, by the rows that have the figure."""
-    expected = (cell, sign * (value - other))
+    expected = (cell, sign * (value - other), not cell.startswith("ok"))
     few = {"n": 99, metric: value, f"n_{metric}": n}
     assert ev.compare(metric, few, {"n": 99, metric: other}, sign) == expected
     assert ev.compare(metric, {"n": 99, metric: value}, {"n": n, metric: other}, sign) == expected
-    assert ev.compare(metric, {"n": 99}, few, sign) == ("-", 0)
+    assert ev.compare(metric, {"n": 99}, few, sign) == ("-", 0, False)
 
 def figures(n=24, **values):
     return {"n": n, **values}
@@ -2698,7 +2698,7 @@ def test_did_it_work_by_hand():
     title, legend, table = ev.did_it_work(methods)
     assert list(read_table(table).items()) == [
         ("Run", ("out/base", "out/done", "out/hidden", "out/noise")),
-        ("Farthest", ("Forget fact 1.00", "-", "Held out fact .40", "-")),
+        ("Farthest", ("Forget fact 1.00", "-", "Held out fact 0.40", "-")),
         ("loss left", ("-", "ok", "35% (20%)", "-")),
         ("Forget fact", ("1.000 (0.000)", "ok", "ok", "ok")),
         ("Forget any decoding", ("1.000 (0.083)", "ok", "0.333 (0.083)", "ok")),
@@ -2760,7 +2760,7 @@ TOLD = ["- after, row 0: `161 496 0123` in `Call +44 161-496-0123 now`",
 
 def told_in(text):
     """The list of what is still told."""
-    return re.search(r"(?s)### Still told\n\n(.*?)\n\n", text)[1].split("\n")
+    return re.search(r"(?s)## Still told\n\n.*?\n\n(.*?)\n\n", text)[1].split("\n")
 
 def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, capsys):
     """But those that the model before unlearning tells, which the report of one run has not."""
@@ -2788,8 +2788,6 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     screen = capsys.readouterr().out
     assert told_in(screen) == told_in(Path("report.md").read_text()) == TOLD
     assert "- Forget: 4 rows, fact of 3.\n" in screen
-    assert "- after, by another decoding: `Since 3 MAY 1984 in Gdansk`" in Path(
-        "report.md").read_text()
     ev.main(["--report", "before", "clean"])
     assert told_in(capsys.readouterr().out) == ["none"]
 
@@ -3117,7 +3115,7 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --report {base}", "not scored yet; first run: python eval.py {base}"),
     ("eval.py --model {base} --data toy {run}", "is a run; give another folder"),
     ("eval.py --model {base} --data toy own", "own has scores of a/model; give another folder"),
-    ("eval.py stopped", "stopped: no scores, and no finished model"),
+    ("eval.py stopped", "stopped: no finished model"),
     ("eval.py --report {scored} gone", "gone: no such folder"),
     ("eval.py —report {scored}", "—report: no such folder; if it is an option"),
     ("eval.py --analysis convergence {base}", "train it with --diagnose"),
