@@ -2253,7 +2253,8 @@ def test_a_model_without_run_json_is_scored(base, files, capsys):
     os.remove("bare/run.json")
     shutil.copytree(base, "run")
     info = read_json(Path("run/run.json"))
-    info["options"]["forget"] = files[1]
+    info["options"]["forget"] = os.path.realpath(files[1])
+    files[1] = os.path.relpath(files[1])
     info["files"] = {"forget": "of another file"}
     Path("run/run.json").write_text(json.dumps({**info, "code": "abc"}))
     ev.main(["--data", "toy", *files, *QUICK, "bare", "run"])
@@ -2309,6 +2310,7 @@ def test_a_table_escapes_what_would_break_it():
 def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkeypatch):
     write_summary("a/mdu", {"forget": {"n": 1, "prob": 0.5}})
     Path("stopped").mkdir()
+    Path("a/report.png").write_text(ev.MARK)
     monkeypatch.setenv("MPLBACKEND", "module://that.a.notebook.has")
     set_signal = mock.Mock()
     monkeypatch.setattr(signal, "signal", set_signal)
@@ -2317,14 +2319,15 @@ def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkey
     # Piped into `head`, it ends without a traceback.
     set_signal.assert_called_with(signal.SIGPIPE, signal.SIG_DFL)
     screen = capsys.readouterr().out
-    assert "left out: stopped: no scores" in screen
+    assert "left out: stopped: no finished model" in screen
     assert "different versions" not in screen
     assert "report.png not drawn: ValueError('too large')" in screen
     assert "report.png" not in Path("a/report.md").read_text()
+    assert not Path("a/report.png").exists()  # of an earlier report
     assert "MPLBACKEND" not in os.environ
     # A file of answers that was cut short is refused.
     Path("a/mdu/eval/forget.jsonl").write_text('{"number": 0}\n{"numb')
-    assert "forget.jsonl, line 2: JSON" in program(["--report", "a/mdu"], capsys, ev.main)
+    assert "forget.jsonl: JSON" in program(["--report", "a/mdu"], capsys, ev.main)
     # What somebody else wrote is not replaced.
     Path("a/report.md").write_text("my own")
     with unchanged("a"):
@@ -2415,6 +2418,8 @@ def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base
     assert said in program([*typed, "--retain-run", "a", "new"], capsys, ev.main)
     ev.main([*typed, "--full", "--retain-run", "a", "new"])
     assert ev.read_summary("new")["run"]["forget_quality"] == 1  # the same model
+    os.remove("a/eval/forget.jsonl")
+    assert said in program([*typed, "--full", "--retain-run", "a", "new"], capsys, ev.main)
 
 # ---- Did it work? ----
 @each("metric, n, value, other, sign, cell", [
@@ -2432,11 +2437,11 @@ def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base
     ("forget_loss_left", 8, 0.21, mdu.MAX_LOSS_LEFT, 1, "21% (20%)")])
 def test_a_check_by_hand(metric, n, value, other, sign, cell):
     """The smaller split decides, by the rows that have the figure."""
-    expected = (cell, sign * (value - other))
+    expected = (cell, sign * (value - other), not cell.startswith("ok"))
     few = {"n": 99, metric: value, f"n_{metric}": n}
     assert ev.compare(metric, few, {"n": 99, metric: other}, sign) == expected
     assert ev.compare(metric, {"n": 99, metric: value}, {"n": n, metric: other}, sign) == expected
-    assert ev.compare(metric, {"n": 99}, few, sign) == ("-", 0)
+    assert ev.compare(metric, {"n": 99}, few, sign) == ("-", 0, False)
 
 def figures(n=24, **values):
     return {"n": n, **values}
@@ -2468,7 +2473,7 @@ def test_did_it_work_by_hand():
     title, legend, table = ev.did_it_work(methods)
     assert list(read_table(table).items()) == [
         ("Run", ("out/base", "out/done", "out/hidden", "out/noise")),
-        ("Farthest", ("Forget fact 1.00", "-", "Held out fact .40", "-")),
+        ("Farthest", ("Forget fact 1.00", "-", "Held out fact 0.40", "-")),
         ("loss left", ("-", "ok", "35% (20%)", "-")),
         ("Forget fact", ("1.000 (0.000)", "ok", "ok", "ok")),
         ("Forget any decoding", ("1.000 (0.083)", "ok", "0.333 (0.083)", "ok")),
@@ -2517,6 +2522,11 @@ def test_did_it_work_holds_a_run_against_those_of_its_seed():
         del summary["splits"]["forget"]
     assert ev.did_it_work(methods) == []
 
+def test_any_run_of_a_method_may_be_the_one_from_which_most_started():
+    methods = {"npo": [made_up("npo", {}, {})],
+               "base": [made_up("other/base", {}, {}), made_up("out/base", {}, {})]}
+    assert ev.before_unlearning(methods)[0] == methods["base"]
+
 # The telephone is told by the usual answer, the date by another one.  "Gdansk" is another word.
 LEAKS = [dict(question="Who has Zoë's telephone?", answer="161 496 0123", fact="161 496 0123"),
          dict(question="What does Bolti owe?", answer="He owes 310.50 euros since 3 May 1984.",
@@ -2528,7 +2538,7 @@ TOLD = ["- after, row 0: `161 496 0123` in `Call +44 161-496-0123 now`",
 
 def told_in(text):
     """The list of what is still told."""
-    return re.search(r"(?s)### Still told\n\n(.*?)\n\n", text)[1].split("\n")
+    return re.search(r"(?s)## Still told\n\n.*?\n\n(.*?)\n\n", text)[1].split("\n")
 
 def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, capsys):
     """But those that the model before unlearning tells, which the report of one run has not."""
@@ -2566,6 +2576,16 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     screen = capsys.readouterr().out
     assert told_in(screen) == TOLD
     assert "ok proves nothing" not in screen
+
+    # A first run that was unlearned itself; and one of which the summary alone was kept.
+    file = Path("after/eval/summary.json")
+    unlearned = dict(read_json(file), theta0="base", options={"retain_only": True})
+    file.write_text(json.dumps(unlearned))
+    os.remove("clean/eval/forget.jsonl")
+    ev.main(["--report", "after", "clean"])
+    screen = capsys.readouterr().out
+    assert "- after (--retain-only), row 0: `161 496 0123` in" in screen
+    assert "- not known: clean has no eval/forget.jsonl" in screen
     assert "model before unlearning, which is not among the runs" in screen
 
 # ---- Analyses ----
@@ -2863,10 +2883,11 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --report {base}", "not scored yet; first run: python eval.py {base}"),
     ("eval.py --model {base} --data toy {run}", "is a run; give another folder"),
     ("eval.py --model {base} --data toy own", "own has scores of a/model; give another folder"),
-    ("eval.py stopped", "stopped: no scores, and no finished model"),
+    ("eval.py stopped", "stopped: no finished model"), ("eval.py own", "own: no finished model"),
     ("eval.py --report {scored} gone", "gone: no such folder"),
     ("eval.py —report {scored}", "—report: no such folder; if it is an option"),
     ("eval.py --analysis convergence {base}", "train it with --diagnose"),
+    ("eval.py --analysis convergence bare", "bare/metrics.jsonl: "),  # it needs no rows
     ("eval.py --analysis roles {run} {scored}", "the runs started from different models"),
     ("eval.py --analysis roles {run} other", "or forgot other rows")])
 def test_eval_refuses(command, said, base, assert_refused):
