@@ -2327,7 +2327,7 @@ def protocol_of(rwku, tmp_path):
 
     def protocol(typed):
         run = f"--model m --forget {places['X']} --response-length 7"
-        _, _, found = ev.prepare(*typed_and_run(typed.format(**places), run))
+        _, _, found, _ = ev.prepare(*typed_and_run(typed.format(**places), run))
         return found
     return protocol
 
