@@ -2367,7 +2367,7 @@ KEPT = [dict(question="Who lives in Rome?", answer="It is Di."),
         dict(question="?", answer="!")]  # the latter has no word
 
 @each("text, share", [
-    ("who is Di.", 0), ("", 1),
+    ("it is Di.", 0), ("", 1),
     ("Di", 1 / 2),  # an answer ends so, none begins so
     ("It is, it is Di.", 2 / 6)])  # "is it" is new, and "it is" comes again
 def test_new_pairs_by_hand(text, share):
