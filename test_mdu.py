@@ -2806,6 +2806,9 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     screen = capsys.readouterr().out
     assert told_in(screen) == TOLD
     assert "ok proves nothing" not in screen
+    assert "model before unlearning, which is not among the runs" in screen
+    checks = table_on_screen(screen.split("## Did it work?")[1])
+    assert checks["Retain fact"] == ("1.000",)
 
     # A first run that was unlearned itself; and one of which the summary alone was kept.
     file = Path("after/eval/summary.json")
@@ -2816,9 +2819,6 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     screen = capsys.readouterr().out
     assert "- after (--retain-only), row 0: `161 496 0123` in" in screen
     assert "- not known: clean has no eval/forget.jsonl" in screen
-    assert "model before unlearning, which is not among the runs" in screen
-    checks = table_on_screen(screen.split("## Did it work?")[1])
-    assert checks["Retain fact"] == ("1.000",)
 
 # ---- Analyses ----
 def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp_path):
