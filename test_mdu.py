@@ -2151,7 +2151,7 @@ def protocol_of(rwku, tmp_path):
 
     def protocol(typed):
         run = f"--model m --forget {places['X']} --response-length 7"
-        _, _, found = ev.prepare(*typed_and_run(typed.format(**places), run))
+        _, _, found, _ = ev.prepare(*typed_and_run(typed.format(**places), run))
         return found
     return protocol
 
@@ -2576,6 +2576,8 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     screen = capsys.readouterr().out
     assert told_in(screen) == TOLD
     assert "ok proves nothing" not in screen
+    checks = table_on_screen(screen.split("## Did it work?")[1])
+    assert checks["Retain fact"] == ("1.000",)
 
     # A first run that was unlearned itself; and one of which the summary alone was kept.
     file = Path("after/eval/summary.json")
@@ -2586,7 +2588,6 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     screen = capsys.readouterr().out
     assert "- after (--retain-only), row 0: `161 496 0123` in" in screen
     assert "- not known: clean has no eval/forget.jsonl" in screen
-    assert "model before unlearning, which is not among the runs" in screen
 
 # ---- Analyses ----
 def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp_path):
