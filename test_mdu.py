@@ -2482,7 +2482,7 @@ def test_did_it_work_by_hand():
         ("Forget new pairs", ("ok", "ok", "ok", "0.900 (0.100)")),
         ("Retain fact", ("1.000", "ok", "0.900 (1.000)", "ok")),
         ("Held out fact", ("1.000", "ok", "0.600 (1.000)", "ok"))]
-    assert "than in the model before unlearning, out/base." in legend
+    assert "than in out/base, which should be the model before" in legend
     assert "**" not in legend  # no warning
     # More than a fifth of the gaps is filled without the question, and less than a half is told.
     base["splits"]["forget"] = {**KNOWN, "infill_no_question": 0.31, "fact": 0.49}
@@ -2586,7 +2586,7 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     os.remove("clean/eval/forget.jsonl")
     ev.main(["--report", "after", "clean"])
     screen = capsys.readouterr().out
-    assert "- after (--retain-only), row 0: `161 496 0123` in" in screen
+    assert "- after, row 0: `161 496 0123` in" in screen
     assert "- not known: clean has no eval/forget.jsonl" in screen
 
 # ---- Analyses ----
