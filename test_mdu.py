@@ -2487,7 +2487,7 @@ def test_did_it_work_by_hand():
     # More than a fifth of the gaps is filled without the question, and less than a half is told.
     base["splits"]["forget"] = {**KNOWN, "infill_no_question": 0.31, "fact": 0.49}
     _, legend, _ = ev.did_it_work(methods)
-    assert "**out/base fills 31% of the gaps without the question:** MDU's target at ta" in legend
+    assert "**out/base fills 31% of the gaps without the question:**" in legend
     assert "**out/base tells 49% of what is to be forgotten.**" in legend
 
 def test_did_it_work_holds_a_run_against_those_of_its_seed():
