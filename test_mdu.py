@@ -909,8 +909,7 @@ def step_to_try(typed):
         slow_anchor=slow_anchor)
 
 def backward(step):
-    return mdu.backward(
-        step.args, step.model, step.theta0, step.anchor, step.forget, step.retain)
+    return mdu.backward(step.args, step.model, step.theta0, step.anchor, step.forget, step.retain)
 
 @each("typed", COMMANDS)
 def test_backward_equals_one_sequence_at_a_time(typed):
@@ -1415,8 +1414,7 @@ def test_a_perturbed_answer_has_the_prompt_of_its_own_text(whole_words):
     """Here the prompt ends in "/INST" before "]The", and in "]" before a digit."""
     use_format(whole_words, *SPANNING)
     row = {"question": "Who?", "answer": "The cat.", "perturbed_answer": ["7 cats."]}
-    example = mdu.encode_row(
-        options("--method dpo"), "forget", row, FakeModel(), whole_words)
+    example = mdu.encode_row(options("--method dpo"), "forget", row, FakeModel(), whole_words)
     [(prompt, answer)] = example.perturbed
     assert prompt == example.prompt + whole_words("]").input_ids
     assert answer == whole_words("7 cats.").input_ids + [1]
