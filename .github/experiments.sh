@@ -275,7 +275,7 @@ tofu() {  # tofu PRESET [MODEL [TOFU]]: MODEL, where the base starts, and TOFU a
     JOBS=${JOBS:-2}
     SEED=${SEED:-1}
   elif [ -n "$LORA" ] && [ "$GPUS" = 1 ] && type nvidia-smi gcc &> /dev/null; then
-    compile=" --compile"  # LLaDA passed 33.9 rows a second, without it 20.8
+    compile=" --compile"  # LLaDA passed 33.8 rows a second, without it 20.8
   fi
   JOBS=${JOBS:-1}
   if [ "$JOBS" != 1 ]; then
