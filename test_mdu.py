@@ -1958,6 +1958,8 @@ def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     records = ev.score_mmlu(model, None, rows, ARGS)
     assert [record["generation"] for record in records] == letters
     assert [record["accuracy"] for record in records] == [x == letters[0] for x in letters]
+    with pytest.raises(ev.NotFinite, match="bad: not scored"):
+        ev.score_mmlu(FakeModel(boost=math.nan, name="bad"), None, rows, ARGS)
 
 @each("losses, labels, mc1", [
     ([2, 0.5, 1], [0, 1, 0], 1),  # log p is -2, -1, -3
@@ -2290,6 +2292,23 @@ def test_runs_after_one_that_is_not_finite_are_scored(base, files, capsys):
     assert f"{os.path.abspath('bad')}: not scored, because its predictions are not finite" in err
     assert not Path("bad/eval/summary.json").exists()
     assert ev.read_summary("good")["splits"]["forget"]["n"] == 2
+
+@each("work", [
+    lambda bad, good, job: ev.answers_nll(bad, 16 * [job], ARGS),
+    lambda bad, good, job: ev.fill_masks(bad, [job], None, 1),
+    lambda bad, good, job: ev.anchor_kl(bad, good, fake_batch(good, job)),
+    lambda bad, good, job: ev.anchor_kl(good, bad, fake_batch(good, job))])
+@each("by_entropy", [False, True])
+def test_predictions_that_are_not_finite_are_refused_wherever_they_are_used(work, by_entropy):
+    """Here only the logit of the mask token is nan."""
+    bad = FakeModel(boost=math.nan, by_entropy=by_entropy, name="bad")
+    job = ev.Job([3], [4, 5], torch.ones(2).bool())
+    with pytest.raises(ev.NotFinite, match="bad: not scored"):
+        work(bad, FakeModel(), job)
+
+def fake_batch(model, job):
+    [(_, batch)] = ev.masked_batches(model, [job], 1, "")
+    return batch
 
 def test_what_one_process_meets_is_raised_in_all(monkeypatch):
     """Of two processes this is number 0; number 1 has met nan."""
