@@ -2983,6 +2983,24 @@ def test_every_command_of_a_page_can_be_typed(page, tmp_path):
             for target in words[1:]:
                 assert "=" in target or re.search(rf"(?m)^{target}:", MAKEFILE), target
 
+def test_the_lines_that_merge_adapters_change_weights_alone():
+    """In place of peft, which the tests do without, a function that doubles the weights."""
+    def double(model, adapters):
+        assert adapters == "adapters"
+        for p in model.parameters():
+            p.data *= 2
+        return SimpleNamespace(merge_and_unload=lambda: model)
+
+    blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGES["OWN_ROWS.md"])
+    [lines] = [block for block in blocks if "merge_and_unload" in block]
+    write_checkpoint(Path("original"), "llama", quantization_config=None, auto_map=None,
+                     attn_implementation=None)
+    lines = lines.replace("from peft import PeftModel\n", "")
+    exec(lines, {"PeftModel": SimpleNamespace(from_pretrained=double)})
+    assert other_files(Path("finetune")) == other_files(Path("original"))
+    doubled = {name: 2 * tensor for name, tensor in weights("original").items()}
+    torch.testing.assert_close(weights("finetune"), doubled, rtol=0, atol=0)
+
 # ---- experiments.sh and make ----
 # In place of Python in experiments.sh.  It writes the words of each call of mdu.py and eval.py into
 # `log`, and makes what the experiment looks for: the folder of a run with its weights and
