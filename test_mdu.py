@@ -1584,14 +1584,22 @@ def test_a_finished_run_is_not_resumed(unlearned, capsys):
     assert f"{unlearned} is finished\n" in capsys.readouterr().out
 
 def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys):
-    """By them --resume notices a change that is none of the rows."""
+    """As they were read: one of them changes while the model is loaded.  By the hashes --resume
+    notices a change that is none of the rows."""
     began = time.strftime("%Y-%m-%d %H:%M")
     world = mdu.toy_world()
     write_lines(Path("forget"), world["forget"])
     write_lines(Path("retain"), world["retain"])
-    mdu.main(toy(base, "run", "--forget forget --retain retain --steps 1"))
+    hashes = {"forget": sha256("forget"), "retain": sha256("retain")}
+    load = mdu.load_model
+
+    def change_and_load(*args):
+        Path("retain").open("a").write("\n")
+        return load(*args)
+    with mock.patch.object(mdu, "load_model", change_and_load):
+        mdu.main(toy(base, "run", "--forget forget --retain retain --steps 1"))
     info = mdu.read_run("run")
-    assert info["files"] == {"forget": sha256("forget"), "retain": sha256("retain")}
+    assert info["files"] == hashes
     assert info["code"] == sha256(mdu.__file__)
     assert began <= info["date"] <= time.strftime("%Y-%m-%d %H:%M")
 
@@ -1600,7 +1608,6 @@ def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys
         assert row["question"] not in text and row["answer"] not in text
 
     os.remove("run/config.json")  # it is not finished
-    Path("retain").open("a").write("\n")
     assert "have changed" in program(["--resume", "run"], capsys)
 
 @pytest.fixture(scope="session")
@@ -2269,6 +2276,16 @@ def test_a_model_without_run_json_is_scored(base, files, capsys):
     in_rows -= {"question", "answer", "fact"}  # names of fields and figures
     assert not in_rows & set(mdu.words(json.dumps([bare, run])))
 
+def test_rows_may_come_from_a_pipe(base, files):
+    """Which can be read once.  The summary has the hash of what was read."""
+    reading, writing = os.pipe()
+    os.write(writing, Path("never.jsonl").read_bytes())
+    os.close(writing)
+    ev.main(["--model", str(base), *files[:-1], f"/dev/fd/{reading}", *QUICK, "new"])
+    summary = ev.read_summary("new")
+    assert summary["splits"]["never"]["n"] == 2
+    assert summary["files"]["never"] == sha256("never.jsonl")
+
 @each("option, rows, said", [
     ("--never", [dict(question="Who?", answer="Ann.")], "only one file has `fact`"),
     ("--never", [NEVER[0], {**RETAIN[1], "question": "who is ZUVO"}],  # the same words
@@ -2744,6 +2761,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py {own} --preset toy", "no rows to retain; give --retain, or"),
     ("mdu.py {own} --method dpo --retain-weight 0", "'Who is Bolti?' has no perturbed_answer"),
     ("mdu.py --forget absent", "No such file or directory: 'absent'"),
+    ("mdu.py --retain /dev/null", "argument --retain: /dev/null is a pipe or a device"),
     ("mdu.py --data {rwku} --forget rows", "--forget says what to forget"),
     ("mdu.py --data {rwku} --model x", "give one of them with --subject"),
     ("mdu.py --subject King", "--subject is for RWKU"),
