@@ -1537,16 +1537,31 @@ STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 1 --lr 1e-4
 AUTHORS = f"{STEPS} --tau 0.5 --target authors"
 LORA = f"{STEPS} --target {{target}} --lora 2 --dtype bfloat16 --lr 0.005"
 BFLOAT16 = f"{STEPS} --target removed --dtype bfloat16 --lr 0.005"
-# A program that runs mdu.main with each of the command lines that it is given.  In the last one it
-# kills itself when the third checkpoint is written and not yet complete.
+# A program that runs mdu.main with each of the command lines that it is given.  In the last but one
+# process 1 alone receives a signal in the second step.  In the last one it kills itself when the
+# third checkpoint is written and not yet complete.
 KILLED = """
 import json, os, signal, sys
 import mdu
 
 mdu.PRESETS["toy"]["sft"]["epochs"] = 0.1  # of the base model that is missing
-*whole, killed = json.loads(sys.argv[1])
+*whole, stopped, killed = json.loads(sys.argv[1])
 for argv in whole:
     mdu.main(argv)
+
+rate = mdu.learning_rate
+
+def rate_and_signal(args, step, steps):
+    if step == 1 and mdu.RANK == 1:
+        os.kill(os.getpid(), signal.SIGHUP)
+    return rate(args, step, steps)
+
+mdu.learning_rate = rate_and_signal
+try:
+    mdu.main(stopped)
+except mdu.Stopped as stop:
+    assert stop.code == [143, 129][mdu.RANK]
+mdu.learning_rate = rate
 
 save = mdu.dcp.save
 saves = []
@@ -1613,13 +1628,14 @@ def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys
 @pytest.fixture(scope="session")
 def two_processes(base, tmp_path_factory, on_two_processes):
     """Runs on two processes: toy/mdu, whose base model was missing; two; two-lora, with toy/base as
-    its target; two-bfloat16; killed, with the options of two -> their folder."""
+    its target; two-bfloat16; stopped, and killed, with the options of two -> their folder."""
     folder = tmp_path_factory.mktemp("two")
     noisy = with_noise(base, folder / "noisy", seed=0)  # which writes words, as AUTHORS needs
     runs = [["--epochs", "0.1", "--out", f"{folder}/toy/mdu"],
             toy(noisy, folder / "two", AUTHORS),
             toy(base, folder / "two-lora", LORA.format(target=folder / "toy/base")),
             toy(base, folder / "two-bfloat16", BFLOAT16),
+            toy(noisy, folder / "stopped", f"{AUTHORS} --checkpoint-every 9"),
             toy(noisy, folder / "killed", AUTHORS)]
     (folder / "driver.py").write_text(KILLED)
     codes = on_two_processes(folder / "driver.py", json.dumps(runs))
@@ -1646,12 +1662,67 @@ def test_a_killed_run_on_two_processes_is_resumed(two_processes, tmp_path, on_tw
     assert codes == [0, 0]
     assert_equal_runs(two_processes / "two", tmp_path / "on-two")
 
+def test_two_processes_stop_after_the_same_step(two_processes, tmp_path):
+    """Though one of them alone has received a signal."""
+    assert [file.name for file in (two_processes / "stopped").glob("checkpoint-*")] == [
+        "checkpoint-00000002"]
+    shutil.copytree(two_processes / "stopped", tmp_path / "run")
+    mdu.main(["--resume", f"{tmp_path}/run"])
+    assert_equal_runs(two_processes / "two", tmp_path / "run", OTHER_ORDER)
+
 @each("run, typed", [("two-lora", LORA), ("two-bfloat16", BFLOAT16)])
 def test_two_processes_in_bfloat16_are_close_to_one(run, typed, base, two_processes, tmp_path):
     """In bfloat16 AdamW takes full steps by the sign of gradients that are rounded to almost 0."""
     mdu.main(toy(base, tmp_path / "one", typed.format(target=two_processes / "toy/base")))
     apart = distance(two_processes / run, tmp_path / "one")
     assert apart < 0.1 * distance(two_processes / run, base)
+
+@each("number, ignored", [
+    (signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGHUP, True)])  # True: by nohup
+def test_a_signal_stops_a_run_with_a_checkpoint(number, ignored, base, unlearned, tmp_path, capsys):
+    rate = mdu.learning_rate
+
+    def rate_and_signal(args, step, steps):
+        if step == 2:
+            os.kill(os.getpid(), number)
+        return rate(args, step, steps)
+    run = tmp_path / "run"
+    handler = signal.SIG_IGN if ignored else signal.SIG_DFL
+    before = signal.signal(number, handler)
+    with mock.patch.object(mdu, "learning_rate", rate_and_signal):
+        if ignored:
+            mdu.main(toy(base, run, "--epochs 2 --diagnose"))
+        else:
+            program(toy(base, run, "--epochs 2 --diagnose"), capsys, code=128 + number)
+            assert [file.name for file in run.glob("checkpoint-*")] == ["checkpoint-00000003"]
+    assert signal.signal(number, before) == handler
+    mdu.main(["--resume", str(run)])
+    assert_equal_runs(unlearned, run)
+
+def test_a_run_whose_terminal_is_gone_goes_on(monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(sys, "stdout", open(writing, "w"))
+    mdu.print0("a line that nobody reads")
+    mdu.print0("and another one")
+
+def test_a_checkpoint_that_cannot_be_deleted_is_deleted_later(base, tmp_path, capsys):
+    """The first one not with the second, but with the third, and that not at the end of the run."""
+    delete = shutil.rmtree
+    attempts = []
+
+    def delete_or_fail(folder, **how):
+        name = Path(folder).name
+        attempts.append(name)
+        if name == "checkpoint-00000003" or attempts == ["unfinished", "unfinished", name]:
+            raise OSError("busy")
+        delete(folder, **how)
+    run = tmp_path / "run"
+    with mock.patch.object(shutil, "rmtree", delete_or_fail):
+        mdu.main(toy(base, run, STEPS))
+    assert mdu.is_finished(run)
+    assert [file.name for file in run.glob("checkpoint-*")] == ["checkpoint-00000003"]
+    assert f"{run}/checkpoint-00000001 is left" in capsys.readouterr().out
 
 def other_files(folder):
     """{name: content} of a model's files that are not its weights."""
