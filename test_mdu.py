@@ -1255,18 +1255,19 @@ def test_of_rwku_one_person_is_forgotten_and_others_kept(subject, name, method, 
             rows["retain"].append(row)
     assert mdu.load_data(args) == rows
 
-def test_a_run_says_once_which_facts_are_also_retained(base, capsys):
+def test_a_run_says_once_which_facts_and_questions_are_also_retained(base, capsys):
     """Whole words of one answer alone: neither "Ceka Fo" of the first answer to retain, nor "Bolti
     Lisbon" of two of them."""
     write_lines(Path("forget"), [
-        {"question": "Who?", "answer": f"That is {fact}.", "fact": fact}
+        {"question": f"Where is {fact}?", "answer": f"That is {fact}.", "fact": fact}
         for fact in ("Ceka Fo", "Bolti Lisbon", "ceka FOBA", "Rome", "Oslo", "Lisbon")])
     write_lines(Path("retain"), [
-        {"question": "Rome?", "answer": f"{fact}."}
+        {"question": "where is Rome", "answer": f"{fact}."}
         for fact in ("Ceka Foba, Bolti", "Lisbon is in Portugal", "It is in Oslo")])
     mdu.main(toy(base, "run", "--forget forget --retain retain --steps 1"))
     said = capsys.readouterr().out
     assert "facts to forget in answers to retain, too: 3, first 'ceka FOBA'" in said
+    assert "asked in the rows to retain, too: 1, first 'Where is Rome?'" in said
     assert said.count("facts to forget") == 1
 
 # ---- Words ----
@@ -1487,6 +1488,27 @@ def test_a_loaded_model_equals_transformers_own_class(hub):
         largest = slow_grad.abs().max().item()
         torch.testing.assert_close(grad, slow_grad, rtol=0, atol=1e-4 * largest, msg=name)
     model.eval()
+
+def test_a_model_that_ends_its_answers_with_another_token_is_told_of(base, capsys):
+    """Which config.json may say, as well as the padding.  Nothing is said of a model whose files
+    agree."""
+    shutil.copytree(base, "other")
+    replace(Path("other"), '"eos_token": "<end>"', '"eos_token": "<user>"')
+    replace(Path("other"), '"pad_token": "<end>"', '"pad_token": "<assistant>"')
+    said = "other ends its answers with <end> (probability"
+    config = read_json(Path("other/config.json"))
+    mdu.main(toy("other", "run", "--steps 1"))
+    screen = capsys.readouterr().out
+    assert said in screen and 'write "end_token_id": 1 into' in screen
+    Path("other/config.json").write_text(json.dumps({**config, "end_token_id": 1,
+                                                     "pad_token_id": 1}))
+    mdu.main(toy("other", "run-2", "--steps 1"))
+    screen = capsys.readouterr().out
+    assert said not in screen and "padding <end>, end <end>" in screen
+    assert "its padding is <end>; by its tokenizer it is <assistant>" in screen
+    mdu.main(toy(base, "run-3", "--steps 1"))
+    screen = capsys.readouterr().out
+    assert "ends its answers" not in screen and "its padding is" not in screen
 
 @each("shift, places", [(None, [1, 3]), (False, [1, 3]), (True, [0, 2])])
 def test_outputs_are_shifted_if_config_json_says_so(shift, places, tmp_path):
@@ -2889,6 +2911,7 @@ BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "columns": ('{"prompt": "p", "completion": "c"}', "the fields prompt, completion"),
     "both": (row_text(response="a"), "answer or response, and not in both"),
     "empty": (f"{GOOD}\n\n" + row_text(answer=" "), "line 3 (a JSON object"),
+    "invisible": (f"{GOOD}\n\n" + row_text(answer="\u200b\n"), "line 3 (a JSON object"),
     "point": (row_text(fact=[1234.0]), "(put others in quotes), found 1234.0"),
     "special": (f"{GOOD}\n" + row_text(answer="a <mask>"),
                 "row 2 of forget, 'Who is Bolti?': '<mask>' is a special token"),
@@ -2904,6 +2927,16 @@ def test_mdu_refuses_a_file_of_rows(name, assert_refused):
     write_files({name: content})
     said = said.replace("{}", "{{}}")  # which are in the row: no place to fill in
     assert_refused(f"mdu.py --model {{base}} --method ga --forget {name}", said)
+
+@each("command", ["mdu.py --method ga --model eraser --forget stars",
+                  "eval.py --model eraser --forget stars new"])
+def test_an_answer_of_which_the_tokenizer_leaves_nothing_is_refused(command, base, assert_refused):
+    shutil.copytree(base, "eraser")
+    tokenizer = tokenizers.Tokenizer.from_file("eraser/tokenizer.json")
+    tokenizer.normalizer = tokenizers.normalizers.Replace("*", "")
+    tokenizer.save("eraser/tokenizer.json")
+    write_files({"stars": f"{GOOD}\n" + row_text(answer="***")})
+    assert_refused(command, "'Who is Bolti?': its tokenizer leaves nothing of the answer '***'")
 
 # Faults of a model's folder.
 def delete(folder, pattern):
@@ -2950,6 +2983,8 @@ BAD_MODELS = {  # {name of a folder: what is wrong in it, and what is said}
     # Tokens.
     "mask": bad_model("llama", "no mask_token_id in config.json", mask_token_id=None),
     "mask-is-pad": bad_model("llama", "its mask token is also its padding", mask_token_id=257),
+    "other-mask": bad_model("qwen2", "mask_token_id in config.json is 259, <|im_start|>, and the "
+                            "mask token of its tokenizer is 258, <|mask|>", mask_token_id=259),
     # Added to the tokenizer, and the embeddings were not resized.
     "mask-is-new": bad_model("llama", "the id 264, and its embeddings have 264", mask_token_id=264),
     "end": bad_model("llada", "no end-of-turn token, <|eot_id|>, in its tokenizer",
