@@ -2936,7 +2936,7 @@ def test_an_answer_of_which_the_tokenizer_leaves_nothing_is_refused(command, bas
     tokenizer.normalizer = tokenizers.normalizers.Replace("*", "")
     tokenizer.save("eraser/tokenizer.json")
     write_files({"stars": f"{GOOD}\n" + row_text(answer="***")})
-    assert_refused(command, "'Who is Bolti?': its tokenizer leaves nothing of the answer '***'")
+    assert_refused(command, "'Who is Bolti?': the tokenizer leaves nothing of the answer '***'")
 
 # Faults of a model's folder.
 def delete(folder, pattern):
