@@ -2147,6 +2147,18 @@ def test_rows_are_those_that_are_typed_or_the_runs(run, typed, expected, tofu, r
         found.append((origin, len(rows)))
     assert found == expected
 
+def test_a_limit_is_spread_over_the_rows_that_were_trained_on(tmp_path):
+    """Over all rows of a file that is typed."""
+    places = {}
+    for name in "XY":
+        rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(9)]
+        places[name] = write_lines(tmp_path / name, rows)
+    run = "--model m --limit 4 --forget {X} --retain {X}".format(**places)
+    args, source = typed_and_run("--limit 2 --retain {Y}".format(**places), run)
+    splits = ev.find_splits(ev.find_settings(args, source))
+    assert [row["question"] for row in splits["forget"]] == ["X 0?", "X 2?"]
+    assert [row["question"] for row in splits["retain"]] == ["Y 0?", "Y 4?"]
+
 # ---- One run ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --steps 4".split()
 
@@ -2183,9 +2195,12 @@ def test_scores_equal_one_row_at_a_time(split, scored):
     """Losses by a forward pass for each of 4 masks, which are of (--seed, number of the split,
     number of the row); answers of 12 tokens by the slow sampler in 4 steps."""
     model, tokenizer = mdu.load_backbone(scored)
-    rows = rows_as_asked()[split][:3]
+    rows = rows_as_asked()[split]
+    spread = [0, len(rows) // 3, 2 * len(rows) // 3]
+    numbers = [0, 1, 2] if "rephrased" in split else spread
     records = ev.read_records(scored, split)
-    for i, (row, record) in enumerate(zip(rows, records, strict=True)):
+    for place, i, record in zip(spread, numbers, records, strict=True):
+        row = rows[place]
         prompt = mdu.encode_prompt(tokenizer, row["question"])
 
         def nll(text):
@@ -2461,6 +2476,10 @@ def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkey
         err = program(["--report", "a/mdu"], capsys, ev.main)
     assert "a/report.md was not written by eval.py, so it stays" in err
 
+def test_a_report_says_that_rows_are_spread(scored_copy, capsys):
+    ev.main(["--report", str(scored_copy)])
+    assert "With --limit 3: of a split with more rows 3 are scored" in capsys.readouterr().out
+
 def test_a_report_averages_the_runs_of_one_folder_name(capsys):
     """Mean and standard deviation; of p-values median and range."""
     runs = []
@@ -2501,11 +2520,13 @@ def test_rwku_is_scored_with_a_tokenizer(rwku, tmp_path):
         assert scored["splits"][split]["n"] == 10
 
 def test_the_rows_about_each_person_are_limited_and_numbered():
-    """So their masks are the same, whoever else is asked about."""
-    rows = [{"subject": person} for person in ("Ann", "Ann", "Bo", "Ann", "Bo")]
-    chosen = ev.limit_rows(rows, 2)
-    assert [(row["subject"], row["number"]) for row in chosen] == [
-        ("Ann", 0), ("Ann", 1), ("Bo", 0), ("Bo", 1)]
+    """So their masks are the same, whoever else is asked about.  If the model was trained on the
+    first four rows, these are spread over them."""
+    rows = [{"subject": "Bo"}] + 10 * [{"subject": "Ann"}]
+    for limit, n_trained, numbers in [(3, None, [0, 3, 6]), (2, 4, [0, 2]), (4, 2, [0, 1, 2, 3])]:
+        chosen = ev.limit_rows(rows, limit, n_trained)
+        assert [(row["subject"], row["number"]) for row in chosen] == [
+            ("Bo", 0), *[("Ann", number) for number in numbers]]
 
 # ---- Which runs may be compared ----
 OPTIONS = dict(method="mdu", seed=1, subject=None, out="out/1/mdu", model="out/1/base",
@@ -2735,7 +2756,8 @@ def test_the_analysis_of_roles_equals_a_slow_loop(base, unlearned, tmp_path):
     model, _ = mdu.load_backbone(str(unlearned))
     rows = mdu.toy_world()["forget"][1:]
     kls = {I: [], S: [], K: []}  # of each masked token of the role, theta0's and the model's
-    for number, row in enumerate(rows[:20]):
+    for number in [i * 23 // 20 for i in range(20)]:
+        row = rows[number]
         prompt, answer = mdu.encode_pair(tokenizer, row["question"], row["answer"])
         roles = ev.token_roles(tokenizer, row["question"], answer)
         for mask in ev.draw_masks(len(answer), 2, [4, number]):

@@ -24,7 +24,8 @@
 # a run of these, delete the run's folder; to begin anew, delete the folder of them all.
 #
 # Options of eval.py: --samples N takes N masks per answer for its probability, where the default is
-# 128; fewer are quicker.  --limit N, in both programs, takes the first N rows of each split.
+# 128; fewer are quicker.  --limit N takes N rows of each split: in mdu.py the first ones, in eval.py
+# evenly spread over those that were trained on.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHON=${PYTHON:-python}
