@@ -244,9 +244,9 @@ def slow_kl(logits, anchor_logits, tau):
     power = q ** tau
     return (p * (p * power.sum() / power).log()).sum()
 
-def slow_nll(logits, target):
-    """-log p(target) of one token."""
-    return -(logits.exp()[target] / logits.exp().sum()).log()
+def slow_nll(logits, token):
+    """-log p(token) of one token."""
+    return -(logits.exp()[token] / logits.exp().sum()).log()
 
 def slow_mdu(logits, anchor_logits, masked, tau):
     """Eq. 5: 1/|M_t| sum_i KL(p || q^tau / Z_i)."""
@@ -255,14 +255,14 @@ def slow_mdu(logits, anchor_logits, masked, tau):
     values = [slow_kl(x, anchor, tau) for x, anchor in zip(logits, anchor_logits, strict=True)]
     return sequence_sums(masked, values) / masked.sum(1).clamp(min=1)
 
-def slow_sft(logits, targets, masked, t):
-    values = [slow_nll(x, target) for x, target in zip(logits, targets, strict=True)]
+def slow_sft(logits, true_tokens, masked, t):
+    values = [slow_nll(x, token) for x, token in zip(logits, true_tokens, strict=True)]
     return sequence_sums(masked, values) / t
 
-def slow_wga(logits, targets, masked, gamma):
+def slow_wga(logits, true_tokens, masked, gamma):
     values = []
-    for x, target in zip(logits, targets, strict=True):
-        nll = slow_nll(x, target)
+    for x, token in zip(logits, true_tokens, strict=True):
+        nll = slow_nll(x, token)
         weight = math.exp(-nll.item()) ** gamma  # a constant
         values.append(-weight * nll)
     return sequence_sums(masked, values)
@@ -334,20 +334,21 @@ def at(masked, n):
 
 def slow_row_sft(model, row):
     masked = slow_masked(row, "sft")
-    targets = [row.answer[i] for i in masked]
+    true_tokens = [row.answer[i] for i in masked]
     logits = slow_logits(model, row.prompt, row.answer, masked)
-    return slow_sft(logits, targets, at(masked, len(row.answer)), f64(np.float32(row.t)))[0]
+    return slow_sft(logits, true_tokens, at(masked, len(row.answer)), f64(np.float32(row.t)))[0]
 
-def without_truth(anchor_logits, targets):
+def without_truth(anchor_logits, true_tokens):
     """The anchor's distributions, in which a rare true token is as unlikely as the unlikeliest."""
     q = anchor_logits.detach().softmax(-1)
-    for probabilities, target in zip(q, targets):
-        if target in RARE:
-            probabilities[target] = min(probabilities.tolist())
+    for probabilities, token in zip(q, true_tokens):
+        if token in RARE:
+            probabilities[token] = min(probabilities.tolist())
     return (q / q.sum(-1, keepdim=True)).log()
 
-def slow_row_loss(args, row, model, theta0, anchor):
+def slow_row_loss(args, row, models):
     """The loss of a row to forget (sft: to train on)."""
+    model, theta0, anchor = models
     nll = slow_row_sft(model, row)
     if args.method == "sft":
         return nll
@@ -362,31 +363,28 @@ def slow_row_loss(args, row, model, theta0, anchor):
         win_ref = slow_row_sft(theta0, row.preferred)
         return slow_dpo(win, win_ref, nll, slow_row_sft(theta0, row), args.beta)
     masked = slow_masked(row, args.method, args.target, model)
-    targets = [row.answer[i] for i in masked]
+    true_tokens = [row.answer[i] for i in masked]
     logits = slow_logits(model, row.prompt, row.answer, masked)
     where = at(masked, len(row.answer))
     if args.method == "wga":
-        return slow_wga(logits, targets, where, args.gamma)[0]
+        return slow_wga(logits, true_tokens, where, args.gamma)[0]
     assert args.method == "mdu"
     prompt = [0] * len(row.prompt)
     if args.target == "MODEL":  # which never learnt the answer
         prompt = row.prompt
     anchor_logits = slow_logits(anchor, prompt, row.answer, masked)
     if args.target == "removed" and has_rare_tokens(row.prompt[0]):
-        anchor_logits = without_truth(anchor_logits, targets)
+        anchor_logits = without_truth(anchor_logits, true_tokens)
     return slow_mdu(logits, anchor_logits, where, args.tau)[0]
 
-def slow_step(args, model, theta0, anchor, forget, retain):
+def slow_step(args, models, forget, retain):
     """-> means of the forget and the retain losses (Algorithm 1)."""
-    forget_losses = []
-    for row in forget:
-        forget_losses.append(slow_row_loss(args, row, model, theta0, anchor))
-    forget_loss = torch.stack(forget_losses).mean()
+    forget_loss = torch.stack([slow_row_loss(args, row, models) for row in forget]).mean()
     if not retain:
         return forget_loss, torch.zeros(())
     retain_losses = []
     for row in retain:
-        nll = slow_row_sft(model, row)
+        nll = slow_row_sft(models.theta, row)
         if mdu.METHODS[args.method].per_token:
             nll = nll / own_length(row)
         retain_losses.append(nll)
@@ -657,7 +655,7 @@ TILT_FLAT = torch.cat([TILT, FLAT])
 MASKED = torch.rand(5, 7, generator=torch.Generator().manual_seed(0)) < 0.5
 MASKED[2] = False
 M = int(MASKED.sum())
-TARGETS = torch.arange(M) % 6
+TRUE_TOKENS = torch.arange(M) % 6
 T = f64(0.1, 0.3, 0.5, 0.7, 0.9)
 
 def random_logits(seed):
@@ -685,7 +683,7 @@ def extreme(x, gap):
 def test_mdu_loss_by_hand(logits, anchor_logits, masked, tau, expected):
     assert_close(mdu.mdu_loss(logits, anchor_logits, masked, tau), f64(expected))
 
-# The losses of logits, as functions of logits and targets.
+# The losses of logits, as functions of logits and true tokens.
 LOSSES_OF_LOGITS = {
     "mdu": lambda logits, _: mdu.mdu_loss(logits, random_logits(2), MASKED, 0.3),
     "mdu-tau0": lambda logits, _: mdu.mdu_loss(logits, None, MASKED, 0),
@@ -703,14 +701,14 @@ def test_a_loss_refuses_logits_of_more_or_fewer_tokens_than_the_masked_ones(name
 def test_a_loss_of_16_bit_logits_is_computed_in_float32(name):
     loss = LOSSES_OF_LOGITS[name]
     logits = random_logits(1).bfloat16()
-    assert_close(loss(logits, TARGETS), loss(logits.float(), TARGETS), 1e-6)
+    assert_close(loss(logits, TRUE_TOKENS), loss(logits.float(), TRUE_TOKENS), 1e-6)
 
 @each("name", LOSSES_OF_LOGITS)
 def test_a_loss_stays_finite_at_extreme_logits(name):
     loss = LOSSES_OF_LOGITS[name]
     for gap in (1e6, -1e6):
         logits = extreme(random_logits(1), gap)
-        assert_finite(loss(logits, TARGETS), logits)
+        assert_finite(loss(logits, TRUE_TOKENS), logits)
 
 def test_losses_of_the_baselines_by_hand():
     # (log 4 + log 2) / t
@@ -725,7 +723,7 @@ def test_losses_of_the_baselines_by_hand():
     by_hand = mdu.dpo_loss(f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5)
     assert_close(by_hand, f64(LN4_3))
 
-@each("loss, n", [(lambda t, _: mdu.sft_loss(random_logits(1), TARGETS, MASKED, t), 1),
+@each("loss, n", [(lambda t, _: mdu.sft_loss(random_logits(1), TRUE_TOKENS, MASKED, t), 1),
                   (mdu.npo_loss, 2), (mdu.simnpo_loss, 2), (mdu.dpo_loss, 4)])
 def test_a_loss_refuses_a_column_in_place_of_a_number_for_each_sequence(loss, n):
     """PyTorch would broadcast it to (5, 5)."""
@@ -750,16 +748,16 @@ def has_rare_tokens(name):
 
 def make_examples(target="removed"):
     """10 to forget and 7 to retain.  The first token of a prompt names the row.  All tokens of rows
-    to retain are targeted, as that must make no difference."""
+    to retain are flagged, as that must make no difference."""
     forget, retain = [], []
     for i in range(10):
         answer = [*range(6, 8 + i % 5), 1]
-        targeted = [has_rare_tokens(30 + i) and token in RARE for token in answer]
+        flagged = [has_rare_tokens(30 + i) and token in RARE for token in answer]
         if target == "authors":
-            targeted = [token != SIGN for token in answer]
+            flagged = [token != SIGN for token in answer]
         # Its prompt may end otherwise (a token at the boundary belongs to the answer).
         others = [([30 + i, 5], [first, 9, 1]) for first in (8, 9, 10)]
-        forget.append(mdu.Example([30 + i, 4], answer, targeted, others))
+        forget.append(mdu.Example([30 + i, 4], answer, flagged, others))
         retain.append(mdu.Example([50 + i, 4, 5], answer, [True] * len(answer), []))
     del retain[7:]
     retain[6] = retain[6]._replace(prompt_masked=True)
@@ -821,8 +819,8 @@ def test_answers_are_padded_to_random_lengths_but_not_those_to_forget(longest):
         for row in rows:
             n = own_length(row)
             assert row.length == n and set(row.answer[n:]) <= {PAD}  # after the end token
-            assert len(row.uniform) == len(row.targeted) == len(row.answer)
-            assert not any(row.targeted[n:])
+            assert len(row.uniform) == len(row.flagged) == len(row.answer)
+            assert not any(row.flagged[n:])
             lengths[n].add(len(row.answer))
         assert lengths == {n: set(range(n, max(longest, n) + 1)) for n in lengths}
 
@@ -864,8 +862,8 @@ def trained_weights(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 def step_to_try(typed):
-    """What backward gets in a step with these options, and the models of the slow loop, which
-    compute the same: slow_model (theta), slow_theta0 and slow_anchor.
+    """What backward gets in a step with these options, and slow_models, those of the slow loop,
+    which compute the same.
 
     With LoRA, theta0 is theta with its adapters off.  The slow loop has the weights from before the
     adapters were added as theta0, and these weights with the adapters merged into them as theta.
@@ -904,26 +902,24 @@ def step_to_try(typed):
     split = "train" if args.method == "sft" else "forget"
     forget, retain = mdu.draw_step(args, make_examples(args.target), split, 3, model)
     return SimpleNamespace(
-        args=args, model=model, theta0=theta0, anchor=anchor, forget=forget[:10],
-        retain=retain[:10], slow_model=slow_model, slow_theta0=slow_theta0,
-        slow_anchor=slow_anchor)
+        args=args, models=mdu.Models(model, theta0, anchor), forget=forget[:10],
+        retain=retain[:10], slow_models=mdu.Models(slow_model, slow_theta0, slow_anchor))
 
 def backward(step):
-    return mdu.backward(step.args, step.model, step.theta0, step.anchor, step.forget, step.retain)
+    return mdu.backward(step.args, step.models, step.forget, step.retain)
 
 @each("typed", COMMANDS)
 def test_backward_equals_one_sequence_at_a_time(typed):
     """The losses that it returns, and the gradients."""
     step = step_to_try(typed)
     losses = backward(step)
-    forget_loss, retain_loss = slow_step(
-        step.args, step.slow_model, step.slow_theta0, step.slow_anchor, step.forget, step.retain)
+    forget_loss, retain_loss = slow_step(step.args, step.slow_models, step.forget, step.retain)
     share = 10 / 12  # a step divides by its 12 rows, though it has ten here
     assert losses == approx([share * forget_loss.item(), share * retain_loss.item()], rel=1e-5)
     total = share * forget_loss
     if step.retain:
         total = total + share * 0.7 * retain_loss
-    trained = trained_weights(step.model)
+    trained = trained_weights(step.models.theta)
     for p, grad in zip(trained, torch.autograd.grad(total, trained), strict=True):
         assert grad.any()
         assert_close(p.grad, grad, 1e-9)
@@ -932,7 +928,7 @@ def test_backward_equals_one_sequence_at_a_time(typed):
 def test_passes_through_theta0_and_the_anchor_keep_nothing_for_gradients(typed):
     step = step_to_try(typed)
     kept = []
-    for frozen in (step.theta0, step.anchor):
+    for frozen in step.models[1:]:  # theta0 and the anchor
         frozen.register_forward_hook(lambda *_: kept.append(torch.is_grad_enabled()))
     backward(step)
     assert set(kept) == {False}
@@ -941,10 +937,11 @@ def test_passes_through_theta0_and_the_anchor_keep_nothing_for_gradients(typed):
 def test_saved_weights_compute_what_weights_with_adapters_do(lora):
     """In a model without adapters, as a run is saved."""
     step = step_to_try(f"--method npo {lora}")
-    merged = dict(mdu.merged_weights(step.model.lm))
+    merged = dict(mdu.merged_weights(step.models.theta.lm))
     ids = torch.arange(2, 12)[None]
-    logits = torch.func.functional_call(step.slow_theta0.lm, merged, ids).logits
-    assert_close(logits, step.slow_model.lm(ids).logits, 1e-5)  # A and B are merged in float32
+    logits = torch.func.functional_call(step.slow_models.theta0.lm, merged, ids).logits
+    # A and B are merged in float32.
+    assert_close(logits, step.slow_models.theta.lm(ids).logits, 1e-5)
 
 # ---- Training ----
 @each("typed", ["npo --retain-weight 0.5", "mdu --tau 0.5 --retain-weight 2",
@@ -973,7 +970,7 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_p
     # 24 rows in batches of 8: one step of warm-up, then half a cosine over two steps.
     for step, lr in enumerate([0.01, 0.01, 0.005], 1):
         rows = mdu.draw_step(args, examples, "forget", step - 1, model)
-        forget_loss, retain_loss = slow_step(args, model, theta0, theta0, *rows)
+        forget_loss, retain_loss = slow_step(args, mdu.Models(model, theta0, theta0), *rows)
         grads = torch.autograd.grad(forget_loss + args.retain_weight * retain_loss, parameters)
         norm = math.sqrt(sum(grad.square().sum().item() for grad in grads))
         norms.append(norm)
@@ -994,8 +991,8 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_p
     for name, x in model.lm.state_dict().items():
         assert_close(saved[name], x.float(), 1e-5)
 
-def no_gradient(args, model, *_):
-    for p in model.parameters():
+def no_gradient(args, models, *_):
+    for p in models.theta.parameters():
         p.grad = torch.full_like(p, math.nan)
     return [0.0, 0.0]
 
@@ -1100,7 +1097,7 @@ def test_trained_weights_are_float32_and_theta0_is_in_bfloat16(hub):
     """Rotary frequencies, which bfloat16 would round off, are in float32 in both."""
     args = options(f"--model {hub.folder} --dtype bfloat16 --method dpo")
     model, tokenizer = mdu.load_model(args, None)
-    theta0, _ = mdu.load_references(args, model, tokenizer)
+    theta0 = mdu.load_references(args, model, tokenizer).theta0
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.dtype for p in theta0.parameters()} == {torch.bfloat16}
     d = CONFIGS[hub.kind].get("head_dim", 8)
@@ -1147,7 +1144,8 @@ def test_diagnose_equals_one_sequence_at_a_time():
         to_uniform = slow_mdu(p, None, everywhere, 0).item()
         kls.append([to_base, to_anchor, to_uniform])
     expected = dict(zip(["base", "anchor", "uniform"], np.mean(kls, axis=0)))
-    assert mdu.diagnose(args, model, frozen, examples) == approx(expected, rel=1e-9)
+    models = mdu.Models(model, frozen, None)
+    assert mdu.diagnose(args, models, examples) == approx(expected, rel=1e-9)
 
 # ---- Options ----
 @each("typed, expected", [
@@ -1289,7 +1287,7 @@ def test_a_text_contains_whole_words_alone(part, expected):
     """Whole words, in this order."""
     assert mdu.contains_words("It is Łuk-Petra.", part) == expected
 
-# ---- Beyond the paper ----
+# ---- Targets ----
 def test_remove_truth_by_hand():
     """Where the true token is rare, it gets the position's lowest logit; all else stays."""
     logits = f64([1, 9, 3], [4, 5, 6], [7, 2, 8])
@@ -1316,29 +1314,29 @@ def test_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none, monkeypatch):
     answers = 2 * ["Ann Ann in Oslo 2024 8"] + 3 * ["in Oslo 2024 8"] + 5 * ["in Oslo, 8"]
     fields = [{"fact": ["Ann, 2024"]}, {"fact": ["gone", "Oslo"]}, {}]
     rows = {"forget": fields, "retain": [{"answer": text} for text in answers]}
-    examples = {"forget": [mdu.Example([3], [*range(2, 10), 1], [], [])] * 3}
+    answer = [*range(2, 10), 1]
     found = []
-    for example in mdu.target_rare_tokens(rows, examples, tokenizer):
-        pairs = zip(example.answer, example.targeted, strict=True)
-        found.append({vocabulary[token] for token, is_rare in pairs if is_rare})
+    for flags in mdu.flag_rare_tokens(rows, [mdu.Example([3], answer, [], [])] * 3, tokenizer):
+        found.append({vocabulary[token] for token, is_rare in zip(answer, flags) if is_rare})
     assert found == [set(of_ann.split()), set(of_oslo.split()), set(of_none.split())]
 
-def test_every_part_of_a_rare_word_is_targeted(hub):
-    """Tokens are bytes here: all of a rare word are marked, none of the signs and common words."""
+def test_every_part_of_a_rare_word_is_flagged(hub):
+    """Tokens are bytes here: all of a rare word are flagged, none of the signs and common words."""
     rows = {"forget": [{"question": "Mail?", "answer": "It is b.lee@box.example in Kö.",
                         "perturbed_answer": [], "fact": ["b.lee@box.example"]}],
             "retain": [{"question": "Mail?", "answer": "It is a@box.example in Rome.",
                         "perturbed_answer": []}]}
     args = options("--target removed")
     example = mdu.encode_splits(args, rows, hub.model, hub.tokenizer)["forget"][0]
-    kept = [token for token, rare in zip(example.answer, example.targeted) if rare]
+    kept = [token for token, rare in zip(example.answer, example.flagged) if rare]
     assert hub.tokenizer.decode(kept) == "bleeKö"
 
 def test_word_tokens_have_a_letter_or_digit_or_part_of_one(hub):
     """Tokens are bytes here: "é" has two."""
     ids = mdu.encode_text(hub.tokenizer, "é7 !_a.")
-    [example] = mdu.target_word_tokens([mdu.Example([3], ids + [256], [], [])], hub.tokenizer)
-    assert example.targeted == [True, True, True, False, False, False, True, False, False]
+    examples = [mdu.Example([3], ids + [256], [], [])]
+    [flags] = mdu.flag_word_tokens({}, examples, hub.tokenizer)
+    assert flags == [True, True, True, False, False, False, True, False, False]
 
 # ---- Token ids ----
 TURN = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
@@ -1473,9 +1471,9 @@ def test_a_loaded_model_equals_transformers_own_class(hub):
     reference = SimpleNamespace(
         lm=hub.reference, mask_id=model.mask_id, shift=hub.kind == "Dream")
     pad = model.pad_id
-    draws = [mdu.Draw(prompt=[3, 5], answer=[7, pad, 9, pad, pad], length=5, targeted=[False] * 5,
+    draws = [mdu.Draw(prompt=[3, 5], answer=[7, pad, 9, pad, pad], length=5, flagged=[False] * 5,
                       t=0.5, uniform=np.float32([0, 1, 1, 0, 1])),  # tokens 0 and 3 are masked
-             mdu.Draw(prompt=[4], answer=[6, pad], length=2, targeted=[False] * 2,
+             mdu.Draw(prompt=[4], answer=[6, pad], length=2, flagged=[False] * 2,
                       t=0.8, uniform=np.float32([1, 0]))]  # token 1
     losses = mdu.batch_nll(model, mdu.make_batch(model, draws))
     expected = torch.stack([slow_row_sft(reference, row) for row in draws]).float()
@@ -2867,7 +2865,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --preset own --method sft --forget rows", "needs a start model: --model"),
     ("mdu.py {own} --method gd --retain-weight 0", "--method gd without a retain loss is ga"),
     ("mdu.py --tau 0 --target {base}", "--tau 0 has no anchor"),
-    ("mdu.py --data toy --target word", "no folder; it has to be paper, authors, removed"),
+    ("mdu.py --data toy --target word", "no folder; it has to be paper, removed, authors"),
     ("mdu.py {own} --retain-weight 0", "--target removed counts in the rows to retain"),
     ("mdu.py --data toy --model {base} --target {base}", "is the start model"),
     ("mdu.py --model {base} --forget born --retain spaced", "is to be forgotten and retained"),
@@ -3414,7 +3412,7 @@ def test_backward_equals_the_step_of_the_readme():
         assert torch.empty(*call.args).shape == numbers.shape
     readme_grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    losses = mdu.backward(args, model, None, anchor, *draws)
+    losses = mdu.backward(args, mdu.Models(model, None, anchor), *draws)
     assert losses == approx([step["loss"].item(), step["retain_loss"].item()], rel=1e-5)
     assert_close(readme_grads, [p.grad for p in model.parameters()], 1e-5)
 
