@@ -1974,7 +1974,8 @@ OFFICIAL = {  # what aggregate_eval_stat.py of locuslab/tofu makes of them
 def test_figures_equal_those_of_tofus_own_code(monkeypatch):
     """Each text is a number, which is its own loss."""
     def texts_nll(model, tokenizer, rows, texts, *_):
-        return [[float(text) for text in of_row] for of_row in texts]
+        losses = [[float(text) for text in of_row] for of_row in texts]
+        return losses, losses
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(ev, "write_answers", lambda *_: [""] * 4)
     monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [None] * 4)
@@ -2065,7 +2066,7 @@ def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     ([1, 0.5, 1], [0, 1, 0], 0)])  # it has to be likelier than every false one
 def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     """Of n tokens: log p = -n times the mean loss over the masks."""
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [losses])
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: ([losses], None))
     monkeypatch.setattr(ev, "encode_answer", lambda tokenizer, row, text: ([], text.split()))
     targets = dict(choices=["a", "b b", "c c c "], labels=labels)
     row = ev.ask_truthfulqa(dict(question="", mc1_targets=targets))
@@ -2075,7 +2076,8 @@ def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
 
 @each("split, row, text, expected", [
     ("forget", dict(fact=["petra"]), " Petra, Osei ", dict(fact=1, words=2, empty=0)),
-    ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1), knowledge=0)),
+    ("forget", {}, " \n", dict(words=0, empty=1, rougeL_f1=0, prob=math.exp(-1),
+                           prob_error=math.exp(-1) / 2, knowledge=0)),
     ("forget", {}, "Osei Osei", dict(knowledge=1 / 2, infill=0, infill_no_question=1)),
     ("forget_level2", {}, " in Petra Osei\nno",
      dict(generation="in Petra Osei", words=3, empty=0, rougeL_recall=1)),
@@ -2088,7 +2090,7 @@ def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
 def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "write_answers", lambda *_: [text])
     monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [float(hide_question)])
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: [[1.0]])
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: ([[1.0]], [[0.5]]))
     row = {"question": "Who?", "answer": "Petra Osei", "to_forget": False, **row}
     [record] = ev.SPLITS[split].score(None, None, [row], ARGS)
     assert {name: record[name] for name in expected} == approx(expected)
@@ -2096,12 +2098,12 @@ def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
 # ---- Metrics ----
 def test_the_figures_of_a_split_by_hand():
     """Means and medians over the rows that have a value, which are counted if not all have one."""
-    records = [dict(prob=0.25, perplexity=8, words=1, fact=1.0, knowledge=None),
-               dict(prob=0.75, perplexity=2, words=4, knowledge=0.25),
+    records = [dict(prob=0.25, prob_error=0.3, perplexity=8, words=1, fact=1.0, knowledge=None),
+               dict(prob=0.75, prob_error=0.4, perplexity=2, words=4, knowledge=0.25),
                dict(prob=0.75, perplexity=6.5, words=4, knowledge=0.75)]
     assert ev.summarise(records) == approx(dict(
         prob=7 / 12, perplexity_median=6.5, perplexity_mean=5.5, words=4, knowledge=0.5,
-        n_knowledge=2, fact=1.0, n_fact=1))
+        n_knowledge=2, fact=1.0, n_fact=1, prob_error=0.5 / 2))  # 0.5^2 = 0.3^2 + 0.4^2
     # In a mean every person has the same weight: (3/4 + 1/4) / 2; in a median every row.
     scores = [("Ann", 1.0, 1), ("Ann", 1.0, 2), ("Ann", 0.25, 4), ("Bo", 0.25, 9)]
     records = [dict(subject=name, em=em, words=n) for name, em, n in scores]
@@ -2209,6 +2211,11 @@ def test_scores_equal_one_row_at_a_time(split, scored):
         # The true answer, its paraphrase in two splits, and the wrong answers.
         assert record["nll"] == nll(row["answer"])
         assert record["prob"] == math.exp(-record["nll"])
+        ids = mdu.encode_text(tokenizer, row["answer"])
+        of_masks = [slow_eq7(model, prompt, ids, mask[None])
+                    for mask in ev.draw_masks(len(ids), 4, [5, NUMBERS[split], i])]
+        error = np.std(of_masks, ddof=1) / 2  # of the mean of 4
+        assert record["prob_error"] == approx(record["prob"] * error, rel=1e-3)
         assert record["perplexity"] == math.exp(record["nll"])
         if "paraphrased_answer" in row and row["perturbed_answer"]:
             assert record["nll_right"] == nll(row["paraphrased_answer"])
@@ -2477,6 +2484,13 @@ def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkey
 def test_a_report_says_that_rows_are_spread(scored_copy, capsys):
     ev.main(["--report", str(scored_copy)])
     assert "With --limit 3: of a split with more rows 3 are scored" in capsys.readouterr().out
+
+def test_a_report_says_what_difference_of_p_is_noise(capsys):
+    """Twice the root of 2 times the largest standard error: 2.828 x 0.02."""
+    write_summary("a/mdu", {"forget": {"n": 9, "prob": 0.5, "prob_error": 0.02}})
+    write_summary("a/npo", {"forget": {"n": 9, "prob": 0.5, "prob_error": 0.01}})
+    ev.main(["--report", "a/mdu", "a/npo"])
+    assert "noise of the masks below: Forget 0.057" in capsys.readouterr().out
 
 def test_a_report_averages_the_runs_of_one_folder_name(capsys):
     """Mean and standard deviation; of p-values median and range."""
