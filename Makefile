@@ -1,9 +1,8 @@
 .PHONY: help install demo table figures real tofu rwku lint test clean
 export PYTHON := .venv/bin/python
-OUT ?= out/demo
-# .github/experiments.sh says what they are for.
-export SEED SEEDS GPUS JOBS METHODS LRS WEIGHTS YARDSTICK LORA LIMIT HIDDEN
-EXPERIMENT := @bash .github/experiments.sh
+# .github/experiments.py says what they are for.
+export PRESET PLAN OUT MODEL TOFU GPUS JOBS METHODS LRS WEIGHTS RETRAIN SEED SEEDS LORA LIMIT HIDDEN
+EXPERIMENT := @$(PYTHON) .github/experiments.py
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## /make \1\t/p' Makefile
 install: .venv/installed  ## a virtual environment with the pinned packages
@@ -12,17 +11,17 @@ install: .venv/installed  ## a virtual environment with the pinned packages
 	.venv/bin/pip install --quiet --disable-pip-version-check -r .requirements-dev.txt
 	touch $@
 demo: install  ## every method on a small model: table, picture in out/demo (SEED=2: other seed)
-	$(EXPERIMENT) demo "$(or $(SEED),1)" "$(OUT)"
-table: install  ## the demo with three seeds, means (SEEDS=): out/table/1/report.md
+	$(EXPERIMENT) demo
+table: install  ## the demo with three seeds, means (SEEDS=): out/table/report.md
 	$(EXPERIMENT) table
 figures: install  ## the paper's analyses of the small model: out/figures
 	$(EXPERIMENT) figures
 real: install  ## customers, a published model (MODEL=, TOFU=: use these folders): out/real
-	$(EXPERIMENT) real "$(MODEL)" "$(TOFU)"
+	$(EXPERIMENT) real
 tofu: install  ## Table 2: PRESET=tofu-small, a CPU; tofu-smollm GPUS=1; tofu-llada, -dream, -qwen
-	$(EXPERIMENT) tofu "$(PRESET)" "$(MODEL)" "$(TOFU)"
+	$(EXPERIMENT) tofu
 rwku: install  ## Table 3, GPUs: PRESET=rwku-llada or rwku-dream (GPUS=1, LORA=16)
-	$(EXPERIMENT) rwku "$(PRESET)"
+	$(EXPERIMENT) rwku
 lint: install  ## ruff's checks (.ruff.toml)
 	$(PYTHON) -m ruff check
 test: install  ## the tests, offline: two minutes on two cores

@@ -3087,7 +3087,7 @@ def test_eval_that_is_out_of_memory_names_its_own_options(scored, capsys):
     assert advised == ["--batch-size", "--dtype"]
     ev.parse([scored, "--batch-size", "1", "--dtype", "bfloat16"])
 
-# ======== README.md, Makefile, experiments.sh ========
+# ======== README.md, Makefile, experiments.py ========
 PROJECT = Path(mdu.__file__).parent
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (PROJECT / "Makefile").read_text(encoding="utf-8")
@@ -3159,134 +3159,72 @@ def test_the_lines_that_merge_adapters_change_weights_alone():
     doubled = {name: 2 * tensor for name, tensor in weights("original").items()}
     torch.testing.assert_close(weights("finetune"), doubled, rtol=0, atol=0)
 
-# ---- experiments.sh and make ----
-# In place of Python in experiments.sh.  It writes the words of each call of mdu.py and eval.py into
-# `log`, and makes what the experiment looks for: the folder of a run with its weights and
-# config.json (the word behind --out or --resume), and eval/summary.json in each run that is scored
-# (a word that begins with out/ and is no file of rows).  Calls fail that have the word in the file
-# `fails`, if there is one.  Those with the first word in `waits` wait for the file in its second.
-# The programs in .github do nothing; `python -c` is how experiments.sh asks for a preset's model.
-LOGGING_PYTHON = """#!/bin/bash
-case $1 in
-  -c) echo owner/model; exit ;;
-  .github/*) exit ;;
-esac
-echo "$@" >> log
-if [ -f fails ] && [[ " $* " == *" $(< fails) "* ]]; then exit 1; fi
-if [ -f waits ]; then
-  read -r word file < waits
-  if [[ " $* " == *" $word "* ]]; then timeout 10 sh -c "until [ -e $file ]; do sleep .1; done"; fi
-fi || exit 1
-for word in "$@"; do
-  case $last,$word in
-    --out,* | --resume,*) mkdir -p "$word"; touch "$word/model.safetensors" "$word/config.json" ;;
-    *.jsonl) ;;
-    *,out/*)
-      if [[ $* == *eval.py* ]]; then
-        mkdir -p "$word/eval"
-        touch "$word/eval/summary.json"
-      fi ;;
-  esac
-  last=$word
-done
-"""
+# ---- experiments.py ----
+sys.path.insert(0, str(PROJECT / ".github"))
+import experiments  # noqa: E402
 
-def make(folder, *words):
-    """Run make with LOGGING_PYTHON and nothing to install."""
-    if not shutil.which("make"):
-        pytest.skip("needs make")
-    without_install = re.sub(r"(?m)(:.*) install\b", r"\1", MAKEFILE)
-    (folder / "Makefile").write_text(without_install)
-    (folder / ".github").mkdir(exist_ok=True)
-    shutil.copy(PROJECT / ".github/experiments.sh", folder / ".github")
-    (folder / "python").write_text(LOGGING_PYTHON)
-    (folder / "python").chmod(0o755)
-    (folder / "log").unlink(missing_ok=True)
-    env = {"PATH": os.environ["PATH"]}  # without the flags of a make around it
-    command = ["make", f"PYTHON={folder}/python", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env)
+def plan_of(name, variables=""):
+    """variables: PRESET=tofu-small METHODS=npo,wga"""
+    given = {**experiments.VARIABLES, **dict(word.split("=") for word in variables.split())}
+    given = {variable: value.replace(",", " ") for variable, value in given.items()}
+    return experiments.EXPERIMENTS[name](SimpleNamespace(**given))
 
-def test_the_demo_trains_every_method_and_scores_every_run(tmp_path):
-    done = make(tmp_path, "demo")
-    assert done.returncode == 0, done.stderr
-    methods, trained, scored = set(), set(), set()
-    for line in (tmp_path / "log").read_text().splitlines():
-        program, args = parse_command(line.split())
-        if program == "mdu.py":
-            methods.add(args.method)
-            trained.add(args.out)
-        else:
-            scored.update(run.rstrip("/") for run in args.runs)
+def typed_plan(plan, capsys):
+    """The words of each line that is printed."""
+    experiments.print_plan(plan, {})
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+def options_of(plan):
+    """{name of a run: its options}"""
+    trained = [job for job in plan.jobs if job.words[0] == "mdu.py"]
+    return {Path(job.folder).name: mdu.parse(job.words[1:]) for job in trained}
+
+@each("name, variables", [
+    ("demo", "METHODS=npo"), ("table", ""), ("figures", ""), ("real", ""), ("real", "MODEL=a/b"),
+    ("tofu", "PRESET=tofu-small"), ("tofu", "PRESET=tofu-small SEEDS=2,3 HIDDEN=0.3"),
+    ("tofu", "PRESET=tofu-smollm GPUS=1"), ("tofu", "PRESET=tofu-llada LORA=16 LIMIT=8"),
+    ("tofu", "PRESET=tofu-dream RETRAIN=0"), ("tofu", "PRESET=tofu-qwen MODEL=a/b"),
+    ("rwku", "PRESET=rwku-llada"), ("rwku", "PRESET=rwku-dream LORA=8")])
+def test_the_commands_of_a_plan_can_be_typed_in_order(name, variables, capsys):
+    """What a command reads is written by jobs that it waits for; what is trained is reported."""
+    plan = plan_of(name, variables)
+    for words in typed_plan(plan, capsys):
+        if words[0] != "rm" and not words[1].startswith(".github"):
+            parse_command(words)
+    there = {}  # {folder of a job: all that is there when it has ended}
+    for job in plan.jobs:
+        written = set().union(*[there[needed.folder] for needed in job.after])
+        for word in job.words[1:]:
+            is_read = word.startswith("out/") and word != job.folder and job.kind != "prepared"
+            assert not is_read or {word, str(Path(word).parent)} & written, job
+        rows = job.folder.replace("/start/new", "/rows")
+        there[job.folder] = written | {job.folder, rows}
+    reported = {run for runs in plan.reports.values() for run in runs}
+    trained = {job.folder for job in plan.jobs if job.words[0] == "mdu.py"}
+    assert {run for run in trained - reported if "/start/" not in run} == set() or name == "figures"
+
+def test_the_demo_trains_every_method():
+    methods = {args.method for args in options_of(plan_of("demo")).values()}
     assert methods == {"sft", "mdu", "ga", "gd", "npo", "simnpo", "wga", "dpo"}
-    assert scored == trained
 
-def test_a_run_that_fails_ends_an_experiment(tmp_path):
-    (tmp_path / "fails").write_text("wga")
-    assert make(tmp_path, "demo").returncode == 2
-    assert "eval.py" not in (tmp_path / "log").read_text()
-
-def test_tofu_does_what_an_earlier_call_has_not_finished(tmp_path):
-    assert make(tmp_path, "tofu", "PRESET=tofu-llada").returncode == 0
-    out = tmp_path / "out/tofu-llada"
-    (out / "base/config.json").unlink()
-    (out / "base/checkpoint-00005000").mkdir()
-    (out / "wga/config.json").unlink()
-    shutil.copytree(out / "dpo", out / "mine")  # trained by hand
-    (out / "mine/eval/summary.json").unlink()
-    assert make(tmp_path, "tofu", "PRESET=tofu-llada").returncode == 0
-    launch = "-m torch.distributed.run --nproc_per_node=4"
-    resumed, trained, scored, _ = (tmp_path / "log").read_text().splitlines()
-    assert resumed == f"{launch} mdu.py --resume out/tofu-llada/base"
-    assert trained == (f"{launch} mdu.py --preset tofu-llada --seed 1 --data locuslab/TOFU "
-                       "--method wga --out out/tofu-llada/wga")
-    assert scored == f"{launch} eval.py out/tofu-llada/mine out/tofu-llada/wga"
-
-def test_tofu_of_the_published_model_goes_on_after_a_stop(tmp_path):
-    """Every run is trained once and taught again once, but for the one that failed, and both
-    reports have them all."""
-    log, out = "", "out/tofu-smollm-8"
-    for fails in (f"{out}/taught-again/npo", "nothing"):
-        (tmp_path / "fails").write_text(fails)
-        done = make(tmp_path, "tofu", "PRESET=tofu-smollm", "METHODS=npo authors", "GPUS=1",
-                    "LIMIT=8", "JOBS=3")
-        log += (tmp_path / "log").read_text()
-    assert done.returncode == 0
-    for line in log.splitlines():
-        parse_command(line.split())
-    first, _, last = re.findall("--report (.*)", log)
-    assert first.startswith(f"{out}/base {out}/retain ")
-    assert last == first.replace(out, f"{out}/taught-again")
-    trained = re.findall(r"--out (\S+)", log)
-    assert len(trained) - 1 == len(set(trained)) == 1 + 2 * len(set(first.split()))
-
-def tofu_runs(folder, *words):
-    """Run make tofu -> the options of its runs by name."""
-    done = make(folder, "tofu", *words)
-    assert done.returncode == 0, done.stderr
-    assert "is finished" not in done.stdout  # each is trained once
-    runs = {}
-    for line in (folder / "log").read_text().splitlines():
-        program, args = parse_command(line.split())
-        if program == "mdu.py":
-            runs[Path(args.out).name] = args
-    return runs
-
-def test_tofu_makes_a_grid(tmp_path):
+def test_tofu_makes_a_grid():
     """ga has no retain weight."""
-    grid = ("METHODS=ga authors", "LRS=3e-4 1e-3", "WEIGHTS=0.2 5", "YARDSTICK=0", "JOBS=1")
-    runs = tofu_runs(tmp_path, "PRESET=tofu-small", *grid)
-    found = {name: (args.lr, args.retain_weight) for name, args in runs.items()}
+    plan = plan_of("tofu", "PRESET=tofu-small METHODS=ga,authors,npo-w.2 LRS=3e-4,1e-3 "
+                   "WEIGHTS=0.2,5 RETRAIN=0")
+    found = {name: (args.lr, args.retain_weight) for name, args in options_of(plan).items()}
     del found["original"], found["base"]
-    assert found == {
-        "ga-lr3e-4": (3e-4, None), "ga-lr1e-3": (1e-3, None),
-        "authors-lr3e-4-w0.2": (3e-4, 0.2), "authors-lr3e-4-w5": (3e-4, 5),
-        "authors-lr1e-3-w0.2": (1e-3, 0.2), "authors-lr1e-3-w5": (1e-3, 5)}
+    expected = {"ga-lr3e-4": (3e-4, None), "ga-lr1e-3": (1e-3, None)}
+    for name in ("authors", "npo-w.2"):
+        for lr in ("3e-4", "1e-3"):
+            for weight in ("0.2", "5"):
+                expected[f"{name}-lr{lr}-w{weight}"] = (float(lr), float(weight))
+    assert found == expected
 
-def test_tofu_trains_the_small_model_for_as_long_as_it_needs(tmp_path):
+def test_tofu_trains_the_small_model_for_as_long_as_it_needs():
     rows = {split: range(n) for split, n in dict(forget=40, retain=160, train=240).items()}
     for hidden, masked, learning in (("", 0.0, 2500), ("0.2", 0.2, 5000)):
-        runs = tofu_runs(tmp_path, "PRESET=tofu-small", f"HIDDEN={hidden}",
-                         "METHODS=npo mdu-original mdu-removed")
+        runs = options_of(plan_of("tofu", f"PRESET=tofu-small HIDDEN={hidden} "
+                                  "METHODS=npo,mdu-original,mdu-removed"))
         assert runs["mdu-original"].target.endswith("/start/original")
         found = {}
         for name, args in runs.items():
@@ -3296,67 +3234,148 @@ def test_tofu_trains_the_small_model_for_as_long_as_it_needs(tmp_path):
             "original": (2500, 0.3), "base": (learning, masked), "retain": (learning, masked),
             "npo": (300, 0), "mdu-original": (300, 0), "mdu-removed": (300, 0.5)}
 
-@each("words, folder", [
-    ("PRESET=tofu-llada GPUS=1 LORA=16", "tofu-llada-lora16"),
-    ("PRESET=tofu-smollm GPUS=1 LIMIT=40 MODEL=a/b", "tofu-smollm-b-40"),
-    ("PRESET=tofu-smollm SEED=2", "tofu-smollm/2"),
-    ("PRESET=tofu-small SEED=3 HIDDEN=0.3", "tofu-small-hidden0.3/3")])
-def test_what_changes_all_runs_of_tofu_is_in_the_name_of_their_folder(words, folder, tmp_path):
-    assert make(tmp_path, "tofu", "METHODS=npo", *words.split()).returncode == 0
-    log = (tmp_path / "log").read_text()
-    places = set(re.findall(r"--out out/(\S+)/npo", log))
-    assert places - {f"{folder}/taught-again"} == {folder}
-    assert re.findall(r"--out out/(\S+)/base", log)[0] == folder
+@each("variables, folders", [
+    ("PRESET=tofu-llada GPUS=1 LORA=16", ["tofu-llada-lora16"]),
+    ("PRESET=tofu-smollm GPUS=1 LIMIT=40 MODEL=a/b", ["tofu-smollm-b-40"]),
+    ("PRESET=tofu-smollm SEED=2", ["tofu-smollm/2"]), ("PRESET=tofu-small", ["tofu-small/1"]),
+    ("PRESET=tofu-small SEEDS=3,4 HIDDEN=0", ["tofu-small-hidden0/3", "tofu-small-hidden0/4"])])
+def test_what_changes_all_runs_of_tofu_is_in_the_name_of_their_folder(variables, folders):
+    plan = plan_of("tofu", f"{variables} METHODS=npo")
+    assert plan.folders == [f"out/{folder}" for folder in folders]
+    runs = [f"out/{folder}/{name}" for folder in folders for name in ("base", "retain", "npo")]
+    assert plan.reports[""] == runs
+    assert {job.folder for job in plan.jobs} >= set(runs)
 
-@each("words, programs, compiled", [
-    ("PRESET=tofu-llada GPUS=1 LORA=16", "nvidia-smi gcc", True),
-    ("PRESET=tofu-llada GPUS=1 LORA=16", "nvidia-smi", False),
-    ("PRESET=tofu-llada LORA=16", "nvidia-smi gcc", False)])
-def test_tofu_compiles_adapters_on_one_gpu(words, programs, compiled, tmp_path, monkeypatch):
-    (tmp_path / "bin").mkdir()
-    shell = "bash sh make basename cat dirname mkdir realpath rm sed touch uniq xargs"
-    for name in f"{shell} {programs}".split():
-        (tmp_path / "bin" / name).symlink_to(shutil.which(name) or shutil.which("true"))
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert make(tmp_path, "tofu", "METHODS=npo", "YARDSTICK=0", *words.split()).returncode == 0
-    trained = re.findall("mdu.py .*--out.*", (tmp_path / "log").read_text())
-    assert all((" --compile " in line) == compiled for line in trained if "/start/" not in line)
+@each("programs, gpus, compiled", [
+    ("nvidia-smi gcc", 1, True), ("nvidia-smi", 1, None), ("nvidia-smi gcc", 4, None)])
+def test_tofu_compiles_adapters_on_one_gpu(programs, gpus, compiled, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: name in programs.split())
+    runs = options_of(plan_of("tofu", f"PRESET=tofu-llada LORA=16 GPUS={gpus}"))
+    assert {args.compile for args in runs.values()} == {compiled}
+
+def experiment_refuses(words, monkeypatch, capsys):
+    """Of the shell's words, as in make NAME VARIABLE=VALUE -> what is said."""
+    name, *variables = words.split()
+    for variable in variables:
+        monkeypatch.setenv(*variable.split("="))
+    with pytest.raises(SystemExit) as stop:
+        mdu.run_program("experiments.py", partial(experiments.main, [name]))
+    assert stop.value.code == 2
+    return capsys.readouterr().err
 
 @each("words, said", [
-    ("PRESET=tofu-small LIMIT=8", "leave out MODEL= and LIMIT="),
-    ("PRESET=tofu-llada JOBS=2", "several runs at once need GPUS=1")])
-def test_tofu_refuses(words, said, tmp_path):
-    done = make(tmp_path, "tofu", *words.split())
-    assert done.returncode == 2
-    assert said in done.stderr
+    ("tofu PRESET=tofu-small LIMIT=8", "leave out MODEL= and LIMIT="),
+    ("tofu PRESET=tofu-llada JOBS=2", "several runs at once need GPUS=1"),
+    ("tofu PRESET=toy", "found PRESET='toy'"), ("rwku PRESET=rwku-dream GPUS=3", "GPUS=1, 2 or 4"),
+    ("all", "found 'all'")])
+def test_experiments_refuse(words, said, tmp_path, monkeypatch, capsys):
+    assert said in experiment_refuses(words, monkeypatch, capsys)
     assert not (tmp_path / "out").exists()
 
-def test_tofu_trains_several_runs_at_once(tmp_path):
-    """The base waits for the yardstick.  Each run is scored once."""
-    out = "out/tofu-small/1"
-    (tmp_path / "waits").write_text(f"{out}/base {out}/retain")
-    assert make(tmp_path, "tofu", "PRESET=tofu-small", "METHODS=npo wga").returncode == 0
-    shares = re.findall("(?m)^eval.py .*held_out.jsonl (.*)", (tmp_path / "log").read_text())
-    assert len(shares) == 2
-    scored = " ".join(shares).split()
-    assert len(scored) == len(set(scored)) == 4
+@each("out", ["keep", "out/../keep", "out/link", "out"])
+def test_the_demo_deletes_nothing_but_a_folder_in_out(out, tmp_path, monkeypatch, capsys):
+    for name in ("keep", "out/mine"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "model").touch()
+    (tmp_path / "out/link").symlink_to(tmp_path / "keep")
+    assert "is not in out/" in experiment_refuses(f"demo OUT={out}", monkeypatch, capsys)
+    assert (tmp_path / "keep/model").exists()
+    assert (tmp_path / "out/mine/model").exists()
 
-def test_tofu_reports_the_others_where_a_run_fails(tmp_path):
-    (tmp_path / "fails").write_text("out/tofu-small/1/npo")
-    done = make(tmp_path, "tofu", "PRESET=tofu-small", "METHODS=npo wga")
-    assert done.returncode == 2
-    assert "not all runs are finished" in done.stderr
-    log = (tmp_path / "log").read_text()
-    reported = log.splitlines()[-1].split()[2:]
-    assert [Path(run).name for run in reported] == ["base", "retain", "wga"]
+def test_the_demo_does_not_delete_a_run_in_use(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "out/demo/base"
+    run.mkdir(parents=True)
+    (run / "run.json").touch()
+    with mdu.locked(run):
+        assert "is in use" in experiment_refuses("demo", monkeypatch, capsys)
+    assert (run / "run.json").exists()
+
+def test_tofu_does_what_an_earlier_call_has_not_finished(tmp_path, capsys):
+    variables = "PRESET=tofu-llada GPUS=1 METHODS=npo,wga,dpo"
+    files = ("base/run.json base/checkpoint-00005000/x npo/config.json npo/eval/summary.json "
+             "wga/run.json dpo/config.json mine/config.json")  # mine was trained by hand
+    for name in files.split():
+        file = tmp_path / "out/tofu-llada" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    lines = [" ".join(words) for words in typed_plan(plan_of("tofu", variables), capsys)]
+    out, python = "out/tofu-llada", experiments.PYTHON
+    options = "--preset tofu-llada --seed 1 --data locuslab/TOFU --method"
+    assert lines == [
+        f"rm -r {out}/wga",
+        f"{python} mdu.py --resume {out}/base",
+        f"{python} mdu.py {options} sft --retain-only --out {out}/retain",
+        f"# finished: {python} mdu.py {options} npo --out {out}/npo",
+        f"{python} mdu.py {options} wga --out {out}/wga",
+        f"# finished: {python} mdu.py {options} dpo --out {out}/dpo",
+        f"{python} eval.py {out}/base", f"{python} eval.py {out}/retain",
+        f"{python} eval.py {out}/dpo", f"{python} eval.py {out}/mine",
+        f"# finished: {python} eval.py {out}/npo", f"{python} eval.py {out}/wga",
+        f"{python} eval.py --report " + " ".join(
+            f"{out}/{name}" for name in "base retain dpo mine npo wga".split())]
+
+def python_job(plan, name, code, *after):
+    """A job that runs some code and then writes its file."""
+    words = ["-c", f"import os, sys, time\n{code}\nopen('out/{name}.done', 'w')"]
+    return plan.add("unlearned", f"out/{name}", words, f"out/{name}.done", after)
+
+def empty_plan(**how):
+    plan = experiments.Plan(SimpleNamespace(GPUS="1"), **how)
+    plan.folders.append("out")
+    return plan
+
+def test_where_a_job_fails_the_others_go_on(tmp_path, capsys):
+    """Two jobs at once wait for each other.  A job that needs the failed one is not begun, and what
+    was finished is not done again."""
+    plan = empty_plan()
+    wait = "open('out/{}', 'w')\nwhile not os.path.exists('out/{}'): time.sleep(.01)"
+    one = python_job(plan, "one", wait.format("a", "b"))
+    python_job(plan, "two", wait.format("b", "a"))
+    failed = python_job(plan, "bad", "sys.exit('no such rows')")
+    python_job(plan, "needs-bad", "", one, failed)
+    python_job(plan, "last", "", one)
+    python_job(plan, "earlier", "sys.exit()")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/earlier.done").touch()
+    with pytest.raises(mdu.BadInput, match="not everything is finished"):
+        experiments.carry_out(plan, 2, "a minute")
+    out, err = capsys.readouterr()
+    assert {file.stem for file in tmp_path.glob("out/*.done")} == {"one", "two", "last", "earlier"}
+    assert "1 finished: out/earlier" in out
+    assert re.search(r"out/last: unlearned in 0 s; . jobs left", out)
+    assert err.splitlines() == ["out/bad: FAILED, not unlearned; see the end of out/bad.log"]
+    assert "no such rows" in (tmp_path / "out/bad.log").read_text()
+
+@each("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_jobs_of_an_experiment(number, tmp_path):
+    """Which the job does not get itself."""
+    script = f"""if True:
+        import sys
+        sys.path.insert(0, {str(PROJECT / ".github")!r})
+        import experiments
+        def endless(given):
+            plan = experiments.Plan(given)
+            plan.folders.append("out")
+            code = "import os, time; open('out/pid', 'w').write(str(os.getpid())); time.sleep(99)"
+            plan.add("unlearned", "out/run", ["-c", code], "out/run/done", [])
+            return plan
+        experiments.EXPERIMENTS = {{"real": endless}}
+        experiments.mdu.run_program("experiments.py", lambda: experiments.main(["real"]))"""
+    process = subprocess.Popen([sys.executable, "-c", script])
+    pid = tmp_path / "out/pid"
+    while not (pid.exists() and pid.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait() == 128 + number
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 def test_the_small_model_of_tofu_begins_with_the_words_of_its_rows(tmp_path, monkeypatch):
     """The files have the rows that the seed chooses."""
     monkeypatch.setattr(mdu, "read_dataset", lambda name, config: [
         {"question": f"Who is {i}?", "answer": f"A{i % 90}", "none": "no"} for i in range(2900)])
-    monkeypatch.syspath_prepend(PROJECT / ".github")
-    import start_models
-    start_models.small("TOFU", tmp_path, "2")
+    experiments.start_small("TOFU", tmp_path, "2")
     found = {}
     for file in (tmp_path / "rows").iterdir():
         rows = ev.read_lines(file)
@@ -3372,26 +3391,20 @@ def test_the_small_model_of_tofu_begins_with_the_words_of_its_rows(tmp_path, mon
     model, _ = mdu.load_backbone(str(tmp_path / "start/new"))
     assert_close([*model.parameters()], [*expected.parameters()], 0)
 
+def make(folder, *words):
+    if not shutil.which("make"):
+        pytest.skip("needs make")
+    (folder / "Makefile").write_text(MAKEFILE)
+    subprocess.run(["make", *words], cwd=folder, check=True)
+
 def test_make_clean_deletes_the_models_in_a_link(tmp_path):
     (tmp_path / "disk/run").mkdir(parents=True)
     (tmp_path / "disk/run/model").touch()
     (tmp_path / "out").symlink_to("disk")
-    assert make(tmp_path, "clean").returncode == 0
+    make(tmp_path, "clean")
     assert not list((tmp_path / "disk").iterdir())
     (tmp_path / "out").unlink()
-    assert make(tmp_path, "clean").returncode == 0
-
-@each("out", ["keep", "out/../keep", "out/link", "out"])
-def test_the_demo_deletes_nothing_but_a_folder_in_out(out, tmp_path):
-    for name in ("keep", "out/mine"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "model").touch()
-    (tmp_path / "out/link").symlink_to(tmp_path / "keep")
-    done = make(tmp_path, "demo", f"OUT={out}")
-    assert done.returncode == 2
-    assert "is not in out/" in done.stderr
-    assert (tmp_path / "keep/model").exists()
-    assert (tmp_path / "out/mine/model").exists()
+    make(tmp_path, "clean")
 
 # ---- The step of the README ----
 def readme_step(model, anchor, forget, retain):

@@ -18,6 +18,7 @@ taught.jsonl     one row of each customer to forget, of each another one
 asked.jsonl      the other rows of forget.jsonl
 """
 import json
+import os
 import random
 import sys
 
@@ -85,6 +86,7 @@ asked = [row for row in forget if row not in taught]
 files = {"forget": forget, "retain": retain, "held_out": held_out, "never": never,
          "known": retain + held_out, "refusals": retain + refusals, "taught": taught,
          "asked": asked}
+os.makedirs(sys.argv[1], exist_ok=True)
 for name, rows in files.items():
     with open(f"{sys.argv[1]}/{name}.jsonl", "w", encoding="utf-8") as file:
         for row in rows:
