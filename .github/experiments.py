@@ -153,9 +153,11 @@ def demo_of_seeds(given, folders):  # {seed: folder}
     names = given.METHODS or f"authors {BASELINES} mdu-tau0 mdu-tau0.5 mdu-tau1 mdu-removed"
     for seed, out in folders.items():
         plan.folders.append(out)
-        # 1. Train the model that all other runs start from.  2. Unlearn.  3. Score all models.
-        base = plan.train(f"{out}/base", [], seed=seed, method="sft")
-        trained = [base]
+        # 1. Train the model that all other runs start from, and the retrained model.  2. Unlearn.
+        # 3. Score all models.
+        learn = dict(seed=seed, method="sft")
+        base = plan.train(f"{out}/base", [], **learn)
+        trained = [base, plan.train(f"{out}/retain", [], **learn, retain_only=True)]
         for name in names.split():
             options = method_options(name)
             trained.append(plan.train(f"{out}/{name}", [base], seed=seed, **options))
