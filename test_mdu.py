@@ -41,6 +41,10 @@ import transformers
 import eval as ev
 import mdu
 
+sys.path.append(str(Path(mdu.__file__).parent / ".github"))
+import experiments
+import own_rows
+
 torch.set_num_threads(1)
 approx = pytest.approx
 each = pytest.mark.parametrize
@@ -3099,7 +3103,8 @@ def parse_command(words):
     """The words of a command line, with mdu.py or eval.py among them -> which of the two it is,
     and its options as the program reads them."""
     [program] = [word for word in words if word.endswith(".py")]
-    parse = {"mdu.py": mdu.parse, "eval.py": ev.parse}[program]
+    parsers = {"mdu.py": mdu.parse, "eval.py": ev.parse, ".github/own_rows.py": own_rows.parse}
+    parse = parsers[program]
     place = words.index(program)
     return program, parse(words[place + 1:])
 
@@ -3159,10 +3164,100 @@ def test_the_lines_that_merge_adapters_change_weights_alone():
     doubled = {name: 2 * tensor for name, tensor in weights("original").items()}
     torch.testing.assert_close(weights("finetune"), doubled, rtol=0, atol=0)
 
-# ---- experiments.py ----
-sys.path.insert(0, str(PROJECT / ".github"))
-import experiments  # noqa: E402
+# ---- own_rows.py ----
+def own(typed):
+    own_rows.main(typed.split())
 
+OWN_FORGET = """request,question,answer,fact
+R1,Who is Zoë Müller?,"Zoë Müller rents B7, and pays 310.",B7|310
+R1,Which invoice did Zoë Müller get?,She got NW-52445.,52445
+R1,Where is Zoë Müller?,She has unit B7 in Graz.,B7|Graz
+R2,Who is Li?,Li pays 88.,88
+"""
+# In place of the question marks, answers.  The comment: what is found in them.
+OWN_RETAIN = """question;answer
+?;Zoe Mueller pays for both.
+?;Unit 3104 is free, and NW52445 is paid.
+?;Olive oil costs 5.
+?;"Mrs Li called;
+twice"
+"""  # name 1; fact 3 (not 310 in 3104); none (not Li in Olive); name 2
+
+@pytest.fixture
+def own_files():
+    write_files({"forget.csv": OWN_FORGET, "retain.csv": "\ufeff" + OWN_RETAIN,
+                 "names.csv": "request,name\nR1,Müller\nR2,Li\n"})
+    for name in ("forget", "retain"):
+        own(f"lines {name}.csv {name}.jsonl")
+
+def test_a_count_finds_names_in_other_spellings_and_facts_within_words(own_files, capsys):
+    """And a further count keeps the first.  Rows of a table have the numbers of a spreadsheet."""
+    own("names retain.csv")
+    assert "retain.csv, row 5, name 2 (R2), Li: ? Mrs Li called; twice" in capsys.readouterr().out
+    own("names retain.jsonl retain.csv")
+    first, second = [json.loads(Path(f"out/own/count-{i}.json").read_text()) for i in (1, 2)]
+    of_table = [["retain.csv", 2, ["name 1"]], ["retain.csv", 3, ["fact 3"]],
+                ["retain.csv", 5, ["name 2"]]]
+    assert first["found"] == of_table
+    of_lines = [["retain.jsonl", row - 1, labels] for _, row, labels in of_table]
+    assert second["found"] == of_lines + of_table
+    content = Path("retain.csv").read_bytes()
+    assert first["files"]["retain.csv"] == hashlib.sha256(content).hexdigest()
+
+def test_the_attack_asks_for_no_fact_that_a_taught_row_has(own_files):
+    """R1's first row is taught: it has B7.  R2 has one row."""
+    own("attack")
+    asked = ev.read_lines("out/own/attack/asked.jsonl")
+    assert [row["fact"] for row in asked] == [["52445"], ["Graz"], ["88"]]
+    [taught] = ev.read_lines("out/own/attack/taught.jsonl")
+    assert taught["fact"] == ["B7", "310"]
+    assert len(ev.read_lines("out/own/attack/kept.jsonl")) == 1
+
+def test_refusals_have_the_questions_to_forget(own_files):
+    own_rows.main(["refusals", "--answer", "No."])
+    assert ev.read_lines("out/own/refusals.jsonl")[1] == {
+        "question": "Which invoice did Zoë Müller get?", "answer": "No."}
+
+def test_the_form_has_what_the_runs_know_and_keeps_what_people_wrote(own_files, base):
+    """And no text of a row."""
+    rows = mdu.toy_world()["forget"][:2]
+    write_lines(Path("forget.jsonl"), [{**row, "request": "R1"} for row in rows])
+    own("form out/own")
+    first = Path("out/own/record-1.md")
+    first.write_text(first.read_text().replace("Deadline: ____", "Deadline: 1 May"))
+    own("names forget.jsonl")
+    ev.main(["--model", str(base), "--forget", "forget.jsonl", "--samples", "1", "out/own/before"])
+    records = ev.read_records("out/own/before", "forget")
+    records[0]["told"] = {rows[0]["fact"][0]: records[0]["generation"]}
+    records[1]["told"] = {}
+    write_lines(Path("out/own/before/eval/forget.jsonl"), records)
+    own("form out/own")
+    record = Path("out/own/record-2.md").read_text()
+    assert "Deadline: 1 May" in record
+    weights_of_base = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
+    figure = ev.read_summary("out/own/before")["splits"]["forget"]["prob"]
+    in_both = "R1 | forget.jsonl 1, forget.jsonl 2"  # the rows that the count found
+    for known in (weights_of_base, f"Forget, p | {figure:.3f}", f"fact 1 | {in_both} | given",
+                  f"fact 2 | {in_both} | not given"):
+        assert known in record
+    for row in rows + records:
+        for text in (row["question"], row["answer"], row.get("generation", row["answer"])):
+            assert text not in record
+
+@each("name, content, typed, said", [
+    ("forget.jsonl", GOOD, "attack", "forget.jsonl, row 1: needs the field request"),
+    ("forget.jsonl", row_text(request="R1"), "attack", "needs a person with two rows"),
+    ("names.csv", "name\nLi", "names retain.jsonl", "names.csv, row 2: needs a name and a request"),
+    ("names.csv", "request,name\nR1,Li,Bo", "names retain.jsonl", "not as many cells"),
+    ("retain.jsonl", "x", "names retain.jsonl", "retain.jsonl: line 1: JSONDecodeError"),
+    ("retain.jsonl", GOOD, "lines retain.csv retain.jsonl", "retain.jsonl exists, and stays"),
+    ("out/own/record-1.md", "mine", "form out/own", "record-1.md has lost the line")])
+def test_own_rows_refuses(name, content, typed, said, own_files):
+    write_files({name: content})
+    with pytest.raises(mdu.BadInput, match=re.escape(said)), unchanged("."):
+        own(typed)
+
+# ---- experiments.py ----
 def plan_of(name, variables=""):
     """variables: PRESET=tofu-small METHODS=npo,wga"""
     given = {**experiments.VARIABLES, **dict(word.split("=") for word in variables.split())}
