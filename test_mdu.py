@@ -1929,8 +1929,7 @@ def test_gaps_by_hand(row, parts, tmp_path):
     ids = mdu.encode_text(tokenizer, "".join(parts)) + [tokenizer.eos_token_id]
     assert ev.gap_of(tokenizer, row, ids).tolist() == [*expected, False]
 
-@each("hidden", [False, True])
-def test_filling_gaps_equals_a_slow_loop(hidden, monkeypatch):
+def test_filling_gaps_equals_a_slow_loop(monkeypatch):
     """Every second token is in the gap, of an answer of one token none.  Token 0 is written A."""
     def encode_answer(tokenizer, row, text):
         return row["question"], [ord(c) - 65 for c in text]
@@ -1940,14 +1939,18 @@ def test_filling_gaps_equals_a_slow_loop(hidden, monkeypatch):
     rows, expected = [], []
     for prompt, answer in MORE_PAIRS:
         places = range(len(prompt) + 1, len(prompt + answer), 2)
-        ids = (len(prompt) * [MASK] if hidden else prompt) + answer + [1]
-        for i in places:
-            ids[i] = MASK
-        filled = slow_filled(model, ids, places, len(places) * [1])
-        right = [filled[i] == answer[i - len(prompt)] for i in places]
-        expected.append(np.mean(right) if right else None)
+        for shown in (prompt, len(prompt) * [MASK]):
+            ids = shown + answer + [1]
+            for i in places:
+                ids[i] = MASK
+            filled = slow_filled(model, ids, places, len(places) * [1])
+            right = [filled[i] == answer[i - len(prompt)] for i in places]
+            expected.append(np.mean(right) if right else None)
         rows.append(dict(question=prompt, answer="".join(chr(65 + token) for token in answer)))
-    assert ev.fill_gaps(model, None, rows, ARGS, hidden) == expected
+    n_passes = len(model.seen)  # of one row each
+    model.seen.clear()
+    assert [*itertools.chain(*ev.fill_gaps(model, None, rows, ARGS))] == expected
+    assert sum(map(len, model.seen)) == n_passes  # no pass of a row that is finished
 
 # ---- TOFU's figures ----
 # Four questions of each of the public logs of github.com/locuslab/tofu (Llama-2-7B fine-tuned on
@@ -1982,7 +1985,7 @@ def test_figures_equal_those_of_tofus_own_code(monkeypatch):
         return losses, losses
     monkeypatch.setattr(ev, "texts_nll", texts_nll)
     monkeypatch.setattr(ev, "write_answers", lambda *_: [""] * 4)
-    monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [None] * 4)
+    monkeypatch.setattr(ev, "fill_gaps", lambda *_: [(None, None)] * 4)
     monkeypatch.setattr(ev, "write_in_other_ways", lambda *_: [[]] * 4)
     splits = {}
     for split, logs in LOGS.items():
@@ -2093,7 +2096,7 @@ def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     ("utility_factuality", dict(answers=["b b d"]), "b b b c", dict(em=0, f1=4 / 7))])  # b twice
 def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "write_answers", lambda *_: [text])
-    monkeypatch.setattr(ev, "fill_gaps", lambda *_, hide_question: [float(hide_question)])
+    monkeypatch.setattr(ev, "fill_gaps", lambda *_: [(0.0, 1.0)])
     monkeypatch.setattr(ev, "texts_nll", lambda *_: ([[1.0]], [[0.5]]))
     row = {"question": "Who?", "answer": "Petra Osei", "to_forget": False, **row}
     [record] = ev.SPLITS[split].score(None, None, [row], ARGS)
