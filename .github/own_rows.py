@@ -58,6 +58,7 @@ def read_rows(path):
         return rows
 
 def read_table(text):
+    """In a cell of `fact`, several facts have a | between them."""
     header = text.partition("\n")[0]
     separator = max(",;\t", key=header.count)  # Excel writes one of these
     rows = []
@@ -65,6 +66,8 @@ def read_table(text):
     for number, row in enumerate(reader, 2):
         mdu.require(None not in row and None not in row.values(),
                     f"row {number} has not as many cells as the header")
+        if "|" in row.get("fact", ""):
+            row["fact"] = [fact.strip() for fact in row["fact"].split("|")]
         rows.append((number, row))
     return rows
 
@@ -84,14 +87,9 @@ def write_lines(path, rows):
     print(f"{path}: {len(rows)} rows")
 
 def convert(args):
-    """Write any file as JSON lines.  Several facts in a cell have a | between them."""
-    mdu.require(not Path(args.new).exists(), f"{args.new} exists, and stays: give another name")
-    rows = []
-    for _, row in read_rows(args.file):
-        if isinstance(row.get("fact"), str) and "|" in row["fact"]:
-            row["fact"] = [fact.strip() for fact in row["fact"].split("|")]
-        rows.append(row)
-    write_lines(args.new, rows)
+    mdu.require(not Path(args.new).exists(),
+                f"{args.new} exists, and stays: delete it, or give another name")
+    write_lines(args.new, [row for _, row in read_rows(args.file)])
 
 def rows_to_forget(path):
     """Rows of forget.jsonl: their fields as mdu.py has them, and their request."""
@@ -274,16 +272,12 @@ def write_form(args):
     print(f"{file}: fill in each ____")
 
 def versions():
-    git = ["git", "-C", str(Path(__file__).parent)]
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"],
-                             capture_output=True, text=True)
-    code = commit.stdout.strip() or "not known"
-    if changed.stdout:
-        code += ", with changes"
-    return (f"Written on {time.strftime('%Y-%m-%d %H:%M')}. Commit of the code: {code}. Python "
-            f"{platform.python_version()}, PyTorch {torch.__version__}, transformers "
-            f"{transformers.__version__}.")
+    command = "git describe --always --dirty --abbrev=40"  # without git it prints nothing
+    git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True,
+                         text=True)
+    return (f"Written on {time.strftime('%Y-%m-%d %H:%M')}. Commit of the code: "
+            f"{git.stdout.strip() or 'not known'}. Python {platform.python_version()}, PyTorch "
+            f"{torch.__version__}, transformers {transformers.__version__}.")
 
 def table(header, rows):
     lines = [header, ["-"] * len(header), *rows]
