@@ -1011,6 +1011,28 @@ def test_a_step_that_fails_ends_the_run_in_one_line(effect, code, message, base,
     monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=effect))
     assert message in program(toy(base, "run"), capsys, code=code)
 
+def test_the_speed_is_that_of_the_last_steps(base, monkeypatch):
+    """Of steps alone: with a clock that only they advance, the first by a minute, as a compiler
+    may take, others by two seconds."""
+    now = [0.0]
+    durations = [60, 2, 2, 2, 2, 2]
+    gradients = mdu.backward
+
+    def slow_gradients(*args):
+        now[0] += durations.pop(0)
+        return gradients(*args)
+
+    def slow_diagnose(*_):
+        now[0] += 100
+        return {}
+    monkeypatch.setattr(mdu, "SPEED_STEPS", 3)
+    monkeypatch.setattr(mdu, "backward", slow_gradients)
+    monkeypatch.setattr(mdu, "diagnose", slow_diagnose)
+    monkeypatch.setattr(mdu.time, "time", lambda: now[0])
+    mdu.main(toy(base, "run", "--steps 6 --diagnose"))
+    speeds = [line["rows_per_s"] for line in ev.read_lines("run/metrics.jsonl")[1:]]
+    assert speeds == approx([8 / 60, 16 / 62, 24 / 64, 4, 4, 4])
+
 def test_the_learning_rate_by_hand():
     args = options("--lr 0.3")
     rates = [mdu.learning_rate(args, step, 60) for step in (0, 1, 2, 3, 22, 41, 60)]
@@ -1068,13 +1090,17 @@ def test_a_missing_base_is_trained_with_what_was_typed_for_it(tmp_path):
     made = mdu.read_run("base")["options"]
     assert (made["seed"], made["dtype"], made["response_length"]) == (7, "bfloat16", 9)
 
-def test_a_bug_keeps_its_traceback(capsys):
-    """A library's ValueError is no bad input."""
-    with pytest.raises(SystemExit, match="^1$"):
-        mdu.run_program("mdu.py", mock.Mock(side_effect=ValueError("a bug")))
-    err = capsys.readouterr().err
-    assert "Traceback" in err and "ValueError: a bug" in err
-    assert not mdu.dist.is_initialized()
+def test_a_bug_keeps_its_traceback(base, capsys):
+    """A library's ValueError is no bad input, nor is a KeyError where rows are encoded."""
+    def assert_traceback(of_bug, program):
+        with pytest.raises(SystemExit, match="^1$"):
+            mdu.run_program("mdu.py", program)
+        err = capsys.readouterr().err
+        assert "Traceback" in err and of_bug in err
+        assert not mdu.dist.is_initialized()
+    assert_traceback("ValueError: a bug", mock.Mock(side_effect=ValueError("a bug")))
+    with mock.patch.object(mdu, "encode_row", side_effect=KeyError("my field")):
+        assert_traceback("KeyError: 'my field'", lambda: mdu.main(toy(base, "run")))
 
 # ---- The models of a run ----
 @each("typed", ["--method sft", "--model {base} --lora 2"])
@@ -1130,7 +1156,14 @@ def test_the_loss_left_by_hand(losses, expected):
     found = mdu.forget_loss_left(losses)
     assert found == (expected if expected is None else approx(expected))
 
-def test_diagnose_equals_one_sequence_at_a_time():
+def test_a_loss_of_weights_that_are_rounded_later_says_so():
+    losses = [8, 4, 3, 2, 1, 0]
+    assert mdu.forget_loss_text(losses, torch.float32) == "forget loss 5 -> 1 (20% left)"
+    text = mdu.forget_loss_text(losses, torch.bfloat16)
+    assert "(20% left) before the weights were rounded to torch.bfloat16" in text
+
+@each("processes", [1, 3])  # of three, two have no row in the last pass
+def test_diagnose_equals_one_sequence_at_a_time(processes, monkeypatch):
     """Its KLs are with the questions, however the model is trained."""
     args = options("--batch-size 3 --seed 5 --prompt-dropout 0.5")
     examples = make_examples()
@@ -1147,9 +1180,15 @@ def test_diagnose_equals_one_sequence_at_a_time():
         to_anchor = slow_mdu(p, hidden, everywhere, 1).item()
         to_uniform = slow_mdu(p, None, everywhere, 0).item()
         kls.append([to_base, to_anchor, to_uniform])
-    expected = dict(zip(["base", "anchor", "uniform"], np.mean(kls, axis=0)))
-    models = mdu.Models(model, frozen, None)
-    assert mdu.diagnose(args, models, examples) == approx(expected, rel=1e-9)
+    monkeypatch.setattr(mdu, "WORLD", processes)
+    total = np.zeros(3)  # of the processes, which add their shares
+    for rank in range(processes):
+        monkeypatch.setattr(mdu, "RANK", rank)
+        theta = mock.Mock(wraps=model, mask_id=0, pad_id=1)
+        share = mdu.diagnose(args, mdu.Models(theta, frozen, None), examples)
+        assert theta.call_count == 4
+        total += [share["base"], share["anchor"], share["uniform"]]
+    assert total == approx(np.mean(kls, axis=0), rel=1e-9)
 
 # ---- Options ----
 @each("typed, expected", [
@@ -1179,11 +1218,15 @@ def test_diagnose_equals_one_sequence_at_a_time():
     ("--out here/run", dict(model="{here}/base")),
     ("--model a/b --target . --out .", dict(model="a/b", target="{here}", out=".")),
     ("--model x --forget . --retain .", dict(forget="{here}", retain="{here}")),
-    ("--target {base} --tau 0.5", dict(out="out/toy/mdu-tau0.5-base"))])
+    ("--target {base} --tau 0.5", dict(out="out/toy/mdu-tau0.5-base")),
+    # A name of a target or of the toy is a path for other options.
+    ("--model removed --retain toy", dict(model="{here}/removed", retain="{here}/toy")),
+    ("--data toy --target removed", dict(data="toy", target="removed"))])
 def test_defaults_follow_from_what_is_typed(typed, expected, base):
     places = dict(base=base, here=Path.cwd())
     Path("link").symlink_to(base)
     Path("here").symlink_to(".")
+    write_files({"removed": "", "toy": ""})
     found = vars(options(typed.format(**places)))
     for name, value in expected.items():
         if isinstance(value, str):
@@ -1428,6 +1471,12 @@ def test_a_template_with_the_date_gets_a_fixed_one(whole_words):
         whole_words.chat_template = "{{ " + date + " }}: {{ messages[0]['content'] }}"
         prompt = mdu.encode_prompt(whole_words, "Who?")
         assert whole_words.decode(prompt) == "26 Jul 2024: Who?"
+
+def test_an_end_token_is_never_unknown(capsys):
+    """Also of GPT-2's tokenizer, which has one token for both."""
+    examples = {"forget": [mdu.Example([3], [5, 1], [], [])]}
+    mdu.check_tokens(examples, SimpleNamespace(unk_token_id=1))
+    assert capsys.readouterr().out == ""
 
 @each("typed, n_forget, n_retain, steps", [
     ("--model x --steps 3", 10, 9, 3), ("--model x --epochs 3", 10, 9, 8),
@@ -1792,6 +1841,16 @@ def test_half_a_saved_model_does_not_count(base, unlearned, tmp_path, capsys):
     assert files == {"config.json"}
     mdu.main(["--resume", str(run)])
     assert_equal_runs(unlearned, run)
+
+@each("again", [lambda run: mdu.main(["--resume", run]),
+                lambda run: ev.main(["--samples", "1", "--limit", "1", run])])
+def test_checkpoints_of_a_run_that_was_killed_at_its_end_are_deleted(again, base, tmp_path, capsys):
+    run = tmp_path / "run"
+    with mock.patch.object(mdu, "delete_checkpoints", side_effect=KeyboardInterrupt):
+        program(toy(base, run, "--steps 3 --checkpoint-every 2"), capsys, code=130)
+    assert mdu.is_finished(run) and list(run.glob("checkpoint-*"))
+    again(str(run))
+    assert not list(run.glob("checkpoint-*"))
 
 # ---- Toy ----
 def test_the_toy_has_five_wrong_answers_to_each_question():
@@ -2951,6 +3010,7 @@ def test_processes_on_disks_of_their_own_are_refused(monkeypatch):
 BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "malformed": (f"{GOOD}\n{GOOD[:-3]}", "line 2 (a JSON object with question and answer"),
     "none": ("\n", "/none: no rows"),
+    "list": ("[1]", "line 1 (a JSON object with question and answer is expected): found [1]"),
     "columns": ('{"prompt": "p", "completion": "c"}', "the fields prompt, completion"),
     "both": (row_text(response="a"), "answer or response, and not in both"),
     "empty": (f"{GOOD}\n\n" + row_text(answer=" "), "line 3 (a JSON object"),
@@ -3072,7 +3132,7 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --report {scored} gone", "gone: no such folder"),
     ("eval.py —report {scored}", "—report: no such folder; if it is an option"),
     ("eval.py --analysis convergence {base}", "train it with --diagnose"),
-    ("eval.py --analysis convergence bare", "bare/metrics.jsonl: "),  # it needs no rows
+    ("eval.py --analysis convergence bare", "bare/metrics.jsonl"),  # it needs no rows
     ("eval.py --analysis roles {run} {scored}", "the runs started from different models"),
     ("eval.py --analysis roles {run} other", "or forgot other rows")])
 def test_eval_refuses(command, said, base, assert_refused):
