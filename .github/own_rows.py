@@ -39,7 +39,7 @@ import mdu
 def read_rows(path):
     """[(number, row)] of a file: .csv and .tsv with a header, .json with an array, .txt with a text
     a line, else JSON lines.  The number is that of the line, in a table that of a spreadsheet."""
-    with mdu.naming(path):
+    with mdu.naming(path, ValueError, csv.Error):
         content = Path(path).read_bytes()
         mdu.FILE_HASHES[str(path)] = hashlib.sha256(content).hexdigest()
         text = content.decode("utf-8-sig")  # Excel's UTF-8 begins with a mark
@@ -51,7 +51,7 @@ def read_rows(path):
         rows = []
         for number, line in enumerate(text.split("\n"), 1):
             if kind != ".txt" and line.strip():
-                with mdu.naming(f"line {number}"):
+                with mdu.naming(f"line {number}", ValueError):
                     line = json.loads(line)
             if line:
                 rows.append((number, line))
@@ -95,7 +95,7 @@ def rows_to_forget(path):
     """Rows of forget.jsonl: their fields as mdu.py has them, and their request."""
     rows = []
     for number, row in read_rows(path):
-        with mdu.naming(f"{path}, row {number}"):
+        with mdu.naming(f"{path}, row {number}", UnicodeError):
             fields = mdu.check_row(row)
             mdu.require(row.get("request"), "needs the field request, the number of the request by "
                         "which this person's data is deleted")
