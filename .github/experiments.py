@@ -21,6 +21,7 @@ a run, delete its folder.
 """
 import contextlib
 import glob
+import itertools
 import json
 import os
 import re
@@ -51,7 +52,7 @@ VARIABLES = {  # {name: default}.  make tofu PRESET=tofu-small METHODS="npo wga"
     "SEED": "", "SEEDS": "",  # of tofu and demo; with SEEDS="2 3 4" one report has the means
     # Of tofu.  What is set is in the name of the folder, as in out/tofu-small-hidden0.3/2.
     "LORA": "",  # the rank of adapters, also of rwku; if it is empty, all weights are trained
-    "LIMIT": "",  # so many pairs of the forget set and of the retain set; of tofu-smollm 400
+    "LIMIT": "",  # so many pairs of the forget set, and of the retain set; of tofu-smollm 400
     "HIDDEN": ""}  # the share of questions that are masked while `base` and `retain` learn
 TIMES = {  # of a first call, and of tofu for each seed
     "demo": "five minutes on two CPU cores", "table": "a quarter of an hour on two CPU cores",
@@ -62,6 +63,7 @@ TIMES = {  # of a first call, and of tofu for each seed
     "rwku-dream": "12 hours on four H100 (calculated)"}
 SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct@12fd25f77366fa6b3b4b768ec3050bf629380bac"
 BASELINES = "ga gd npo simnpo wga dpo"
+TABLE_2 = f"mdu-tau0 mdu-tau0.25 mdu-tau0.5 mdu-tau0.75 mdu-tau1 {BASELINES}"
 
 # ---- Jobs ----
 class Job(NamedTuple):
@@ -74,10 +76,10 @@ class Job(NamedTuple):
     deletes: str = ""  # the files that are deleted afterwards
 
 class Plan:
-    def __init__(self, given, begins_anew=False):
+    def __init__(self, given, folders, begins_anew=False):
         self.gpus = given.GPUS
+        self.folders = list(folders)  # of the experiment: no other experiment may run in them
         self.begins_anew = begins_anew
-        self.folders = []  # of the experiment: no other experiment may run there
         self.jobs = []
         self.reports = {}  # {name: the folders of its runs}
 
@@ -87,9 +89,9 @@ class Plan:
 
     def start(self, folder, *words):
         """FOLDER/start/new and FOLDER/rows, by a function of this file."""
+        new = f"{folder}/start/new"
         words = [".github/experiments.py", *words]
-        return self.add("prepared", f"{folder}/start/new", words,
-                        f"{folder}/start/new/config.json", [])
+        return self.add("prepared", new, words, f"{new}/config.json", [])
 
     def train(self, folder, after, **options):
         kind = "fine-tuned" if options.get("method") == "sft" else "unlearned"
@@ -99,7 +101,19 @@ class Plan:
     def score(self, report, folder, after, deletes="", **options):
         self.reports.setdefault(report, []).append(folder)
         words = ["eval.py", *words_of(options), folder]
-        return self.add("scored", folder, words, f"{folder}/eval/summary.json", after, deletes)
+        self.add("scored", folder, words, f"{folder}/eval/summary.json", after, deletes)
+
+    def score_all(self, report, runs, **options):  # runs: {folder: jobs that come before}
+        for folder, after in runs.items():
+            self.score(report, folder, after, **options)
+
+    def attack_all(self, out, runs, attack, scoring):
+        """A relearning attack on each of some runs: it is taught a part of the forget set again,
+        and asked for the rest."""
+        for folder, after in runs.items():
+            again = f"{out}/taught-again/{Path(folder).name}"
+            job = self.train(again, after, method="sft", lora=16, **attack, model=folder)
+            self.score("attack", again, [job], **scoring)
 
     def command(self, job):
         """The words of a job's command.  A run that was stopped goes on from its checkpoint."""
@@ -142,43 +156,44 @@ def method_options(name, original=""):
 
 # ---- The small model ----
 def demo(given):
-    return demo_of_seeds(given, {given.SEED or "1": given.OUT})
+    return demo_of_seeds(given, {given.OUT: given.SEED or "1"})
 
 def table(given):
     seeds = (given.SEEDS or "1 2 3").split()
-    return demo_of_seeds(given, {seed: f"out/table/{seed}" for seed in seeds})
+    return demo_of_seeds(given, {f"out/table/{seed}": seed for seed in seeds})
 
-def demo_of_seeds(given, folders):  # {seed: folder}
-    plan = Plan(given, begins_anew=True)
+def demo_of_seeds(given, folders):  # {folder: seed}
+    plan = Plan(given, folders, begins_anew=True)
     names = given.METHODS or f"authors {BASELINES} mdu-tau0 mdu-tau0.5 mdu-tau1 mdu-removed"
-    for seed, out in folders.items():
-        plan.folders.append(out)
-        # 1. Train the model that all other runs start from, and the retrained model.  2. Unlearn.
-        # 3. Score all models.
+    for out, seed in folders.items():
+        # 1. Train the model that all other runs start from, and the retrained model.
         learn = dict(seed=seed, method="sft")
         base = plan.train(f"{out}/base", [], **learn)
-        trained = [base, plan.train(f"{out}/retain", [], **learn, retain_only=True)]
+        retrained = plan.train(f"{out}/retain", [], **learn, retain_only=True)
+        runs = {base.folder: [base], retrained.folder: [retrained]}
+        # 2. Unlearn.
         for name in names.split():
-            options = method_options(name)
-            trained.append(plan.train(f"{out}/{name}", [base], seed=seed, **options))
-        for job in trained:
-            plan.score("", job.folder, [job], samples=32)
+            job = plan.train(f"{out}/{name}", [base], seed=seed, **method_options(name))
+            runs[job.folder] = [job]
+        # 3. Score all models.
+        plan.score_all("", runs, samples=32)
     return plan
 
 def figures(given):
-    plan = Plan(given, begins_anew=True)
     out = "out/figures"
-    plan.folders.append(out)
+    plan = Plan(given, [out], begins_anew=True)
+    # 1. Train the model that all other runs start from.
     base = plan.train(f"{out}/base", [], method="sft")
-    # Log in training how far the model is from the base model, with the question and without it,
-    # and from a uniform prediction.
+    # 2. Unlearn, and log in training how far the model is from the base model, with the question
+    # and without it, and from a uniform prediction.
     trained = [plan.train(f"{out}/mdu", [base], diagnose=True, method="mdu"),
                plan.train(f"{out}/npo", [base], diagnose=True, method="npo"),
                plan.train(f"{out}/ga", [base], diagnose=True, method="ga"),
                plan.train(f"{out}/mdu-tau0", [base], diagnose=True, tau=0)]
-    mdu_run, npo, ga, tau_0 = [job.folder for job in trained]
-    for name, words in {"convergence": [mdu_run, tau_0, npo, ga],
-                        "roles": ["--samples", "32", mdu_run, npo, ga],
+    tau_1, npo, ga, tau_0 = [job.folder for job in trained]
+    # 3. Make the figures.
+    for name, words in {"convergence": [tau_1, tau_0, npo, ga],
+                        "roles": ["--samples", "32", tau_1, npo, ga],
                         "trajectory": [base.folder], "rollout": [base.folder]}.items():
         words = ["eval.py", "--analysis", name, *words]
         plan.add("analysed", f"{out}/{name}", words, f"{out}/{name}.json", [base, *trained])
@@ -186,11 +201,10 @@ def figures(given):
 
 # ---- A published model, with 135 million parameters ----
 def real(given):
-    plan = Plan(given)
     out = "out/real"
     if given.MODEL:
         out += f"-{Path(given.MODEL).name}"
-    plan.folders.append(out)
+    plan = Plan(given, [out])
     rows = f"{out}/rows"
     forget, retain = f"{rows}/forget.jsonl", f"{rows}/retain.jsonl"
 
@@ -212,46 +226,56 @@ def real(given):
                  response_length=36, epochs=105, lr="4e-4", prompt_dropout=0.2, forget=forget)
     base = plan.train(f"{out}/finetune", [company, original], **learn)
     retrained = plan.train(f"{out}/retrained", [company, original], **learn, retain_only=True)
-    models = [base, original, retrained]
 
     # 4. Unlearn, in 500 steps.  `removed` is what is recommended for pairs of one's own, with
     # adapters, and `all-weights` the same without.  Then: the paper's target; a model that never
     # learnt the forget set as the target; the best of the baselines.  Half of the questions are
     # masked, but with the paper's target none.
+    trained = [base, original, retrained]
     for name, options in {
             "removed": dict(lora=16), "all-weights": dict(lr="3e-4"),
             "paper": dict(lora=16, target="paper"),
             "target-original": dict(lora=16, target=original.folder),
             "npo": dict(lora=16, method="npo", prompt_dropout=0.5, steps=500)}.items():
-        models.append(plan.train(f"{out}/{name}", [base], model=base.folder, forget=forget,
-                                 retain=retain, **options))
+        trained.append(plan.train(f"{out}/{name}", [base], model=base.folder, forget=forget,
+                                  retain=retain, **options))
 
     # 5. Teach refusals to the fine-tuned model, and to one that has unlearnt.
-    for name, start in {"refusals": base, "removed-refusals": models[3]}.items():
-        models.append(plan.train(f"{out}/{name}", [start], method="sft", retain_only=True, lora=16,
-                                 retain=f"{rows}/refusals.jsonl", model=start.folder))
+    for name, start in {"refusals": base, "removed-refusals": trained[3]}.items():
+        trained.append(plan.train(f"{out}/{name}", [start], method="sft", retain_only=True,
+                                  lora=16, retain=f"{rows}/refusals.jsonl", model=start.folder))
 
     # 6. Score all models, twelve pairs of each kind.  They write answers of one length, or they
     # could not be in one report.  (The original was trained with another one.)
-    for job in models:
-        plan.score("", job.folder, [job], response_length=36, samples=8, limit=12, forget=forget,
-                   retain=retain, held_out=f"{rows}/held_out.jsonl", never=f"{rows}/never.jsonl")
+    runs = {job.folder: [job] for job in trained}
+    plan.score_all("", runs, response_length=36, samples=8, limit=12, forget=forget, retain=retain,
+                   held_out=f"{rows}/held_out.jsonl", never=f"{rows}/never.jsonl")
 
-    # 7. A relearning attack: teach each model one pair of each customer again, with three of the
-    # retain set, and ask for the other nine.  Its *Retain* is of the pairs that were taught.
-    for job in models:
-        again = f"{out}/taught-again/{Path(job.folder).name}"
-        taught = plan.train(again, [job], method="sft", lora=16, batch_size=3, epochs=60, limit=3,
-                            model=job.folder, forget=f"{rows}/taught.jsonl", retain=retain)
-        plan.score("attack", again, [taught], response_length=36, samples=1,
-                   forget=f"{rows}/asked.jsonl", retain=f"{rows}/taught.jsonl")
+    # 7. Attack them: teach one pair of each customer again, with three of the retain set, and ask
+    # for the other nine.  *Retain* is of the pairs that were taught, to see that they were learnt.
+    plan.attack_all(
+        out, runs,
+        dict(batch_size=3, epochs=60, limit=3, forget=f"{rows}/taught.jsonl", retain=retain),
+        dict(response_length=36, samples=1, forget=f"{rows}/asked.jsonl",
+             retain=f"{rows}/taught.jsonl"))
     return plan
 
 # ---- The paper's Table 2 ----
+class Setup(NamedTuple):
+    """What the presets of TOFU differ in: the default of METHODS, the jobs that come before the
+    fine-tuned model, and options of all runs, of fine-tuning, of unlearning and of scoring."""
+    names: str
+    before: list
+    options: dict
+    learn: dict
+    unlearn: dict
+    scoring: dict
+
 def tofu(given):
-    mdu.require(given.PRESET.startswith("tofu-") and given.PRESET in mdu.PRESETS,
-                f"found PRESET='{given.PRESET}'; give PRESET=tofu-small, tofu-smollm, tofu-llada, "
-                "tofu-dream or tofu-qwen")
+    setups = {"tofu-small": setup_small, "tofu-smollm": setup_smollm, "tofu-llada": setup_large,
+              "tofu-dream": setup_large, "tofu-qwen": setup_large}
+    mdu.require(given.PRESET in setups,
+                f"found PRESET='{given.PRESET}'; give PRESET= one of {', '.join(setups)}")
     is_small = given.PRESET == "tofu-small"
     mdu.require(not is_small or not (given.MODEL or given.LIMIT), "tofu-small has its own start "
                 "model and number of pairs; leave out MODEL= and LIMIT=")
@@ -261,117 +285,119 @@ def tofu(given):
     for name, value in {"": given.LIMIT, "lora": given.LORA, "hidden": given.HIDDEN}.items():
         if value:
             out += f"-{name}{value}"
-    plan = Plan(given)
-    seeds = (given.SEEDS or given.SEED).split()
+    seeds = given.SEEDS or given.SEED
     if is_small and not seeds:
-        seeds = ["1"]
-    for seed in seeds:
-        tofu_of_seed(given, plan, f"{out}/{seed}", seed)
-    if not seeds:
-        tofu_of_seed(given, plan, out, "1")
+        seeds = "1"
+    folders = {f"{out}/{seed}": seed for seed in seeds.split()} or {out: "1"}
+    plan = Plan(given, folders)
+    for folder, seed in folders.items():
+        tofu_of_seed(given, plan, folder, setups[given.PRESET](given, plan, folder, seed), seed)
     return plan
 
-def tofu_of_seed(given, plan, out, seed):
-    preset, rows, original = given.PRESET, f"{out}/rows", f"{out}/start/original"
-    plan.folders.append(out)
-    names = f"mdu-tau0 mdu-tau0.25 mdu-tau0.5 mdu-tau0.75 mdu-tau1 {BASELINES}"
+def setup_small(given, plan, out, seed):
+    """A small model learns pairs of TOFU by heart; which ones, SEED says."""
+    rows = f"{out}/rows"
+    new = plan.start(out, "start_small", given.TOFU, out, seed)
+    original = train_original(given, plan, out, seed, new)
+    forget = dict(forget=f"{rows}/forget.jsonl")
+    learn = dict(model=original.folder, retain=f"{rows}/known.jsonl")
+    if given.HIDDEN:
+        learn["steps"] = 5000
+    unlearn = dict(retain=f"{rows}/retain.jsonl")
+    # --steps 28: three tokens a step.  One a step, as by default, takes three times as long.
+    scoring = dict(limit=40, samples=8, steps=28, **forget, **unlearn,
+                   held_out=f"{rows}/held_out.jsonl")
+    names = f"{TABLE_2} authors mdu-original mdu-removed"
+    return Setup(names, [original], forget, learn, unlearn, scoring)
 
-    # 1. The options of all runs, of fine-tuning, of unlearning and of scoring.
-    options = dict(preset=preset, seed=seed)
+def setup_smollm(given, plan, out, seed):
+    limit = given.LIMIT or "400"
+    new = plan.start(out, "start_smollm", given.MODEL or SMOLLM, given.TOFU, out, limit)
+    original = train_original(given, plan, out, seed, new, data=given.TOFU, steps=200, lr="8e-4")
+    # Of each kind 100 pairs, but not more than were learnt.
+    scoring = dict(limit=min(int(limit), 100), samples=32, steps=28)
+    names = f"{TABLE_2} authors mdu-original mdu-removed-w5"
+    data = dict(data=given.TOFU, limit=limit)
+    return Setup(names, [original], data, dict(model=original.folder), {}, scoring)
+
+def setup_large(given, plan, out, seed):
+    data, learn = dict(data=given.TOFU), {}
+    if given.LIMIT:
+        data["limit"] = given.LIMIT
+    if given.MODEL:
+        learn["model"] = given.MODEL
+    return Setup(TABLE_2, [], data, learn, {}, {})
+
+def train_original(given, plan, out, seed, new, **options):
+    """A model that learnt other pairs.  Some of their questions are masked, as the paper's target
+    is what the model predicts without them.  The fine-tuned model is not taught that, unless by
+    HIDDEN, or the target would give what is to be forgotten."""
+    return plan.train(
+        f"{out}/start/original", [new], preset=given.PRESET, seed=seed, method="sft",
+        retain_only=True, model=new.folder, retain=f"{out}/rows/other.jsonl", prompt_dropout=0.3,
+        **options)
+
+def tofu_of_seed(given, plan, out, setup, seed):
+    # 1. The fine-tuned model, where all other runs start, and the retrained model.
+    options = dict(preset=given.PRESET, seed=seed)
     if given.LORA:
         options["lora"] = given.LORA
         if given.GPUS == "1" and shutil.which("nvidia-smi") and shutil.which("gcc"):
             options["compile"] = True  # LLaDA passed 33.8 rows a second, without it 20.8
-    learn, unlearn, scoring, before = {}, {}, {}, []
-    # The original is a model that learnt other pairs.  Some of their questions are masked, as the
-    # paper's target is what the model predicts without them.  The fine-tuned model is not taught
-    # that, unless by HIDDEN, or the target would give what is to be forgotten.
-    learn_others = dict(
-        preset=preset, seed=seed, method="sft", retain_only=True, model=f"{out}/start/new",
-        retain=f"{rows}/other.jsonl", prompt_dropout=0.3)
-    if preset == "tofu-small":
-        names += " authors mdu-original mdu-removed"
-        new = plan.start(out, "start_small", given.TOFU, out, seed)
-        before = [plan.train(original, [new], **learn_others)]
-        options["forget"] = f"{rows}/forget.jsonl"
-        learn = dict(model=original, retain=f"{rows}/known.jsonl")
-        if given.HIDDEN:
-            learn["steps"] = 5000
-        unlearn = dict(retain=f"{rows}/retain.jsonl")
-        # --steps 28: three tokens a step.  One a step, as by default, takes three times as long.
-        scoring = dict(limit=40, samples=8, steps=28, forget=f"{rows}/forget.jsonl",
-                       retain=f"{rows}/retain.jsonl", held_out=f"{rows}/held_out.jsonl")
-    elif preset == "tofu-smollm":
-        names += " authors mdu-original mdu-removed-w5"
-        limit = given.LIMIT or "400"
-        new = plan.start(out, "start_smollm", given.MODEL or SMOLLM, given.TOFU, out, limit)
-        learn_others.update(data=given.TOFU, steps=200, lr="8e-4")
-        before = [plan.train(original, [new], **learn_others)]
-        options.update(data=given.TOFU, limit=limit)
-        learn = dict(model=original)
-        # Of each kind 100 pairs, but not more than were learnt.
-        scoring = dict(limit=min(int(limit), 100), samples=32, steps=28)
-    else:
-        options["data"] = given.TOFU
-        if given.LIMIT:
-            options["limit"] = given.LIMIT
-        if given.MODEL:
-            learn["model"] = given.MODEL
+    options.update(setup.options)
+    learn = dict(options, **setup.learn)
     if given.HIDDEN:
         learn["prompt_dropout"] = given.HIDDEN
-
-    # 2. The fine-tuned model, where all runs start, and the retrained model.
-    base = plan.train(f"{out}/base", before, **options, **learn, method="sft")
-    trained = {base.folder: base}
+    learn["method"] = "sft"
+    base = plan.train(f"{out}/base", setup.before, **learn)
+    runs = {base.folder: [base]}
     if given.RETRAIN != "0":
-        retrained = plan.train(f"{out}/retain", before, **options, **learn, method="sft",
-                               retain_only=True)
-        trained[retrained.folder] = retrained
+        retrained = plan.train(f"{out}/retain", setup.before, **learn, retain_only=True)
+        runs[retrained.folder] = [retrained]
 
-    # 3. Unlearn, with MDU and with the baselines.
-    grid = [f"{name}{lr}{weight}" for name in (given.METHODS or names).split()
-            for lr in [f"-lr{lr}" for lr in given.LRS.split()] or [""]
-            for weight in [f"-w{weight}" for weight in given.WEIGHTS.split()] or [""]]
-    for name in grid:
-        if name.startswith("ga-"):  # it has no retain loss
-            name = re.sub("-w.*", "", name)
-        folder = f"{out}/{name}"
-        if folder not in trained:
-            trained[folder] = plan.train(folder, [base], **options, **unlearn,
-                                         **method_options(name, original))
+    # 2. Unlearn, with MDU and with the baselines.
+    for run in grid(given, setup.names):
+        method = method_options(run, f"{out}/start/original")
+        runs[f"{out}/{run}"] = [plan.train(f"{out}/{run}", [base], **options, **setup.unlearn,
+                                           **method)]
 
-    # 4. Score them, and the finished runs that were added by hand.
-    added = [str(Path(config).parent) for config in glob.glob(f"{out}/*/config.json")]
-    folders = sorted({*trained, *added}, key=lambda run: (not run.endswith("/base"),
-                                                          not run.endswith("/retain"), run))
-    for run in folders:
-        plan.score("", run, [trained[run]] if run in trained else [], **scoring)
+    # 3. Score them, and the finished runs that were added by hand.
+    for config in sorted(glob.glob(f"{out}/*/config.json")):
+        runs.setdefault(str(Path(config).parent), [])
+    plan.score_all("", runs, **setup.scoring)
 
-    # 5. Of the published model a relearning attack: a quarter of the forget set is taught to each
-    # model again, and the rest is asked for.  Its *Retain* is of the pairs that were taught.
-    if preset == "tofu-smollm":
-        for run in folders:
-            again = f"{out}/taught-again/{Path(run).name}"
-            taught = plan.train(
-                again, [trained[run]] if run in trained else [], method="sft", lora=16,
-                batch_size=16, steps=200, forget=f"{rows}/taught.jsonl", model=run)
-            plan.score("attack", again, [taught], **scoring, forget=f"{rows}/asked.jsonl",
-                       retain=f"{rows}/taught.jsonl")
+    # 4. Attack the published model: teach a quarter of the forget set again, and ask for the rest.
+    # *Retain* is of the pairs that were taught, to see that they were learnt.
+    if given.PRESET == "tofu-smollm":
+        taught, asked = f"{out}/rows/taught.jsonl", f"{out}/rows/asked.jsonl"
+        plan.attack_all(out, runs, dict(batch_size=16, steps=200, forget=taught),
+                        dict(setup.scoring, forget=asked, retain=taught))
+
+def grid(given, names):
+    """The names of the runs: each method at each of LRS and WEIGHTS."""
+    lrs = [f"-lr{lr}" for lr in given.LRS.split()] or [""]
+    weights = [f"-w{weight}" for weight in given.WEIGHTS.split()] or [""]
+    runs = []
+    for name, lr, weight in itertools.product((given.METHODS or names).split(), lrs, weights):
+        run = f"{name}{lr}{weight}"
+        if name == "ga":
+            run = f"ga{lr}"  # it has no retain loss
+        if run not in runs:
+            runs.append(run)
+    return runs
 
 # ---- The paper's Table 3: LLaDA or Dream, on one GPU or several ----
 def rwku(given):
-    mdu.require(given.PRESET.startswith("rwku-") and given.PRESET in mdu.PRESETS,
+    mdu.require(given.PRESET in ("rwku-llada", "rwku-dream"),
                 f"found PRESET='{given.PRESET}'; give PRESET=rwku-llada or rwku-dream")
     mdu.require(given.GPUS in ("1", "2", "4"), f"found GPUS='{given.GPUS}'; RWKU's presets have 4 "
                 "rows a step: give GPUS=1, 2 or 4")
-    plan = Plan(given)
     out = f"out/{given.PRESET}"
-    options = dict(preset=given.PRESET)
     adapters = {}
     if given.LORA:
         out += f"-lora{given.LORA}"
-        adapters = dict(lora=given.LORA)
-    plan.folders.append(out)
+        adapters["lora"] = given.LORA
+    plan = Plan(given, [out])
 
     # 1. The published model is scored on the questions about all ten people, which eval.py takes if
     # it is given none.  Its folder is that of a person 0.  Nothing is trained there.  --limit 100:
@@ -385,8 +411,8 @@ def rwku(given):
     methods |= {f"tau-{tau}": dict(tau=tau) for tau in "0 0.25 0.5 0.75 1".split()}
     for person in range(1, 11):
         for name, method in methods.items():
-            run = plan.train(f"{out}/{person}/{name}", [], **options, subject=person, **adapters,
-                             **method)
+            run = plan.train(f"{out}/{person}/{name}", [], preset=given.PRESET, subject=person,
+                             **adapters, **method)
             # A hundred models of 16 GB are too many for most disks, so their weights are deleted.
             plan.score("", run.folder, [run], f"{run.folder}/*.safetensors", limit=100)
     return plan
@@ -507,8 +533,8 @@ def delete(folder):
 def print_list(plan, finished, at_once, takes):
     to_do = dict.fromkeys(job.folder for job in plan.jobs if job.done not in finished)
     complete = dict.fromkeys(job.folder for job in plan.jobs if job.folder not in to_do)
-    print(f"{len(complete)} finished: {' '.join(complete)}")
-    print(f"{len(to_do)} to do, {at_once} at once: {' '.join(to_do)}")
+    print(f"finished, {len(complete)}: {' '.join(complete) or 'none'}")
+    print(f"to do, {len(to_do)}, of which {at_once} at once: {' '.join(to_do) or 'none'}")
     print(f"A first call takes {takes}.", flush=True)
 
 def start(command, log):
@@ -553,7 +579,7 @@ def run_jobs(plan, finished, at_once):
 def print_end(job, to_do, seconds, at_once):
     """A line for a job that has ended.  How long the rest takes is said when a job of each kind
     has ended."""
-    line = f"{job.folder}: {job.kind} in {seconds[job.kind][-1]:.0f} s; {len(to_do)} jobs left"
+    line = f"{job.folder}: {job.kind} in {seconds[job.kind][-1]:.0f} s; jobs left: {len(to_do)}"
     if to_do and all(other.kind in seconds for other in to_do):
         minutes = sum(fmean(seconds[other.kind]) for other in to_do) / at_once / 60
         line += f", about {minutes:.0f} minutes"
@@ -609,7 +635,8 @@ def main(argv=None):
         return print_plan(plan, environment)
     os.environ.update(environment)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as after Ctrl-C, the jobs are ended
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
     carry_out(plan, at_once, TIMES[given.PRESET or name])
 
 EXPERIMENTS = {function.__name__: function for function in (demo, table, figures, real, tofu, rwku)}
