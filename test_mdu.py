@@ -3422,9 +3422,7 @@ def test_an_experiment_is_refused(words, said, tmp_path, monkeypatch):
 @each("folder, said", [(name, "is not in out/") for name in ("keep", "out/../keep", "out/link",
                                                              "out")] + [("out", "is in use")])
 def test_only_what_is_in_out_and_not_in_use_is_deleted(folder, said, tmp_path):
-    for name in ("keep", "out/demo/run"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "run.json").touch()
+    write_files({"keep/run.json": "", "out/demo/run/run.json": ""})
     (tmp_path / "out/link").symlink_to(tmp_path / "keep")
     if said == "is in use":
         folder += "/demo"
@@ -3466,8 +3464,7 @@ def test_where_a_job_fails_the_others_go_on(tmp_path, capsys):
     python_job(plan, "needs-bad", "", one, failed)
     python_job(plan, "last", "", one)
     python_job(plan, "earlier", "sys.exit()")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/earlier.done").touch()
+    write_files({"out/earlier.done": ""})
     with pytest.raises(mdu.BadInput, match="not everything is finished"):
         experiments.carry_out(plan, 2, "a minute")
     out, err = capsys.readouterr()
