@@ -3309,6 +3309,10 @@ def test_the_form_has_what_the_runs_know_and_keeps_what_people_wrote(own_files, 
         for text in (row["question"], row["answer"], row.get("generation", row["answer"])):
             assert text not in record
 
+def test_the_form_on_the_page_is_that_of_today():
+    for blank in re.findall("(?m)^- .*: (?=____$)", own_rows.PEOPLE):
+        assert blank in PAGES["OWN_ROWS.md"]
+
 @each("name, content, typed, said", [
     ("forget.jsonl", GOOD, "attack", "forget.jsonl, row 1: needs the field request"),
     ("forget.jsonl", row_text(request="R1"), "attack", "needs a person with two rows"),

@@ -17,6 +17,7 @@ import argparse
 import csv
 import hashlib
 import io
+import itertools
 import json
 import os
 import platform
@@ -217,7 +218,8 @@ MARK = "<!-- own_rows.py writes what follows; a new form keeps what is above thi
 PEOPLE = """\
 # Record of a deletion
 
-It has no text of a row. Numbers stand for names, facts and requests.
+It has no text of a row: numbers stand for names, facts and requests. In the figures of a
+relearning attack, Forget has the rows that were asked, and Retain those that were taught.
 
 ## Before anything is run
 
@@ -227,12 +229,12 @@ It has no text of a row. Numbers stand for names, facts and requests.
 - Reviewer, who is somebody else: ____
 - Criteria (change them now, not after the runs), fixed on: ____
     1. Each row that the last count found has a reason below.
-    2. The fine-tuned model's *fact* on the retain set is at least .90.
-    3. The new model's *fact* on the retain set is at most .05 below it.
-    4. No check of the forget set fails in the report of the new model, but for p, new word pairs
-       and facts that are explained below.
-    5. The relearning attack teaches its rows (*fact* of the taught rows 1.00), and no check of the
-       asked rows fails but p.
+    2. The fine-tuned model's *fact* of the retain set is at least .90.
+    3. The new model's *fact* of the retain set is at most .05 below it.
+    4. The new model gives no fact of the forget set, in any decoding, that is not explained below.
+    5. The relearning attack teaches its rows (*fact* 1.00), and of the other rows no fact comes
+       back that is not explained below.
+    6. Figures that are worse than those of the control set are written below.
 - The script that trained the fine-tuned model, and its commit: ____
 - Recipients of the fine-tuned model, of its copies and of what it wrote: ____
 - Backups that have the rows or the model, and the day on which each of them ends: ____
@@ -243,6 +245,8 @@ It has no text of a row. Numbers stand for names, facts and requests.
 - Reasons for the rows that the last count found: ____
 - Rows without a name were read by: ____
 - Facts that the new model still gives, and what was found about each: ____
+- Facts that came back in the relearning attack, and what was found about each: ____
+- Figures that are worse than those of the control set: ____
 - Criteria that are not met, and why the model is used or not: ____
 - The new model is in use since, and where: ____
 - Deleted on, and what: ____
@@ -259,8 +263,10 @@ def write_form(args):
     if before.exists():
         by_people, mark, _ = before.read_text(encoding="utf-8").partition(MARK)
         mdu.require(mark, f"{before} has lost the line that begins with <!-- own_rows.py")
-    runs = sorted(found.parent for found in folder.rglob("run.json"))
-    scored = sorted(found.parent.parent for found in folder.rglob("eval/summary.json"))
+    runs = [found.parent for found in folder.rglob("run.json")]
+    runs.sort(key=lambda run: (mdu.read_run(run)["date"], run))
+    scored = [found.parent.parent for found in folder.rglob("eval/summary.json")]
+    scored.sort(key=lambda run: (ev.read_summary(run)["date"], run))
     counts = sorted(folder.glob("count-*.json"), key=lambda count: count.stat().st_mtime)
     parts = [by_people.rstrip(), MARK, "## Written by own_rows.py", versions(),
              *runs_section(runs), *models_section(runs, scored),
@@ -343,29 +349,25 @@ def files_section(runs, scored, counts):
     rows = [[name, ", ".join(who), f"`{found}`"] for (name, found), who in readers.items()]
     return section("Files of rows", ["file", "read by", "SHA-256"], rows)
 
+FIGURES = ("fact", "knowledge", "any_decoding", "prob", "infill", "infill_no_question", "new_pairs")
+
 def figures_section(scored):
-    """A table of the main figures for each folder of runs, as a report has one."""
+    """A table of figures for each folder of runs, as a report has one."""
     parts = []
-    for folder in sorted({run.parent for run in scored}):
+    for folder in dict.fromkeys(run.parent for run in scored):
         summaries = [ev.read_summary(run) for run in scored if run.parent == folder]
-        columns = {}  # {(split, metric): title}
-        for summary in summaries:
-            for split, figures in summary["splits"].items():
-                main = ev.SPLITS[split].main or ev.SPLITS["forget"].main
-                for metric in main:
-                    if metric in figures:
-                        title = f"{ev.SPLITS[split].title}, {ev.METRICS[metric].name}"
-                        columns[split, metric] = title
-        rows = []
-        for (split, metric), title in columns.items():
-            figures = [summary["splits"].get(split, {}) for summary in summaries]
-            cells = [f"{of_run[metric]:.3f}" if metric in of_run else "-" for of_run in figures]
-            rows.append([title, *cells])
-        rows.insert(0, ["scored on", *[summary["date"] for summary in summaries]])
-        rows.insert(1, ["pairs in the forget set", *[
-            summary["splits"].get("forget", {}).get("n", "-") for summary in summaries]])
+        rows = [["scored on", *[summary["date"] for summary in summaries]]]
+        for split, metric in itertools.product(ev.SPLITS, ("n", *FIGURES)):
+            figures = [summary["splits"].get(split, {}).get(metric) for summary in summaries]
+            if metric == "n":
+                name, digits = "pairs", ""
+            else:
+                name, digits = ev.METRICS[metric].name, ".3f"
+            cells = ["-" if figure is None else f"{figure:{digits}}" for figure in figures]
+            if set(cells) != {"-"}:
+                rows.append([f"{ev.SPLITS[split].title}, {name}", *cells])
         names = [Path(summary["folder"]).name for summary in summaries]
-        parts += section(f"Figures in {shown_path(folder)}", ["", *names], rows)
+        parts += section(f"Figures in {shown_path(folder)}", ["figure", *names], rows)
     return parts
 
 def facts_section(parts, counts, scored):
@@ -388,7 +390,7 @@ def facts_section(parts, counts, scored):
                      for path, number, labels in count["found"] if label in labels]
             cells.append(", ".join(found) or "none")
         for given in told:
-            cells.append({True: "given", False: "not given"}.get(given.get(label), "-"))
+            cells.append({True: "given", False: "not given"}.get(given.get(label), "not asked"))
         rows.append([label, request, *cells])
     header = ["number", "request", *[f"rows in {count.stem}" for count in counts],
               *map(shown_path, scored)]
