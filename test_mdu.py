@@ -3469,38 +3469,44 @@ def test_where_a_job_fails_the_others_go_on(tmp_path, capsys):
     python_job(plan, "last", "", one)
     python_job(plan, "earlier", "sys.exit()")
     write_files({"out/earlier.done": ""})
-    with pytest.raises(mdu.BadInput, match="not everything is finished"):
+    with pytest.raises(mdu.BadInput, match="see above: out/bad, out/needs-bad$"):
         experiments.carry_out(plan, 2, "a minute")
     out, err = capsys.readouterr()
     assert {file.stem for file in tmp_path.glob("out/*.done")} == {"one", "two", "last", "earlier"}
-    assert "finished, 1: out/earlier" in out
+    assert "1 folders are finished: out/earlier" in out
     assert re.search(r"out/last: unlearned in . s; jobs left: .", out)
     assert err.splitlines() == ["out/bad: FAILED, not unlearned; see the end of out/bad.log"]
     assert "no such rows" in (tmp_path / "out/bad.log").read_text()
 
 @each("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_jobs_of_an_experiment(number, tmp_path):
-    """Which the job does not get itself."""
+    """Which the job, a program that waits, does not get itself.  The experiment waits for it."""
+    (tmp_path / "job.py").write_text("""if True:
+        import signal, time
+        from pathlib import Path
+        def end(*signal):
+            Path("out/ended").touch()
+            raise SystemExit
+        signal.signal(signal.SIGTERM, end)
+        Path("out/begun").touch()
+        time.sleep(99)""")
     script = f"""if True:
         import sys
         sys.path.insert(0, {str(PROJECT / ".github")!r})
         import experiments
         def endless(given):
             plan = experiments.Plan(given, ["out"])
-            code = "import os, time; open('out/pid', 'w').write(str(os.getpid())); time.sleep(99)"
-            plan.add("unlearned", "out/run", ["-c", code], "out/run/done", [])
+            plan.add("unlearned", "out/run", ["job.py"], "out/run/done", [])
             return plan
         experiments.EXPERIMENTS = {{"real": endless}}
         experiments.mdu.run_program("experiments.py", lambda: experiments.main(["real"]))"""
     process = subprocess.Popen([sys.executable, "-c", script])
-    pid = tmp_path / "out/pid"
-    while not (pid.exists() and pid.read_text()):
+    while not (tmp_path / "out/begun").exists():
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(number)
     assert process.wait() == 128 + number
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
+    assert (tmp_path / "out/ended").exists()
 
 def test_the_small_model_of_tofu_begins_with_the_words_of_its_rows(tmp_path, monkeypatch):
     """The files have the rows that the seed chooses."""

@@ -54,10 +54,11 @@ VARIABLES = {  # {name: default}.  make tofu PRESET=tofu-small METHODS="npo wga"
     "LORA": "",  # the rank of adapters, also of rwku; if it is empty, all weights are trained
     "LIMIT": "",  # so many pairs of the forget set, and of the retain set; of tofu-smollm 400
     "HIDDEN": ""}  # the share of questions that are masked while `base` and `retain` learn
-TIMES = {  # of a first call, and of tofu for each seed
+TIMES = {  # of a first call
     "demo": "five minutes on two CPU cores", "table": "a quarter of an hour on two CPU cores",
     "figures": "ten minutes on a CPU", "real": "some hours on a CPU",
-    "tofu-small": "half an hour on two CPU cores", "tofu-smollm": "an hour on a GPU (calculated)",
+    "tofu-small": "half an hour for each seed on two CPU cores",
+    "tofu-smollm": "an hour for each seed on a GPU (calculated)",
     "tofu-qwen": "8 hours on a GPU (calculated)", "tofu-llada": "1 to 4 days (calculated)",
     "tofu-dream": "9 to 32 hours (calculated)", "rwku-llada": "12 hours on four H100 (calculated)",
     "rwku-dream": "12 hours on four H100 (calculated)"}
@@ -533,8 +534,8 @@ def delete(folder):
 def print_list(plan, finished, at_once, takes):
     to_do = dict.fromkeys(job.folder for job in plan.jobs if job.done not in finished)
     complete = dict.fromkeys(job.folder for job in plan.jobs if job.folder not in to_do)
-    print(f"finished, {len(complete)}: {' '.join(complete) or 'none'}")
-    print(f"to do, {len(to_do)}, of which {at_once} at once: {' '.join(to_do) or 'none'}")
+    print(f"{len(complete)} folders are finished: {' '.join(complete)}")
+    print(f"{len(to_do)} are to do, {at_once} at once: {' '.join(to_do)}")
     print(f"A first call takes {takes}.", flush=True)
 
 def start(command, log):
@@ -602,13 +603,12 @@ def carry_out(plan, at_once, takes):
             if job.done in finished:
                 delete_files(job)
         run_jobs(plan, finished, at_once)
-        is_complete = all(job.done in finished for job in plan.jobs)
+        missing = list(dict.fromkeys(job.folder for job in plan.jobs if job.done not in finished))
         for runs in plan.reports.values():
             scored = [run for run in runs if f"{run}/eval/summary.json" in finished]
-            if scored:
-                done = subprocess.run(report_command(scored))
-                is_complete = is_complete and done.returncode == 0
-    mdu.require(is_complete, "not everything is finished: see above")
+            if scored and subprocess.run(report_command(scored)).returncode != 0:
+                missing.append("a report")
+    mdu.require(not missing, f"not finished, see above: {', '.join(missing)}")
 
 def main(argv=None):
     name, *words = argv or sys.argv[1:] or [""]
@@ -619,7 +619,8 @@ def main(argv=None):
     given = SimpleNamespace()
     for variable, default in VARIABLES.items():
         setattr(given, variable, os.environ.get(variable) or default)
-    is_small = name in ("demo", "table", "figures") or given.PRESET == "tofu-small"
+    model = given.PRESET if name in ("tofu", "rwku") else name
+    is_small = model in ("demo", "table", "figures", "tofu-small")
     if is_small or name == "real":
         given.GPUS = "1"
     at_once = int(given.JOBS or 1 + is_small)
@@ -637,7 +638,7 @@ def main(argv=None):
     for number in (signal.SIGTERM, signal.SIGHUP):  # as after Ctrl-C, the jobs are ended
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    carry_out(plan, at_once, TIMES[given.PRESET or name])
+    carry_out(plan, at_once, TIMES[model])
 
 EXPERIMENTS = {function.__name__: function for function in (demo, table, figures, real, tofu, rwku)}
 STARTS = {function.__name__: function for function in (start_real, start_smollm, start_small)}
