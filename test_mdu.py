@@ -1366,6 +1366,8 @@ def test_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none, monkeypatch):
     for flags in mdu.flag_rare_tokens(rows, [mdu.Example([3], answer, [], [])] * 3, tokenizer):
         found.append({vocabulary[token] for token, is_rare in zip(answer, flags) if is_rare})
     assert found == [set(of_ann.split()), set(of_oslo.split()), set(of_none.split())]
+    with pytest.raises(mdu.BadInput, match="counts in the rows to retain which words are rare"):
+        mdu.flag_rare_tokens({**rows, "retain": []}, [], tokenizer)
 
 def test_every_part_of_a_rare_word_is_flagged(hub):
     """Tokens are bytes here: all of a rare word are flagged, none of the signs and common words."""
@@ -2948,7 +2950,6 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py {own} --method gd --retain-weight 0", "--method gd without a retain loss is ga"),
     ("mdu.py --tau 0 --target {base}", "--tau 0 has no anchor"),
     ("mdu.py --data toy --target word", "no folder; it has to be paper, removed, authors"),
-    ("mdu.py {own} --retain-weight 0", "--target removed counts in the rows to retain"),
     ("mdu.py --data toy --model {base} --target {base}", "is the start model"),
     ("mdu.py --model {base} --forget born --retain spaced", "is to be forgotten and retained"),
     # Rows.
