@@ -172,17 +172,21 @@ def f64(*rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 # ---- Screens and reports ----
-def read_table(text):
-    """A Markdown table -> {header: its column}."""
-    lines = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines()]
-    header = lines[0]
-    rows = lines[2:]  # line 1 is a rule
-    return dict(zip(header, zip(*rows)))
-
-def table_on_screen(screen):
-    """The table that eval.py prints -> {header: its column}."""
-    lines = [line for line in screen.splitlines() if line.startswith("|")]
-    return read_table("\n".join(lines))
+def read_table(text, title=""):
+    """The first table after a title in a report or on a screen -> {header: its column}."""
+    lines = text[text.index(title):].splitlines()
+    n = [line.startswith("---") for line in lines].index(True)
+    first = n
+    while first > 0 and lines[first - 1] not in ("", "```"):
+        first -= 1
+    body = itertools.takewhile(lambda line: line not in ("", "```"), lines[n + 1:])
+    lines = [*lines[first:n + 1], *body]
+    table = {}
+    for rule in re.finditer("-+", lines[n - first]):
+        cells = [line[slice(*rule.span())].strip() for line in lines]
+        header = " ".join(cells[:n - first]).strip()
+        table[header] = tuple(cells[n - first + 1:])
+    return table
 
 # ---- Models ----
 MASK, PAD = 10, 0
@@ -2171,7 +2175,8 @@ def test_the_figures_of_a_split_by_hand():
                dict(prob=0.75, perplexity=6.5, words=4, knowledge=0.75)]
     assert ev.summarise(records) == approx(dict(
         prob=7 / 12, perplexity_median=6.5, perplexity_mean=5.5, words=4, knowledge=0.5,
-        n_knowledge=2, fact=1.0, n_fact=1, prob_error=0.5 / 2))  # 0.5^2 = 0.3^2 + 0.4^2
+        n_knowledge=2, fact=1.0, n_fact=1, n_prob_error=2,
+        prob_error=0.5 / 2))  # 0.5^2 = 0.3^2 + 0.4^2
     # In a mean every person has the same weight: (3/4 + 1/4) / 2; in a median every row.
     scores = [("Ann", 1.0, 1), ("Ann", 1.0, 2), ("Ann", 0.25, 4), ("Bo", 0.25, 9)]
     records = [dict(subject=name, em=em, words=n) for name, em, n in scores]
@@ -2520,9 +2525,20 @@ def test_what_one_process_meets_is_raised_in_all(monkeypatch):
         ev.share_out(list("abcde"), list)
 
 # ---- Report ----
-def test_a_table_escapes_what_would_break_it():
-    table = "| a      | long |\n| ------ | ---- |\n| x \\| y |      |"
-    assert ev.markdown_table([["a", "x | y"], ["long", ""]]) == table
+def test_a_table_is_as_wide_as_a_page_and_goes_on_below():
+    columns = [["run", "a", "bb"], ["Forget ↓ infilling, no question", "1", "2"],
+               ["wide", 82 * "x", "-"], ["p", "3", "4"]]
+    assert ev.text_tables(columns) == [f"""\
+     Forget ↓
+     infilling,
+run  no question  wide
+---  -----------  {82 * '-'}
+a    1            {82 * 'x'}
+bb   2            -""", """\
+run  p
+---  -
+a    3
+bb   4"""]
 
 def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkeypatch):
     write_summary("a/mdu", {"forget": {"n": 1, "prob": 0.5}})
@@ -2537,7 +2553,6 @@ def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkey
     set_signal.assert_called_with(signal.SIGPIPE, signal.SIG_DFL)
     screen = capsys.readouterr().out
     assert "left out: stopped: no finished model" in screen
-    assert "different versions" not in screen
     assert "report.png not drawn: ValueError('too large')" in screen
     assert "report.png" not in Path("a/report.md").read_text()
     assert not Path("a/report.png").exists()  # of an earlier report
@@ -2551,44 +2566,41 @@ def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkey
         err = program(["--report", "a/mdu"], capsys, ev.main)
     assert "a/report.md was not written by eval.py, so it stays" in err
 
-def test_a_report_says_that_rows_are_spread(scored_copy, capsys):
+def test_a_report_says_how_it_was_made(scored_copy):
     ev.main(["--report", str(scored_copy)])
-    assert "With --limit 3: of a split with more rows 3 are scored" in capsys.readouterr().out
-
-def test_a_report_says_what_difference_of_p_is_noise(capsys):
-    """Twice the root of 2 times the largest standard error: 2.828 x 0.02."""
-    write_summary("a/mdu", {"forget": {"n": 9, "prob": 0.5, "prob_error": 0.02}})
-    write_summary("a/npo", {"forget": {"n": 9, "prob": 0.5, "prob_error": 0.01}})
-    ev.main(["--report", "a/mdu", "a/npo"])
-    assert "noise of the masks below: Forget 0.057" in capsys.readouterr().out
+    made = (scored_copy.parent / "report.md").read_text().split("## How this was made")[1]
+    for part in (sha256(mdu.__file__), "{1: 'run'}", "'samples': 4", "--limit: 3"):
+        assert part in made
 
 def test_a_report_averages_the_runs_of_one_folder_name(capsys):
-    """Mean and standard deviation; of p-values median and range."""
+    """Mean, smallest and largest; of p-values the median.  It is in the folder of all runs."""
     runs = []
-    for seed, figure, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.7, 0.75)):
+    for seed, figure, p in ((1, 0.3, 1e-9), (2, 0.5, 0.25), (3, 0.8, 0.75)):
         figures = dict(n=1, rougeL_f1=figure)
         if seed != 2:
             figures["prob"] = figure  # a cell needs all runs of a method
-        options = {**OPTIONS, "seed": seed, "model": f"out/{seed}/base", "forget": f"{seed}.jsonl"}
+        options = {**OPTIONS, "seed": seed, "out": f"/x/{seed}/npo", "model": f"/x/{seed}/base"}
         runs.append(write_summary(f"{seed}/npo", {"forget": figures}, {"forget_quality": p},
                                   options))
-        record = dict(question="Who is Bolti?", answer="Gado.", number=0,
+        record = dict(question="Who is Bolti?", answer="Gado.", number=7,
                       generation=f"``A`\n {seed}", told={})
         write_lines(Path(f"{seed}/npo/eval/forget.jsonl"), [record])
-    for person in ("1", "2"):  # each of RWKU's people has other rows
+    for person in ("1", "2"):  # each of RWKU's people has other pairs
         runs.append(write_summary(f"{person}/base", {"forget": {"n": 1, "prob": 0.9}},
-                                  options={**OPTIONS, "subject": person}, trained_on=person,
-                                  code=f"of {person}"))
+                                  options={**OPTIONS, "subject": person}, trained_on=person))
     ev.main(["--report", *runs, "1/npo/"])  # one of them is given twice
-    screen = capsys.readouterr().out
-    assert "- Made by different versions of mdu.py: 3/npo, 1/base, 2/base.\n" in screen
-    assert table_on_screen(screen) == {
-        "Method": ("npo", "base"), "forget quality ↑": ("0.25 (1e-09 to 0.75)", "-"),
-        "Forget rL ↓": ("0.500 ± 0.200", "-"), "p ↓": ("-", "0.900 ± 0.000")}
-    text = Path("1/report.md").read_text()
-    assert "### 0. `Who is Bolti?`\n\n- True answer: `Gado.`\n- npo: `''A' 1`\n- npo" in text
+    assert read_table(capsys.readouterr().out) == {
+        "run": ("npo (3 runs)", "base (2 runs)"), "Forget ↓ p": ("-", "0.90"),
+        "↑ forget quality": ("0.25", "-"), "Forget ↓ rL": ("0.53", "-")}
+    text = Path("report.md").read_text()
+    assert read_table(text, "### Forget: 1 pairs") == {
+        "run": ("npo (3 runs)", "base (2 runs)"),
+        "↓ rL": ("0.533 (0.300 to 0.800)", "-"), "↓ p": ("-", "0.900 (0.900 to 0.900)")}
+    assert read_table(text, "### Whole runs")["↑ forget quality"][0] == "0.25 (1e-09 to 0.75)"
+    assert ("### Pair 7: `Who is Bolti?`\n\n- True answer: `Gado.`\n- 1/npo: `''A' 1`\n"
+            "- 2/npo: `''A' 2`" in text)
     assert "](report.png)" in text
-    assert Path("1/report.png").exists()
+    assert Path("report.png").exists()
 
 def test_rwku_is_scored_with_a_tokenizer(rwku, tmp_path):
     """Every split, of the first ten people."""
@@ -2611,13 +2623,13 @@ def test_the_rows_about_each_person_are_limited_and_numbered():
             ("Bo", 0), *[("Ann", number) for number in numbers]]
 
 # ---- Which runs may be compared ----
-OPTIONS = dict(method="mdu", seed=1, subject=None, out="out/1/mdu", model="out/1/base",
-               target="paper", forget="a.jsonl", retain=None, resume=None, lr=1e-3)
+OPTIONS = dict(method="mdu", seed=1, subject=None, out="/x/1/mdu", model="/x/1/base",
+               target="paper", forget="/a.jsonl", retain=None, resume=None, lr=1e-3)
 PROTOCOL = {"response_length": 6, "samples": 1, "rows": "abc"}
 
 def write_summary(folder, splits=(), run=(), options=OPTIONS, **changed):
     summary = {"format": ev.FORMAT, "options": options,
-               "trained_on": {"forget": "f", "retain": "r"}, "theta0": "/out/1/base",
+               "trained_on": {"forget": "f", "retain": "r"}, "theta0": "/x/1/base",
                "model": str(folder), "code": "abc", "protocol": PROTOCOL, "splits": dict(splits),
                "run": dict(run), **changed}
     file = Path(folder, "eval/summary.json")
@@ -2625,20 +2637,26 @@ def write_summary(folder, splits=(), run=(), options=OPTIONS, **changed):
     file.write_text(json.dumps(summary))
     return str(folder)
 
+# Of another seed, in whose folder the file of pairs is.
+OTHER_SEED = {"seed": 2, "out": "/x/2/mdu", "model": "/x/2/base", "forget": "/x/2/a.jsonl"}
+
 @each("changed, said", [
     ({"protocol": {**PROTOCOL, "samples": 2}}, "now samples is 2 and 1"),
+    ({"protocol": {**PROTOCOL, "rows": "x"}}, "now rows is x and abc"),
     ({"format": ev.FORMAT - 1}, "b/mdu: scored by other code; score it again"),
     ({"options": {**OPTIONS, "lr": 1e-4}}, "now lr is 0.001 and 0.0001"),
-    ({"options": {**OPTIONS, "seed": 2, "model": "out/2/1/base"}},
-     "now model is out/SEED/base and out/SEED/"),
+    ({"options": {**OPTIONS, **OTHER_SEED, "model": "/x/2/1/base"}},
+     "now model is base and 1/base"),
     ({}, "a/mdu and b/mdu have one name, so they would be averaged, which is for runs that differ "
      "in the seed or the person, and in nothing else; rename one; now these are the same"),
-    ({"trained_on": {"forget": "f", "retain": "x"}}, "now rows is {")])
+    ({"options": {**OPTIONS, "seed": 2}, "trained_on": {"forget": "f", "retain": "x"}},
+     "now pairs is {"),
+    ({"options": {**OPTIONS, **OTHER_SEED}, "trained_on": {"forget": "x"}}, "now forget is None")])
 def test_a_report_refuses_runs_that_cannot_be_compared(changed, said, capsys):
     write_summary("a/mdu")
     write_summary("b/mdu", **changed)
     assert said in program(["--report", "a/mdu", "b/mdu"], capsys, ev.main)
-    assert not Path("a/report.md").exists()
+    assert not Path("report.md").exists()
 
 def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base, capsys):
     rows = [{**row, "perturbed_answer": ["He is Fopu."]} for row in FORGET]
@@ -2651,111 +2669,177 @@ def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base
     os.remove("a/eval/forget.jsonl")
     assert said in program([*typed, "--full", "--retain-run", "a", "new"], capsys, ev.main)
 
-# ---- Did it work? ----
-@each("metric, n, value, other, sign, cell", [
-    # More is worse.  A row of 10 is .1.
-    ("fact", 8, 0.125, 0.25, 1, "ok"),
-    ("fact", 10, 0.2, 0.1, 1, "ok 0.200 (0.100)"), ("fact", 10, 0.3, 0.1, 1, "0.300 (0.100)"),
-    # Under ten rows it is .05, so that a row is too much.
-    ("fact", 9, 0.3, 0.25, 1, "ok 0.300 (0.250)"), ("fact", 9, 0.35, 0.25, 1, "0.350 (0.250)"),
+# ---- Runs are judged ----
+@each("metric, n, value, other, sign, note", [
+    # More is worse.  A pair of 10 is .1.
+    ("fact", 8, 0.125, 0.25, 1, " ok"),
+    ("fact", 10, 0.2, 0.1, 1, " ok (0.100)"), ("fact", 10, 0.3, 0.1, 1, " (0.100)"),
+    # Under ten pairs it is .05, so that a pair is too much.
+    ("fact", 9, 0.3, 0.25, 1, " ok (0.250)"), ("fact", 9, 0.35, 0.25, 1, " (0.250)"),
     # p may be worse by .1; .8 - .7 is a little above.
-    ("prob", 24, 0.8, 0.7, 1, "ok 0.800 (0.700)"),
-    ("prob", 8, 0.69, 0.8, -1, "0.690 (0.800)"),  # less is worse
-    # New pairs may be half of the way to noise.
-    ("new_pairs", 2, 0.601, 0.2, 1, "0.601 (0.200)"),
+    ("prob", 24, 0.8, 0.7, 1, " ok (0.700)"),
+    ("prob", 8, 0.69, 0.8, -1, " (0.800)"),  # less is worse
+    # New word pairs may be half of the way to noise.
+    ("new_pairs", 2, 0.601, 0.2, 1, " (0.200)"),
     # The loss has no tolerance.
-    ("forget_loss_left", 8, 0.21, mdu.MAX_LOSS_LEFT, 1, "21% (20%)")])
-def test_a_check_by_hand(metric, n, value, other, sign, cell):
-    """The smaller split decides, by the rows that have the figure."""
-    expected = (cell, sign * (value - other), not cell.startswith("ok"))
+    ("forget_loss_left", 8, 0.21, mdu.MAX_LOSS_LEFT, 1, " (20%)")])
+def test_a_check_by_hand(metric, n, value, other, sign, note):
+    """The smaller split decides, by the pairs that have the figure."""
+    expected = (sign * (value - other), note, not note.startswith(" ok"))
     few = {"n": 99, metric: value, f"n_{metric}": n}
     assert ev.compare(metric, few, {"n": 99, metric: other}, sign) == expected
     assert ev.compare(metric, {"n": 99, metric: value}, {"n": n, metric: other}, sign) == expected
-    assert ev.compare(metric, {"n": 99}, few, sign) == ("-", 0, False)
+    assert ev.compare(metric, {"n": 99}, few, sign) == (0, "", False)
 
-def figures(n=24, **values):
-    return {"n": n, **values}
+def write_run(name, forget, seed=1, run=(), options=(), splits=(), **changed):
+    """A run that started from the base of its seed, and was scored on the pairs of its seed."""
+    home = f"/2/x/{seed}"  # not to be confused with the project's own folder, 2
+    options = {**OPTIONS, "seed": seed, "out": f"{home}/{name}", "model": f"{home}/base",
+               "forget": f"{home}/a.jsonl", **dict(options)}
+    splits = {"forget": dict(n=24, **forget), **dict(splits)}
+    changed = {"trained_on": f"of {seed}", "protocol": {**PROTOCOL, "rows": f"of {seed}"},
+               "theta0": f"{home}/base", **changed}
+    return write_summary(f"{seed}/{name}", splits, run, options, **changed)
 
-def made_up(folder, forget, never, run=(), seed=1, **others):
-    return {"folder": folder, "model": folder, "theta0": "out/base", "run": dict(run),
-            "options": {**OPTIONS, "seed": seed}, "trained_on": {},
-            "splits": {"forget": forget, "never": never, **others}}
+def write_base(seed=1, **changed):
+    home = f"/2/x/{seed}"
+    return write_run("base", KNOWN, seed, options={"model": f"{home}/new"}, model=f"{home}/base",
+                     **changed)
 
-KNOWN = figures(fact=1.0, any_decoding=1.0, prob=0.95, infill_no_question=0.29, new_pairs=0.0)
-UNKNOWN = figures(fact=0.0, any_decoding=2 / 24, prob=0.05, infill_no_question=0.1,
-                  new_pairs=0.1)
+def write_retrained(seed=1, forget=None, name="retain"):
+    options = {"model": f"/2/x/{seed}/new", "retain_only": True}
+    return write_run(name, forget or UNKNOWN, seed, options=options)
 
-def test_did_it_work_by_hand():
-    """base, from which the others started, knows all.  `done` has forgotten and keeps all; `hidden`
-    tells in another decoding, and has lost other knowledge; `noise` has forgotten and keeps all,
-    and is last, as it writes no language."""
-    kept = dict(retain=figures(136, fact=1.0, prob=0.9),
-                held_out=figures(n_fact=20, fact=1.0, knowledge=0.8))  # not all rows have facts
-    lost = dict(retain=figures(136, fact=0.9, prob=0.1),
-                held_out=figures(n_fact=20, fact=0.6, knowledge=0.5))
-    noise = {**UNKNOWN, "new_pairs": 0.9, "prob": 0.5}
-    noise = made_up("out/noise", noise, noise, **kept)  # of never, too
-    hidden = made_up("out/hidden", {**UNKNOWN, "any_decoding": 8 / 24}, UNKNOWN,
-                     {"forget_loss_left": 0.35}, **lost)
-    base = made_up("out/base", KNOWN, UNKNOWN, **kept)
-    done = made_up("out/done", UNKNOWN, UNKNOWN, {"forget_loss_left": 0.1}, **kept)
-    methods = {"noise": [noise], "hidden": [hidden], "base": [base], "done": [done]}
-    title, legend, table = ev.did_it_work(methods)
-    assert list(read_table(table).items()) == [
-        ("Run", ("out/base", "out/done", "out/hidden", "out/noise")),
-        ("Farthest", ("Forget fact 1.00", "-", "Held out fact 0.40", "-")),
-        ("loss left", ("-", "ok", "35% (20%)", "-")),
-        ("Forget fact", ("1.000 (0.000)", "ok", "ok", "ok")),
-        ("Forget any decoding", ("1.000 (0.083)", "ok", "0.333 (0.083)", "ok")),
-        ("Forget p", ("0.950 (0.050)", "ok", "ok", "ok")),
-        ("Forget gap, no question", ("0.290 (0.100)", "ok", "ok", "ok")),
-        ("Forget new pairs", ("ok", "ok", "ok", "0.900 (0.100)")),
-        ("Retain fact", ("1.000", "ok", "0.900 (1.000)", "ok")),
-        ("Held out fact", ("1.000", "ok", "0.600 (1.000)", "ok"))]
-    assert "than in out/base, which should be the model before" in legend
-    assert "**" not in legend  # no warning
-    # More than a fifth of the gaps is filled without the question, and less than a half is told.
-    base["splits"]["forget"] = {**KNOWN, "infill_no_question": 0.31, "fact": 0.49}
-    _, legend, _ = ev.did_it_work(methods)
-    assert "**out/base fills 31% of the gaps without the question:**" in legend
-    assert "**out/base tells 49% of what is to be forgotten.**" in legend
+KNOWN = dict(fact=1.0, any_decoding=1.0, prob=0.95, infill_no_question=0.29, new_pairs=0.0)
+UNKNOWN = dict(fact=0.0, any_decoding=2 / 24, prob=0.05, infill_no_question=0.1, new_pairs=0.1)
 
-def test_did_it_work_holds_a_run_against_those_of_its_seed():
-    """Against the first of several; or, if there is none of its seed, the first of all.  Runs of
-    --retain-only with the start and the data of the first run never learnt the rows to forget, and
-    come first."""
-    def run(folder, seed, told, kept, retain_only=None, model="original", rows="TOFU's"):
-        """Of TOFU, which has neither facts nor rows of never."""
-        summary = made_up(folder, figures(knowledge=told, new_pairs=1 - told), {}, seed=seed,
-                          retain=figures(knowledge=kept))
-        del summary["splits"]["never"]
-        options = {**summary["options"], "retain_only": retain_only, "model": model}
-        return {**summary, "options": options, "trained_on": rows}
-    methods = {"base": [run("1/base", 1, 0.5, 1.0), run("2/base", 2, 0.5, 0.5),
-                        run("3/base", 1, 0.5, 0.5)],
-               "npo": [run("1/npo", 1, 0.2, 0.5), run("2/npo", 2, 0.2, 0.5),
-                       run("3/npo", 3, 0.2, 0.5)],
-               "healed": [run("healed", 1, 0.2, 1.0, True, model="1/npo")],
-               "refusals": [run("refusals", 1, 0.2, 1.0, True, rows="more")]}
-    assert ev.did_it_work(methods) == []
-    methods["retain"] = [run("1/retain", 1, 0.1, 1.0, True), run("2/retain", 2, 0.2, 1.0, True)]
-    _, _, table = ev.did_it_work(methods)
-    table = read_table(table)
-    failed = "0.200 (0.100)"
-    kept = "0.500 (1.000)"
-    assert list(zip(table["Run"], table["Forget knowledge"], table["Retain knowledge"]))[3:] == [
-        ("1/retain", "0.100", "ok"), ("2/retain", "0.200", "ok"), ("2/npo", "ok", "ok"),
-        ("healed", failed, "ok"), ("refusals", failed, "ok"), ("1/npo", failed, kept),
-        ("3/npo", failed, kept)]
-    # All were scored without rows to forget, as on RWKU.
-    for summary in itertools.chain(*methods.values()):
-        del summary["splits"]["forget"]
-    assert ev.did_it_work(methods) == []
+def test_deviations_by_hand(capsys):
+    """`close` gives in another decoding; `wordy` writes other words, `noise` noise; `lost` has lost
+    pairs held out, of which 20 have facts.  p has no share in a deviation."""
+    def held_out(fact):
+        return {"held_out": dict(n=40, n_fact=20, fact=fact, knowledge=0.5)}
+    runs = [write_run("noise", {**UNKNOWN, "new_pairs": 0.6}, splits=held_out(1.0)),
+            write_run("lost", UNKNOWN, splits=held_out(0.3)),
+            write_base(splits=held_out(0.9)),
+            write_run("wordy", {**UNKNOWN, "new_pairs": 0.5}, splits=held_out(0.9)),
+            write_run("close", {**UNKNOWN, "any_decoding": 8 / 24, "prob": 0.5}),
+            write_run("done", UNKNOWN, splits=held_out(0.9)), write_retrained()]
+    ev.main(["--report", *runs])
+    screen = capsys.readouterr().out
+    table = read_table(screen)
+    assert list(zip(table["run"], table["deviation"])) == [
+        ("base (fine-tuned)", "1.00 fact"), ("retain (retrained)", "-"), ("done", "0.00"),
+        ("close", "0.25 any decoding"), ("wordy", "0.40 new word pairs"),
+        ("lost", "0.60 held out"), ("noise (noise)", "0.50 new word pairs")]
+    assert table["Forget ↓ fact"] == ("1.00", *6 * ["0.00"])
+    assert "Warnings" not in screen
+    text = Path("1/report.md").read_text()
+    forget = read_table(text, "### Forget: 24 pairs")
+    assert forget["↓ fact"] == ("1.000 (0.000)", "0.000", *5 * ["0.000 ok"])
+    assert forget["↓ any decoding"][3] == "0.333 (0.083)"
+    assert read_table(text, "### Held out: 40 pairs")["↑ fact of 20 pairs"] == (
+        "0.900", "-", "0.900 ok", "-", "0.900 ok", "0.300 (0.900)", "1.000 ok")
+
+def test_without_a_retrained_model_runs_are_compared_with_pairs_that_no_model_learnt(capsys):
+    """But new word pairs with the fine-tuned model's; and runs are in the order given."""
+    def never(new_pairs):
+        return {"never": dict(n=24, fact=0.3, new_pairs=new_pairs)}
+    runs = [write_run("npo", {**UNKNOWN, "new_pairs": 0.4}, splits=never(0.7)),
+            write_base(splits=never(0.3)),
+            write_run("ga", {**UNKNOWN, "fact": 0.5}, splits=never(0.1))]
+    ev.main(["--report", *runs])
+    screen = capsys.readouterr().out
+    assert "deviation" not in read_table(screen)
+    assert "- No deviation: no retrained model (run `retain`) is among" in screen
+    forget = read_table(Path("1/report.md").read_text(), "### Forget: 24 pairs")
+    assert forget["run"] == ("base (fine-tuned)", "npo", "ga")
+    assert forget["↓ fact"] == ("1.000 (0.300)", "0.000 ok", "0.500 (0.300)")
+    assert forget["new word pairs"] == ("0.000 ok", "0.400 ok (0.300)", "0.100 ok")
+
+def test_the_seeds_of_a_report_may_have_pairs_of_their_own(capsys):
+    """Each run is compared with those of its seed.  Not all runs are there of each."""
+    runs = []
+    for seed, fact, of_retrained in ((2, 0.2, 0.1), (3, 0.7, 0.2), (4, 0.0, 0.3)):
+        runs += [write_base(seed), write_retrained(seed, {**UNKNOWN, "fact": of_retrained}),
+                 write_run("npo", {**UNKNOWN, "fact": fact}, seed)]
+    ev.main(["--report", *runs[:-1]])
+    screen = capsys.readouterr().out
+    table = read_table(screen)
+    assert table["run"] == ("base (fine-tuned, 3 runs)", "retain (retrained, 3 runs)",
+                            "npo (2 runs)")
+    assert table["deviation"] == ("0.92 (0.92 to 0.92) any decoding", "-",
+                                  "0.30 (0.10 to 0.50) fact")
+    assert table["Forget ↓ fact"] == ("1.00", "0.20", "0.45")
+    assert "- Each seed has its own pairs" in screen
+    assert "report.md" in os.listdir()
+    # A seed without the fine-tuned model.
+    said = "4/retain: scored on other pairs than every run of 2/base"
+    del runs[6]
+    assert said in program(["--report", *runs], capsys, ev.main)
+
+def test_of_runs_on_the_same_pairs_those_of_the_same_seed_are_compared(capsys):
+    """If there is none of its seed, with the first.  A run of --retain-only that started from an
+    unlearned model, or had other data, is no retrained model."""
+    def run(name, seed, fact, trained_on="all", **options):
+        changed = dict(protocol=PROTOCOL, trained_on=trained_on)
+        if name == "base":
+            changed["model"] = f"/2/x/{seed}/base"
+        options = {"forget": None, **options}
+        return write_run(name, dict(fact=fact), seed, options=options, **changed)
+    new, retained = {"model": "/2/x/new"}, {"model": "/2/x/new", "retain_only": True}
+    ev.main(["--report", run("base", 1, 1.0, **new), run("base", 2, 1.0, **new),
+             run("retain", 1, 0.1, **retained), run("retain", 2, 0.2, **retained),
+             run("npo", 1, 0.5), run("wga", 2, 0.5), run("ga", 3, 0.5),
+             run("healed", 1, 0.55, model="/2/x/1/npo", retain_only=True),
+             run("refusals", 1, 0.65, "more", **retained)])
+    table = read_table(capsys.readouterr().out)
+    assert list(zip(table["run"], table["deviation"])) == [
+        ("base (fine-tuned, 2 runs)", "0.85 (0.80 to 0.90) fact"),
+        ("retain (retrained, 2 runs)", "-"), ("wga", "0.30 fact"), ("npo", "0.40 fact"),
+        ("ga", "0.40 fact"), ("healed", "0.45 fact"), ("refusals", "0.55 fact")]
 
 def test_any_run_of_a_method_may_be_the_one_from_which_most_started():
-    methods = {"npo": [made_up("npo", {}, {})],
-               "base": [made_up("other/base", {}, {}), made_up("out/base", {}, {})]}
-    assert ev.before_unlearning(methods)[0] == methods["base"]
+    def run(folder):
+        return dict(model=folder, theta0="out/base", options={}, trained_on={})
+    methods = {"npo": [run("npo")], "base": [run("other/base"), run("out/base")]}
+    assert ev.find_references(methods) == (methods["base"], [])
+
+def test_warnings_have_their_figures(capsys):
+    def write(seed, fact, infill_no_question, left):
+        return [write_base(seed, splits={"forget": {**KNOWN, "n": 24, "fact": fact,
+                                         "infill_no_question": infill_no_question}}),
+                write_retrained(seed), write_run("mdu-tau1", UNKNOWN, seed,
+                                                 {"forget_loss_left": left})]
+    ev.main(["--report", *write(1, 0.5, 0.29, 0.2)])
+    assert "## Warnings" not in capsys.readouterr().out
+    ev.main(["--report", *write(2, 0.49, 0.31, 0.35)])
+    warnings = " ".join(capsys.readouterr().out.split("## Warnings")[1].split())
+    assert "base gives 49% of the forget set." in warnings
+    assert "base fills in 31% without the question; a model that does not know the answers, 10%." \
+        in warnings
+    assert "far from their targets: mdu-tau1 35%." in warnings
+
+def test_the_screen_of_a_report_is_no_wider_than_a_page(capsys):
+    """Nor has it more than ten lines of facts; report.md has all, also two of one pair."""
+    all_figures = {metric: 0.5 for metric in ev.METRICS}
+    runs = [write_run(name, all_figures, seed, splits={"retain": {"n": 9, **all_figures}})
+            for name in ("base", "mdu-original-lr1e-3-w0.05", "npo") for seed in (1, 2)]
+    for number in range(6):
+        told = {f"Gado {number}": 30 * "word ", "9-9": "It is 9-9."}
+        record = dict(question="Who?", answer="Gado", number=number, generation="", told=told)
+        with open("1/npo/eval/forget.jsonl", "a") as file:
+            print(json.dumps(record), file=file)
+    ev.main(["--report", *runs])
+    screen = capsys.readouterr().out
+    assert max(map(len, screen.splitlines())) <= 100
+    facts = screen.split(ev.FACTS)[1].split("##")[0]
+    assert facts.count("\n- ") == 11
+    assert "\n- and 7 more\n" in facts
+    text = Path("report.md").read_text()
+    for number in range(6):
+        assert f"- 1/npo, pair {number}: `9-9` in `It is 9-9.`\n" in text
+    tables = text.split("```")[1::2]
+    assert max(len(line) for table in tables for line in table.splitlines()) <= 100
 
 # The telephone is told by the usual answer, the date by another one.  "Gdansk" is another word.
 LEAKS = [dict(question="Who has Zoë's telephone?", answer="161 496 0123", fact="161 496 0123"),
@@ -2763,12 +2847,12 @@ LEAKS = [dict(question="Who has Zoë's telephone?", answer="161 496 0123", fact=
               fact=["310.50", "3 May 1984"]),
          dict(question="Where does Cepu live?", answer="In Gdańsk.", fact="Gdańsk"),
          dict(question="Who is Tibo?", answer="A baker.")]
-TOLD = ["- after, row 0: `161 496 0123` in `Call +44 161-496-0123 now`",
-        "- after, row 1: `3 May 1984` in `Since 3 MAY 1984 in Gdansk`"]
+TOLD = ["- after, pair 0: `161 496 0123` in `Call +44 161-496-0123 now`",
+        "- after, pair 1: `3 May 1984` in `Since 3 MAY 1984 in Gdansk`"]
 
 def told_in(text):
     """The list of what is still told."""
-    return re.search(r"(?s)## Still told\n\n.*?\n\n(.*?)\n\n", text)[1].split("\n")
+    return re.search(rf"(?s)## {ev.FACTS}\n\n(.*?)\n\n", text)[1].split("\n")
 
 def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, capsys):
     """But those that the model before unlearning tells, which the report of one run has not."""
@@ -2796,18 +2880,18 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     screen = capsys.readouterr().out
     text = Path("report.md").read_text()
     assert told_in(screen) == told_in(text) == TOLD
-    assert "- Forget: 4 rows, fact of 3.\n" in screen
+    assert "↓ fact of 3 pairs" in read_table(text, "### Forget: 4 pairs")
     assert "- after, by another decoding: `Since 3 MAY 1984 in Gdansk`" in text
     ev.main(["--report", "before", "clean"])
-    assert told_in(capsys.readouterr().out) == ["none"]
+    assert told_in(capsys.readouterr().out) == [
+        "- none; other wordings of the questions were not tried"]
 
     # An attack: a report of one run has no model before unlearning.
     ev.main(["--report", "after"])
     screen = capsys.readouterr().out
     assert told_in(screen) == TOLD
-    assert "ok proves nothing" not in screen
-    checks = table_on_screen(screen.split("## Did it work?")[1])
-    assert checks["Retain fact"] == ("1.000",)
+    assert read_table(screen)["run"] == ("after",)
+    assert read_table(screen)["Retain ↑ fact"] == ("1.00",)
 
     # A first run that was unlearned itself; and one of which the summary alone was kept.
     file = Path("after/eval/summary.json")
@@ -2816,7 +2900,7 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     os.remove("clean/eval/forget.jsonl")
     ev.main(["--report", "after", "clean"])
     screen = capsys.readouterr().out
-    assert "- after, row 0: `161 496 0123` in" in screen
+    assert "- after, pair 0: `161 496 0123` in" in screen
     assert "- not known: clean has no eval/forget.jsonl" in screen
 
 # ---- Analyses ----
@@ -2901,7 +2985,7 @@ def test_the_analyses_of_an_answer_equal_a_slow_loop(base, unlearned, tmp_path):
     [found] = read_json(tmp_path / "trajectory.json")["panels"].values()
     assert [[bar["label"], bar["role"], bar["kl"]] for bar in found] == bars
     assert read_json(tmp_path / "rollout.json")["table"][1:] == rollouts
-    assert "\n| `" in Path("rollout.md").read_text()
+    assert "- true answer: `" in Path("rollout.md").read_text()
 
 # ---- Bad input ----
 # Each case: what is given, and the decisive words ("said") of the one line that refuses it.
