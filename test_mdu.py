@@ -2590,13 +2590,13 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
                                   options={**OPTIONS, "subject": person}, trained_on=person))
     ev.main(["--report", *runs, "1/npo/"])  # one of them is given twice
     assert read_table(capsys.readouterr().out) == {
-        "run": ("npo (3 runs)", "base (2 runs)"), "Forget ↓ p": ("-", "0.90"),
+        "run": ("npo", "base (2 of 3 runs)"), "Forget ↓ p": ("-", "0.90"),
         "↑ forget quality": ("0.25", "-"), "Forget ↓ rL": ("0.53", "-")}
     text = Path("report.md").read_text()
     assert read_table(text, "### Forget: 1 pairs") == {
-        "run": ("npo (3 runs)", "base (2 runs)"),
-        "↓ rL": ("0.533 (0.300 to 0.800)", "-"), "↓ p": ("-", "0.900 (0.900 to 0.900)")}
-    assert read_table(text, "### Whole runs")["↑ forget quality"][0] == "0.25 (1e-09 to 0.75)"
+        "run": ("npo", "base (2 of 3 runs)"),
+        "↓ rL": ("0.533 (0.300-0.800)", "-"), "↓ p": ("-", "0.900 (0.900-0.900)")}
+    assert read_table(text, "### Whole runs")["↑ forget quality"][0] == "0.25 (1e-09-0.75)"
     assert ("### Pair 7: `Who is Bolti?`\n\n- True answer: `Gado.`\n- 1/npo: `''A' 1`\n"
             "- 2/npo: `''A' 2`" in text)
     assert "](report.png)" in text
@@ -2765,10 +2765,9 @@ def test_the_seeds_of_a_report_may_have_pairs_of_their_own(capsys):
     ev.main(["--report", *runs[:-1]])
     screen = capsys.readouterr().out
     table = read_table(screen)
-    assert table["run"] == ("base (fine-tuned, 3 runs)", "retain (retrained, 3 runs)",
-                            "npo (2 runs)")
-    assert table["deviation"] == ("0.92 (0.92 to 0.92) any decoding", "-",
-                                  "0.30 (0.10 to 0.50) fact")
+    assert table["run"] == ("base (fine-tuned)", "retain (retrained)", "npo (2 of 3 runs)")
+    assert table["deviation"] == ("0.92 (0.92-0.92) any decoding", "-",
+                                  "0.30 (0.10-0.50) fact")
     assert table["Forget ↓ fact"] == ("1.00", "0.20", "0.45")
     assert "- Each seed has its own pairs" in screen
     assert "report.md" in os.listdir()
@@ -2794,9 +2793,10 @@ def test_of_runs_on_the_same_pairs_those_of_the_same_seed_are_compared(capsys):
              run("refusals", 1, 0.65, "more", **retained)])
     table = read_table(capsys.readouterr().out)
     assert list(zip(table["run"], table["deviation"])) == [
-        ("base (fine-tuned, 2 runs)", "0.85 (0.80 to 0.90) fact"),
-        ("retain (retrained, 2 runs)", "-"), ("wga", "0.30 fact"), ("npo", "0.40 fact"),
-        ("ga", "0.40 fact"), ("healed", "0.45 fact"), ("refusals", "0.55 fact")]
+        ("base (fine-tuned)", "0.85 (0.80-0.90) fact"), ("retain (retrained)", "-"),
+        ("wga (1 of 2 runs)", "0.30 fact"), ("npo (1 of 2 runs)", "0.40 fact"),
+        ("ga (1 of 2 runs)", "0.40 fact"), ("healed (1 of 2 runs)", "0.45 fact"),
+        ("refusals (1 of 2 runs)", "0.55 fact")]
 
 def test_any_run_of_a_method_may_be_the_one_from_which_most_started():
     def run(folder):
