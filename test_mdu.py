@@ -3546,7 +3546,8 @@ def test_where_a_job_fails_the_others_go_on(tmp_path, capsys):
     """Two jobs at once wait for each other.  A job that needs the failed one is not begun, and what
     was finished is not done again."""
     plan = experiments.Plan(SimpleNamespace(GPUS="1"), ["out"])
-    wait = "open('out/{}', 'w')\nwhile not os.path.exists('out/{}'): time.sleep(.01)"
+    wait = ("open('out/{}', 'w')\nfor _ in range(6000):\n"
+            "    if os.path.exists('out/{}'): break\n    time.sleep(.01)\nelse: sys.exit()")
     one = python_job(plan, "one", wait.format("a", "b"))
     python_job(plan, "two", wait.format("b", "a"))
     failed = python_job(plan, "bad", "sys.exit('no such rows')")
