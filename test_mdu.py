@@ -2566,10 +2566,17 @@ def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkey
         err = program(["--report", "a/mdu"], capsys, ev.main)
     assert "a/report.md was not written by eval.py, so it stays" in err
 
+def test_a_report_does_without_main_figures():
+    ev.main(["--report", write_summary("a/mdu", {"never": {"n": 2, "new_pairs": 0.5}})])
+    text = Path("a/report.md").read_text()
+    assert read_table(text) == {"run": ("mdu",)}
+    assert read_table(text, "### Never trained: 2 pairs")["new word pairs"] == ("0.500",)
+    assert "Whole runs" not in text
+
 def test_a_report_says_how_it_was_made(scored_copy):
     ev.main(["--report", str(scored_copy)])
     made = (scored_copy.parent / "report.md").read_text().split("## How this was made")[1]
-    for part in (sha256(mdu.__file__), "{1: 'run'}", "'samples': 4", "--limit: 3"):
+    for part in (sha256(mdu.__file__), "{1: 'run'}", "'samples': 4", "--limit 3: so many"):
         assert part in made
 
 def test_a_report_averages_the_runs_of_one_folder_name(capsys):
@@ -2595,8 +2602,8 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
     text = Path("report.md").read_text()
     assert read_table(text, "### Forget: 1 pairs") == {
         "run": ("npo", "base (2 of 3 runs)"),
-        "↓ rL": ("0.533 (0.300-0.800)", "-"), "↓ p": ("-", "0.900 (0.900-0.900)")}
-    assert read_table(text, "### Whole runs")["↑ forget quality"][0] == "0.25 (1e-09-0.75)"
+        "↓ rL": ("0.533 (0.300–0.800)", "-"), "↓ p": ("-", "0.900 (0.900–0.900)")}
+    assert read_table(text, "### Whole runs")["↑ forget quality"][0] == "0.25 (1e-09–0.75)"
     assert ("### Pair 7: `Who is Bolti?`\n\n- True answer: `Gado.`\n- 1/npo: `''A' 1`\n"
             "- 2/npo: `''A' 2`" in text)
     assert "](report.png)" in text
@@ -2766,8 +2773,8 @@ def test_the_seeds_of_a_report_may_have_pairs_of_their_own(capsys):
     screen = capsys.readouterr().out
     table = read_table(screen)
     assert table["run"] == ("base (fine-tuned)", "retain (retrained)", "npo (2 of 3 runs)")
-    assert table["deviation"] == ("0.92 (0.92-0.92) any decoding", "-",
-                                  "0.30 (0.10-0.50) fact")
+    assert table["deviation"] == ("0.92 (0.92–0.92) any decoding", "-",
+                                  "0.30 (0.10–0.50) fact")
     assert table["Forget ↓ fact"] == ("1.00", "0.20", "0.45")
     assert "- Each seed has its own pairs" in screen
     assert "report.md" in os.listdir()
@@ -2793,7 +2800,7 @@ def test_of_runs_on_the_same_pairs_those_of_the_same_seed_are_compared(capsys):
              run("refusals", 1, 0.65, "more", **retained)])
     table = read_table(capsys.readouterr().out)
     assert list(zip(table["run"], table["deviation"])) == [
-        ("base (fine-tuned)", "0.85 (0.80-0.90) fact"), ("retain (retrained)", "-"),
+        ("base (fine-tuned)", "0.85 (0.80–0.90) fact"), ("retain (retrained)", "-"),
         ("wga (1 of 2 runs)", "0.30 fact"), ("npo (1 of 2 runs)", "0.40 fact"),
         ("ga (1 of 2 runs)", "0.40 fact"), ("healed (1 of 2 runs)", "0.45 fact"),
         ("refusals (1 of 2 runs)", "0.55 fact")]
