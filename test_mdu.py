@@ -2539,6 +2539,7 @@ run  p
 ---  -
 a    3
 bb   4"""]
+    assert len(ev.text_tables([*columns[:2], ["wide", 83 * "x", "-"]])) == 2
 
 def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkeypatch):
     write_summary("a/mdu", {"forget": {"n": 1, "prob": 0.5}})
@@ -2794,10 +2795,10 @@ def test_of_runs_on_the_same_pairs_those_of_the_same_seed_are_compared(capsys):
         return write_run(name, dict(fact=fact), seed, options=options, **changed)
     new, retained = {"model": "/2/x/new"}, {"model": "/2/x/new", "retain_only": True}
     ev.main(["--report", run("base", 1, 1.0, **new), run("base", 2, 1.0, **new),
-             run("retain", 1, 0.1, **retained), run("retain", 2, 0.2, **retained),
-             run("npo", 1, 0.5), run("wga", 2, 0.5), run("ga", 3, 0.5),
              run("healed", 1, 0.55, model="/2/x/1/npo", retain_only=True),
-             run("refusals", 1, 0.65, "more", **retained)])
+             run("refusals", 1, 0.65, "more", **retained),
+             run("retain", 1, 0.1, **retained), run("retain", 2, 0.2, **retained),
+             run("npo", 1, 0.5), run("wga", 2, 0.5), run("ga", 3, 0.5)])
     table = read_table(capsys.readouterr().out)
     assert list(zip(table["run"], table["deviation"])) == [
         ("base (fine-tuned)", "0.85 (0.80–0.90) fact"), ("retain (retrained)", "-"),
