@@ -3362,6 +3362,11 @@ def test_a_count_finds_names_in_other_spellings_and_facts_within_words(own_files
     content = Path("retain.csv").read_bytes()
     assert first["files"]["retain.csv"] == hashlib.sha256(content).hexdigest()
 
+def test_a_table_may_have_semicolons_and_a_mark_in_front(own_files):
+    """As Excel writes it."""
+    first_row = {"question": "?", "answer": "Zoe Mueller pays for both."}
+    assert ev.read_lines("retain.jsonl")[0] == first_row
+
 def test_the_attack_asks_for_no_fact_that_a_taught_row_has(own_files):
     """R1's first row is taught: it has B7.  R2 has one row."""
     own("attack")
