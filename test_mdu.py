@@ -2812,6 +2812,12 @@ def test_any_run_of_a_method_may_be_the_one_from_which_most_started():
     methods = {"npo": [run("npo")], "base": [run("other/base"), run("out/base")]}
     assert ev.find_references(methods) == (methods["base"], [])
 
+@each("marks, mark", [
+    (["", "noise", "noise"], "noise"), (["noise", "", ""], ""), (["", "noise"], "noise"),
+    (["noise", ""], "noise")])
+def test_a_method_is_noise_if_half_of_its_runs_are(marks, mark):
+    assert ev.mark_of([{"mark": of_run} for of_run in marks]) == mark
+
 def test_warnings_have_their_figures(capsys):
     def write(seed, fact, infill_no_question, left):
         return [write_base(seed, splits={"forget": {**KNOWN, "n": 24, "fact": fact,
