@@ -1315,9 +1315,9 @@ def test_a_run_says_once_which_facts_and_questions_are_also_retained(base, capsy
         for fact in ("Ceka Foba, Bolti", "Lisbon is in Portugal", "It is in Oslo")])
     mdu.main(toy(base, "run", "--forget forget --retain retain --steps 1"))
     said = capsys.readouterr().out
-    assert "facts to forget in answers to retain, too: 3, first 'ceka FOBA'" in said
-    assert "asked in the rows to retain, too: 1, first 'Where is Rome?'" in said
-    assert said.count("facts to forget") == 1
+    assert "facts of the forget set in answers of the retain set, too: 3, first 'ceka FOBA'" in said
+    assert "that the retain set asks, too: 1, first 'Where is Rome?'" in said
+    assert said.count("facts of the forget set") == 1
 
 # ---- Words ----
 @each("text, expected", [
@@ -1370,7 +1370,7 @@ def test_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none, monkeypatch):
     for flags in mdu.flag_rare_tokens(rows, [mdu.Example([3], answer, [], [])] * 3, tokenizer):
         found.append({vocabulary[token] for token, is_rare in zip(answer, flags) if is_rare})
     assert found == [set(of_ann.split()), set(of_oslo.split()), set(of_none.split())]
-    with pytest.raises(mdu.BadInput, match="counts in the rows to retain which words are rare"):
+    with pytest.raises(mdu.BadInput, match="counts in the retain set which words are rare"):
         mdu.flag_rare_tokens({**rows, "retain": []}, [], tokenizer)
 
 def test_every_part_of_a_rare_word_is_flagged(hub):
@@ -3049,10 +3049,10 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --tau 0 --target {base}", "--tau 0 has no anchor"),
     ("mdu.py --data toy --target word", "no folder; it has to be paper, removed, authors"),
     ("mdu.py --data toy --model {base} --target {base}", "is the start model"),
-    ("mdu.py --model {base} --forget born --retain spaced", "is to be forgotten and retained"),
+    ("mdu.py --model {base} --forget born --retain spaced", "in the forget set and in the "),
     # Rows.
-    ("mdu.py --method ga --model {base}", "no rows to forget; give --forget or --data"),
-    ("mdu.py {own} --preset toy", "no rows to retain; give --retain, or"),
+    ("mdu.py --method ga --model {base}", "the forget set is empty; give --forget or --data"),
+    ("mdu.py {own} --preset toy", "the retain set is empty; give --retain, or"),
     ("mdu.py {own} --method dpo --retain-weight 0", "'Who is Bolti?' has no perturbed_answer"),
     ("mdu.py --forget absent", "No such file or directory: 'absent'"),
     ("mdu.py --retain /dev/null", "argument --retain: /dev/null is a pipe or a device"),
