@@ -2571,7 +2571,7 @@ def test_a_report_does_without_main_figures():
     ev.main(["--report", write_summary("a/mdu", {"never": {"n": 2, "new_pairs": 0.5}})])
     text = Path("a/report.md").read_text()
     assert read_table(text) == {"run": ("mdu",)}
-    assert read_table(text, "### Never trained: 2 pairs")["new word pairs"] == ("0.500",)
+    assert read_table(text, "### Control set: 2 pairs")["new word pairs"] == ("0.500",)
     assert "Whole runs" not in text
 
 def test_a_report_says_how_it_was_made(scored_copy):
