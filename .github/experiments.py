@@ -55,7 +55,7 @@ VARIABLES = {  # {name: default}.  make tofu PRESET=tofu-small METHODS="npo wga"
     "LIMIT": "",  # so many pairs of the forget set, and of the retain set; of tofu-smollm 400
     "HIDDEN": ""}  # the share of questions that are masked while `base` and `retain` learn
 TIMES = {  # of a first call
-    "demo": "five minutes on two CPU cores", "table": "a quarter of an hour on two CPU cores",
+    "demo": "three minutes on two CPU cores", "table": "ten minutes on two CPU cores",
     "figures": "ten minutes on a CPU", "real": "some hours on a CPU",
     "tofu-small": "half an hour for each seed on two CPU cores",
     "tofu-smollm": "an hour for each seed on a GPU (calculated)",
