@@ -1,5 +1,5 @@
 .PHONY: help install demo table figures real tofu rwku lint test clean
-export PYTHON := .venv/bin/python
+PYTHON := .venv/bin/python
 # .github/experiments.py says what they are for.
 export PRESET PLAN OUT MODEL TOFU GPUS JOBS METHODS LRS WEIGHTS RETRAIN SEED SEEDS LORA LIMIT HIDDEN
 EXPERIMENT := @$(PYTHON) .github/experiments.py

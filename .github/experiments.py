@@ -40,7 +40,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT))
 import mdu  # noqa: E402
 
-PYTHON = os.environ.get("PYTHON") or sys.executable
+PYTHON = sys.executable
 VARIABLES = {  # {name: default}.  make tofu PRESET=tofu-small METHODS="npo wga" LRS="3e-4 1e-3"
     "PRESET": "", "PLAN": "", "OUT": "out/demo",
     "MODEL": "", "TOFU": "locuslab/TOFU",  # of tofu and real: a start model; a name or a folder
