@@ -143,7 +143,7 @@ def method_options(name, original=""):
     method = re.sub(ending, "", name)
     if method.startswith("mdu-tau"):
         options = {"tau": method.removeprefix("mdu-tau")}
-    elif method == "authors":  # as the authors' code does by default
+    elif method == "authors":  # as in the examples of the authors' code
         options = {"target": "authors", "tau": 0.5}
     elif method == "mdu-original":  # a model that never learnt the forget set
         options = {"target": original}
