@@ -347,11 +347,11 @@ def slow_row_sft(model, row):
     return slow_sft(logits, true_tokens, at(masked, len(row.answer)), f64(np.float32(row.t)))[0]
 
 def without_truth(anchor_logits, true_tokens):
-    """The anchor's distributions, in which a rare true token is as unlikely as the unlikeliest."""
+    """The distributions, in which a rare true token has 1/V of the probability of the others."""
     q = anchor_logits.detach().softmax(-1)
     for probabilities, token in zip(q, true_tokens):
         if token in RARE:
-            probabilities[token] = min(probabilities.tolist())
+            probabilities[token] = (1 - probabilities[token]) / len(probabilities)
     return (q / q.sum(-1, keepdim=True)).log()
 
 def slow_row_loss(args, row, models):
@@ -378,7 +378,7 @@ def slow_row_loss(args, row, models):
         return slow_wga(logits, true_tokens, where, args.gamma)[0]
     assert args.method == "mdu"
     prompt = [0] * len(row.prompt)
-    if args.target == "MODEL":  # which never learnt the answer
+    if args.target in ("MODEL", "removed"):
         prompt = row.prompt
     anchor_logits = slow_logits(anchor, prompt, row.answer, masked)
     if args.target == "removed" and has_rare_tokens(row.prompt[0]):
@@ -900,7 +900,7 @@ def step_to_try(typed):
     # 3. The anchor.
     anchor = theta0
     slow_anchor = slow_theta0
-    if args.target == "authors":
+    if args.target in ("authors", "removed"):
         anchor = model
         slow_anchor = slow_model
     elif args.target == "MODEL":
@@ -1204,7 +1204,7 @@ def test_diagnose_equals_one_sequence_at_a_time(processes, monkeypatch):
     ("--preset rwku-llada --subject 1 --method ga",
      dict(model=mdu.LLADA, out="out/rwku-llada/1/ga")),
     # Rows of one's own: with mdu four values that fit together, with others none of them.
-    ("--model x", dict(preset="own", target="removed", prompt_dropout=0.5, retain_weight=5.0,
+    ("--model x", dict(preset="own", target="removed", prompt_dropout=0.0, retain_weight=5.0,
                        lr=5e-6, out="out/own/mdu-tau1-removed")),
     ("--model x --lora 8", dict(target="removed", lr=1e-3)),
     ("--model x --tau 0", dict(target="paper")),
@@ -1340,10 +1340,10 @@ def test_a_text_contains_whole_words_alone(part, expected):
 
 # ---- Targets ----
 def test_remove_truth_by_hand():
-    """Where the true token is rare, it gets the position's lowest logit; all else stays."""
-    logits = f64([1, 9, 3], [4, 5, 6], [7, 2, 8])
+    """Where the true token is rare, it gets a third of the others' probability; all else stays."""
+    logits = f64([2, 4, 1], [2, 4, 1], [2, 4, 1]).log()
     changed = mdu.remove_truth(logits, torch.tensor([1, 1, 2]), torch.tensor([True, False, True]))
-    assert changed.tolist() == [[1, 1, 3], [4, 5, 6], [7, 2, 2]]
+    assert_close(changed.exp(), f64([2, 1, 1], [2, 4, 1], [2, 4, 2]))
 
 @each("rare, of_ann, of_oslo, of_none", [
     # Limits 0 and 0: no word of either fact is below its limit, so all of the fact count.
