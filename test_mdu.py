@@ -1346,19 +1346,17 @@ def test_remove_truth_by_hand():
     assert_close(changed.exp(), f64([2, 1, 1], [2, 4, 1], [2, 4, 2]))
 
 @each("rare, of_ann, of_oslo, of_none", [
-    # Limits 0 and 0: no word of either fact is below its limit, so all of the fact count.
-    (0, "gone 7 Ann 2024", "gone 7 Oslo", "gone 7"),
-    # 0.02 and 0.2: Ann is as rare as a fact may be, 2024 is not; no word of "Oslo" is.
-    (0.02, "gone 7 Ann", "gone 7 Oslo", "gone 7"),
-    # 0.05 and 0.5: 2024, too.
-    (0.05, "gone 7 Ann 2024", "gone 7 Oslo", "gone 7"),
-    # 0.2 and 2: Ann is rare in every row, and all words of a fact are.
-    (0.2, "gone 7 Ann 2024", "gone 7 Ann Oslo", "gone 7 Ann")])
+    # No word of a fact is below the limit, so all of the fact count.
+    (0, "Ann 2024", "gone Oslo", "gone 7"),
+    # Ann is, 2024 is not; no word of "Oslo" is.
+    (0.2, "Ann", "gone Oslo", "gone 7 Ann"),
+    (0.5, "Ann 2024", "gone Oslo", "gone 7 Ann 2024")])
 def test_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none, monkeypatch):
     """Of ten answers to retain "Ann" is in two, "2024" in five, "in", "Oslo" and "8" in all; once
     in each, though "Ann" is there twice.  The first row's fact is "Ann, 2024", the second's are
-    "gone" and "Oslo", the third has none.  The limit of a fact's words is ten times RARE."""
+    "gone" and "Oslo", the third has none: there all words of the answer count."""
     monkeypatch.setattr(mdu, "RARE", rare)
+    monkeypatch.setattr(mdu, "RARE_IN_FACT", rare)
     vocabulary = ["<mask>", "<end>", *"gone Ann in Oslo 2024 7 8 .".split()]
     tokenizer = mock.Mock()
     tokenizer.decode = lambda ids, **_: " ".join(vocabulary[i] for i in ids if i > 1)
@@ -1382,7 +1380,7 @@ def test_every_part_of_a_rare_word_is_flagged(hub):
     args = options("--target removed")
     example = mdu.encode_splits(args, rows, hub.model, hub.tokenizer)["forget"][0]
     kept = [token for token, rare in zip(example.answer, example.flagged) if rare]
-    assert hub.tokenizer.decode(kept) == "bleeKö"
+    assert hub.tokenizer.decode(kept) == "blee"
 
 def test_word_tokens_have_a_letter_or_digit_or_part_of_one(hub):
     """Tokens are bytes here: "é" has two."""
