@@ -1068,8 +1068,7 @@ def test_the_recommended_run_for_ones_own_rows_forgets_and_keeps(tmp_path):
     for gaps in ("infill", "infill_no_question"):
         assert before["forget"][gaps] > 0.5
         assert after["forget"][gaps] <= after["never"][gaps] + 0.15
-    assert after["forget"]["fact"] == 0
-    assert after["forget"]["prob"] < 0.3
+    assert after["forget"]["any_decoding"] == 0
     assert after["retain"]["fact"] > 0.95
 
 def test_one_program_at_a_time_gets_into_a_folder(base, unlearned, tmp_path, capsys):
@@ -1204,7 +1203,7 @@ def test_diagnose_equals_one_sequence_at_a_time(processes, monkeypatch):
     ("--preset rwku-llada --subject 1 --method ga",
      dict(model=mdu.LLADA, out="out/rwku-llada/1/ga")),
     # Rows of one's own: with mdu four values that fit together, with others none of them.
-    ("--model x", dict(preset="own", target="removed", prompt_dropout=0.0, retain_weight=5.0,
+    ("--model x", dict(preset="own", target="removed", prompt_dropout=0.5, retain_weight=5.0,
                        lr=5e-6, out="out/own/mdu-tau1-removed")),
     ("--model x --lora 8", dict(target="removed", lr=1e-3)),
     ("--model x --tau 0", dict(target="paper")),
