@@ -3484,7 +3484,7 @@ def test_tofu_trains_the_small_model_for_as_long_as_it_needs():
             found[name] = (mdu.number_of_steps(args, rows, split), args.prompt_dropout)
         assert found == {
             "original": (2500, 0.3), "base": (learning, masked), "retain": (learning, masked),
-            "npo": (300, 0), "mdu-original": (300, 0), "mdu-removed": (300, 0.5)}
+            "npo": (300, 0), "mdu-original": (300, 0), "mdu-removed": (300, 0)}
 
 @each("variables, folders", [
     ("PRESET=tofu-llada GPUS=1 LORA=16", ["tofu-llada-lora16"]),
@@ -3573,6 +3573,18 @@ def test_where_a_job_fails_the_others_go_on(tmp_path, capsys):
     assert re.search(r"out/last: unlearned in . s; jobs left: .", out)
     assert err.splitlines() == ["out/bad: FAILED, not unlearned; see the end of out/bad.log"]
     assert "no such rows" in (tmp_path / "out/bad.log").read_text()
+
+def test_small_models_that_are_scored_alike_share_processes(tmp_path):
+    """Five in two processes at once, and a sixth with other options in one of its own."""
+    plan = experiments.Plan(SimpleNamespace(GPUS="1"), ["out"])
+    code = ("import os, sys\nopen(f'out/{os.getpid()}.process', 'w')\n"
+            "for run in sys.argv[2:]: open(f'{run}.done', 'w')")
+    for name, option in zip("abcdef", [1, 1, 1, 1, 1, 2]):
+        plan.add("scored", f"out/{name}", ["-c", code, f"--limit={option}", f"out/{name}"],
+                 f"out/{name}.done", [])
+    experiments.carry_out(plan, 2, "a minute")
+    assert {file.stem for file in tmp_path.glob("out/*.done")} == set("abcdef")
+    assert len(list(tmp_path.glob("out/*.process"))) == 3
 
 @each("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_jobs_of_an_experiment(number, tmp_path):

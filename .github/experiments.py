@@ -23,6 +23,7 @@ import contextlib
 import glob
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -147,8 +148,8 @@ def method_options(name, original=""):
         options = {"target": "authors", "tau": 0.5}
     elif method == "mdu-original":  # a model that never learnt the forget set
         options = {"target": original}
-    elif method == "mdu-removed":  # as for pairs of one's own
-        options = {"target": "removed", "prompt_dropout": 0.5}
+    elif method == "mdu-removed":
+        options = {"target": "removed"}
     else:
         options = {"method": method}
     for letters, value in re.findall(ending, name):
@@ -543,34 +544,53 @@ def start(command, log):
     with open(log, "a", encoding="utf-8") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
 
+def take_jobs(plan, waiting, finished, at_once):
+    """The jobs of the next process, taken from those that wait: one that is ready; or, of the small
+    models that are to be scored alike, this process's share, as a process takes seconds to start.
+    """
+    ready = [job for job in waiting if all(needed.done in finished for needed in job.after)]
+    taken = ready[:1]
+    if at_once > 1 and taken and taken[0].kind == "scored" and not taken[0].deletes:
+        alike = [job for job in plan.jobs if job.words[:-1] == taken[0].words[:-1]]
+        n_to_do = sum(job.done not in finished for job in alike)
+        share = math.ceil(n_to_do / at_once)
+        taken = [job for job in ready if job in alike][:share]
+    for job in taken:
+        waiting.remove(job)
+    return taken
+
 def run_jobs(plan, finished, at_once):
     """Where a job fails, those that need it are left out, and all others are done.  finished: the
     files `done`, to which is added."""
     waiting = [job for job in plan.jobs if job.done not in finished]
-    waiting.sort(key=lambda job: job.kind != "scored")  # a model is scored once it is trained
-    running = {}  # {process: (its job, when it began)}
+    # A large model is scored once it is trained; small ones are scored together, at the end.
+    scored_last = at_once > 1
+    waiting.sort(key=lambda job: (job.kind == "scored") == scored_last)
+    running = {}  # {process: (its jobs, when they began)}
     seconds = {}  # {kind: [seconds of each job]}
     try:
         while True:
-            for job in [*waiting]:
-                is_ready = all(needed.done in finished for needed in job.after)
-                if is_ready and len(running) < at_once:
-                    waiting.remove(job)
-                    running[start(plan.command(job), f"{job.folder}.log")] = (job, time.time())
+            while len(running) < at_once:
+                jobs = take_jobs(plan, waiting, finished, at_once)
+                if not jobs:
+                    break
+                command = plan.command(jobs[0]) + [job.folder for job in jobs[1:]]
+                running[start(command, f"{jobs[0].folder}.log")] = (jobs, time.time())
             if not running:
                 return
             time.sleep(0.1)
             for process in [process for process in running if process.poll() is not None]:
-                job, began = running.pop(process)
-                if process.returncode == 0 and os.path.exists(job.done):
-                    finished.add(job.done)
-                    delete_files(job)
-                    seconds.setdefault(job.kind, []).append(time.time() - began)
-                    to_do = waiting + [other for other, _ in running.values()]
-                    print_end(job, to_do, seconds, at_once)
-                else:
-                    print(f"{job.folder}: FAILED, not {job.kind}; see the end of {job.folder}.log",
-                          file=sys.stderr, flush=True)
+                jobs, began = running.pop(process)
+                to_do = waiting + [job for others, _ in running.values() for job in others]
+                for job in jobs:
+                    if os.path.exists(job.done):
+                        finished.add(job.done)
+                        delete_files(job)
+                        seconds.setdefault(job.kind, []).append((time.time() - began) / len(jobs))
+                        print_end(job, to_do, seconds, at_once)
+                    else:
+                        print(f"{job.folder}: FAILED, not {job.kind}; see the end of "
+                              f"{jobs[0].folder}.log", file=sys.stderr, flush=True)
     finally:
         for process in running:
             process.terminate()
