@@ -1203,7 +1203,7 @@ def test_diagnose_equals_one_sequence_at_a_time(processes, monkeypatch):
     ("--preset rwku-llada --subject 1 --method ga",
      dict(model=mdu.LLADA, out="out/rwku-llada/1/ga")),
     # Rows of one's own: with mdu four values that fit together, with others none of them.
-    ("--model x", dict(preset="own", target="removed", prompt_dropout=0.5, retain_weight=5.0,
+    ("--model x", dict(preset="own", target="removed", prompt_dropout=0.2, retain_weight=5.0,
                        lr=5e-6, out="out/own/mdu-tau1-removed")),
     ("--model x --lora 8", dict(target="removed", lr=1e-3)),
     ("--model x --tau 0", dict(target="paper")),
