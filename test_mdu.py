@@ -2519,20 +2519,21 @@ def test_what_one_process_meets_is_raised_in_all(monkeypatch):
 
 # ---- Report ----
 def test_a_table_is_as_wide_as_a_page_and_goes_on_below():
-    columns = [["run", "a", "bb"], ["Forget ↓ infilling, no question", "1", "2"],
-               ["wide", 82 * "x", "-"], ["p", "3", "4"]]
-    assert ev.text_tables(columns) == [f"""\
-     Forget ↓
-     infilling,
-run  no question  wide
----  -----------  {82 * '-'}
-a    1            {82 * 'x'}
-bb   2            -""", """\
+    columns = [["run", "a", "bb"], ["Forget set: ↓ infilling, no question", "1", "2"],
+               ["wide", 81 * "x", "-"], ["p", "3", "4"]]
+    assert list(map(ev.table_text, ev.pages(columns))) == [f"""\
+     Forget
+     set:
+     ↓ infilling,
+run  no question   wide
+---  ------------  {81 * '-'}
+a    1             {81 * 'x'}
+bb   2             -""", """\
 run  p
 ---  -
 a    3
 bb   4"""]
-    assert len(ev.text_tables([*columns[:2], ["wide", 83 * "x", "-"]])) == 2
+    assert len(ev.pages([*columns[:2], ["wide", 82 * "x", "-"]])) == 2
 
 def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkeypatch):
     write_summary("a/mdu", {"forget": {"n": 1, "prob": 0.5}})
@@ -2570,7 +2571,7 @@ def test_a_report_does_without_main_figures():
 def test_a_report_says_how_it_was_made(scored_copy):
     ev.main(["--report", str(scored_copy)])
     made = (scored_copy.parent / "report.md").read_text().split("## How this was made")[1]
-    for part in (sha256(mdu.__file__), "{1: 'run'}", "'samples': 4", "--limit 3: so many"):
+    for part in (f"{sha256(mdu.__file__)} (run)", "1 (run)", "'samples': 4", "--limit 3: so many"):
         assert part in made
 
 def test_a_report_averages_the_runs_of_one_folder_name(capsys):
@@ -2591,10 +2592,10 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
                                   options={**OPTIONS, "subject": person}, trained_on=person))
     ev.main(["--report", *runs, "1/npo/"])  # one of them is given twice
     assert read_table(capsys.readouterr().out) == {
-        "run": ("npo", "base (2 of 3 runs)"), "Forget ↓ p": ("-", "0.90"),
-        "↑ forget quality": ("0.25", "-"), "Forget ↓ rL": ("0.53", "-")}
+        "run": ("npo", "base (2 of 3 runs)"), "Forget set: ↓ p": ("-", "0.90"),
+        "↑ forget quality": ("0.25", "-")}
     text = Path("report.md").read_text()
-    assert read_table(text, "### Forget: 1 pairs") == {
+    assert read_table(text, "### Forget set: 1 pairs") == {
         "run": ("npo", "base (2 of 3 runs)"),
         "↓ rL": ("0.533 (0.300–0.800)", "-"), "↓ p": ("-", "0.900 (0.900–0.900)")}
     assert read_table(text, "### Whole runs")["↑ forget quality"][0] == "0.25 (1e-09–0.75)"
@@ -2611,7 +2612,8 @@ def test_rwku_is_scored_with_a_tokenizer(rwku, tmp_path):
     scored = ev.read_summary("new")
     assert scored["protocol"]["dtype"] == "bfloat16"
     for split in ev.RWKU_CONFIGS:
-        assert {"n", *ev.SPLITS[split].main} <= scored["splits"][split].keys()
+        mains = [metric for name, metric in ev.SUMMARY if name == split]
+        assert {"n", *mains} <= scored["splits"][split].keys()
         assert scored["splits"][split]["n"] == 10
 
 def test_the_rows_about_each_person_are_limited_and_numbered():
@@ -2625,7 +2627,7 @@ def test_the_rows_about_each_person_are_limited_and_numbered():
 
 # ---- Which runs may be compared ----
 OPTIONS = dict(method="mdu", seed=1, subject=None, out="/x/1/mdu", model="/x/1/base",
-               target="paper", forget="/a.jsonl", retain=None, resume=None, lr=1e-3)
+               target=None, forget="/a.jsonl", retain=None, resume=None, lr=1e-3)
 PROTOCOL = {"response_length": 6, "samples": 1, "rows": "abc"}
 
 def write_summary(folder, splits=(), run=(), options=OPTIONS, **changed):
@@ -2677,20 +2679,16 @@ def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base
     ("fact", 10, 0.2, 0.1, 1, " ok (0.100)"), ("fact", 10, 0.3, 0.1, 1, " (0.100)"),
     # Under ten pairs it is .05, so that a pair is too much.
     ("fact", 9, 0.3, 0.25, 1, " ok (0.250)"), ("fact", 9, 0.35, 0.25, 1, " (0.250)"),
-    # p may be worse by .1; .8 - .7 is a little above.
-    ("prob", 24, 0.8, 0.7, 1, " ok (0.700)"),
-    ("prob", 8, 0.69, 0.8, -1, " (0.800)"),  # less is worse
+    # .8 - .7 is a little above .1; less is worse.
+    ("infill", 10, 0.8, 0.7, 1, " ok (0.700)"), ("knowledge", 8, 0.7, 0.8, -1, " (0.800)"),
     # New word pairs may be half of the way to noise.
-    ("new_pairs", 2, 0.601, 0.2, 1, " (0.200)"),
-    # The loss has no tolerance.
-    ("forget_loss_left", 8, 0.21, mdu.MAX_LOSS_LEFT, 1, " (20%)")])
+    ("new_pairs", 2, 0.6, 0.2, 1, " ok (0.200)"), ("new_pairs", 2, 0.601, 0.2, 1, " (0.200)")])
 def test_a_check_by_hand(metric, n, value, other, sign, note):
     """The smaller split decides, by the pairs that have the figure."""
-    expected = (sign * (value - other), note, not note.startswith(" ok"))
+    expected = (sign * (value - other), note, note.startswith(" ok"))
     few = {"n": 99, metric: value, f"n_{metric}": n}
     assert ev.compare(metric, few, {"n": 99, metric: other}, sign) == expected
     assert ev.compare(metric, {"n": 99, metric: value}, {"n": n, metric: other}, sign) == expected
-    assert ev.compare(metric, {"n": 99}, few, sign) == (0, "", False)
 
 def write_run(name, forget, seed=1, run=(), options=(), splits=(), **changed):
     """A run that started from the base of its seed, and was scored on the pairs of its seed."""
@@ -2729,16 +2727,16 @@ def test_deviations_by_hand(capsys):
     screen = capsys.readouterr().out
     table = read_table(screen)
     assert list(zip(table["run"], table["deviation"])) == [
-        ("base (fine-tuned)", "1.00 fact"), ("retain (retrained)", "-"), ("done", "0.00"),
+        ("fine-tuned (run base)", "1.00 fact"), ("retrained (run retain)", "-"), ("done", "0.00"),
         ("close", "0.25 any decoding"), ("wordy", "0.40 new word pairs"),
-        ("lost", "0.60 held out"), ("noise (noise)", "0.50 new word pairs")]
-    assert table["Forget ↓ fact"] == ("1.00", *6 * ["0.00"])
+        ("lost", "0.60 held-out set"), ("noise (noise)", "0.50 new word pairs")]
+    assert table["Forget set: ↓ fact"] == ("1.00", *6 * ["0.00"])
     assert "Warnings" not in screen
     text = Path("1/report.md").read_text()
-    forget = read_table(text, "### Forget: 24 pairs")
+    forget = read_table(text, "### Forget set: 24 pairs")
     assert forget["↓ fact"] == ("1.000 (0.000)", "0.000", *5 * ["0.000 ok"])
     assert forget["↓ any decoding"][3] == "0.333 (0.083)"
-    assert read_table(text, "### Held out: 40 pairs")["↑ fact of 20 pairs"] == (
+    assert read_table(text, "### Held-out set: 40 pairs")["↑ fact of 20 pairs"] == (
         "0.900", "-", "0.900 ok", "-", "0.900 ok", "0.300 (0.900)", "1.000 ok")
 
 def test_without_a_retrained_model_runs_are_compared_with_pairs_that_no_model_learnt(capsys):
@@ -2752,10 +2750,10 @@ def test_without_a_retrained_model_runs_are_compared_with_pairs_that_no_model_le
     screen = capsys.readouterr().out
     assert "deviation" not in read_table(screen)
     assert "- No deviation: no retrained model (run `retain`) is among" in screen
-    forget = read_table(Path("1/report.md").read_text(), "### Forget: 24 pairs")
-    assert forget["run"] == ("base (fine-tuned)", "npo", "ga")
+    forget = read_table(Path("1/report.md").read_text(), "### Forget set: 24 pairs")
+    assert forget["run"] == ("fine-tuned (run base)", "npo", "ga")
     assert forget["↓ fact"] == ("1.000 (0.300)", "0.000 ok", "0.500 (0.300)")
-    assert forget["new word pairs"] == ("0.000 ok", "0.400 ok (0.300)", "0.100 ok")
+    assert forget["≈ new word pairs"] == ("0.000 ok", "0.400 ok (0.300)", "0.100 ok")
 
 def test_the_seeds_of_a_report_may_have_pairs_of_their_own(capsys):
     """Each run is compared with those of its seed.  Not all runs are there of each."""
@@ -2766,10 +2764,10 @@ def test_the_seeds_of_a_report_may_have_pairs_of_their_own(capsys):
     ev.main(["--report", *runs[:-1]])
     screen = capsys.readouterr().out
     table = read_table(screen)
-    assert table["run"] == ("base (fine-tuned)", "retain (retrained)", "npo (2 of 3 runs)")
+    assert table["run"] == ("fine-tuned (run base)", "retrained (run retain)", "npo (2 of 3 runs)")
     assert table["deviation"] == ("0.92 (0.92–0.92) any decoding", "-",
                                   "0.30 (0.10–0.50) fact")
-    assert table["Forget ↓ fact"] == ("1.00", "0.20", "0.45")
+    assert table["Forget set: ↓ fact"] == ("1.00", "0.20", "0.45")
     assert "- Each seed has its own pairs" in screen
     assert "report.md" in os.listdir()
     # A seed without the fine-tuned model.
@@ -2794,7 +2792,7 @@ def test_of_runs_on_the_same_pairs_those_of_the_same_seed_are_compared(capsys):
              run("npo", 1, 0.5), run("wga", 2, 0.5), run("ga", 3, 0.5)])
     table = read_table(capsys.readouterr().out)
     assert list(zip(table["run"], table["deviation"])) == [
-        ("base (fine-tuned)", "0.85 (0.80–0.90) fact"), ("retain (retrained)", "-"),
+        ("fine-tuned (run base)", "0.85 (0.80–0.90) fact"), ("retrained (run retain)", "-"),
         ("wga (1 of 2 runs)", "0.30 fact"), ("npo (1 of 2 runs)", "0.40 fact"),
         ("ga (1 of 2 runs)", "0.40 fact"), ("healed (1 of 2 runs)", "0.45 fact"),
         ("refusals (1 of 2 runs)", "0.55 fact")]
@@ -2815,16 +2813,24 @@ def test_warnings_have_their_figures(capsys):
     def write(seed, fact, infill_no_question, left):
         return [write_base(seed, splits={"forget": {**KNOWN, "n": 24, "fact": fact,
                                          "infill_no_question": infill_no_question}}),
-                write_retrained(seed), write_run("mdu-tau1", UNKNOWN, seed,
-                                                 {"forget_loss_left": left})]
+                write_retrained(seed),
+                write_run("mdu-tau0", UNKNOWN, seed, options={"target": "paper", "tau": 0.0}),
+                write_run("mdu-tau1", UNKNOWN, seed, {"forget_loss_left": left},
+                          {"target": "paper", "tau": 1.0})]
     ev.main(["--report", *write(1, 0.5, 0.29, 0.2)])
-    assert "## Warnings" not in capsys.readouterr().out
+    screen = capsys.readouterr().out
+    assert "## Warnings" not in screen
+    trained = read_table(screen, "Seeds of the training: 1 (1)")
+    assert trained["run"][2:] == ("mdu-tau0", "mdu-tau1")
+    assert trained["target"] == ("-", "-", "paper", "paper")
+    assert trained["learning rate"] == 4 * ("0.001",)
     ev.main(["--report", *write(2, 0.49, 0.31, 0.35)])
     warnings = " ".join(capsys.readouterr().out.split("## Warnings")[1].split())
     assert "base gives 49% of the forget set." in warnings
-    assert "base fills in 31% without the question; a model that does not know the answers, 10%." \
-        in warnings
-    assert "far from their targets: mdu-tau1 35%." in warnings
+    assert "masked, too, base fills in 31% of the masked words of the answers; a model" in warnings
+    assert "does not know them, 10%." in warnings
+    assert "such runs may keep some answers (here: mdu-tau1)." in warnings
+    assert "- mdu-tau1 35%: so much is left of the distance" in warnings
 
 def test_the_screen_of_a_report_is_no_wider_than_a_page(capsys):
     """Nor has it more than ten lines of facts; report.md has all, also two of one pair."""
@@ -2887,7 +2893,7 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     screen = capsys.readouterr().out
     text = Path("report.md").read_text()
     assert told_in(screen) == told_in(text) == TOLD
-    assert "↓ fact of 3 pairs" in read_table(text, "### Forget: 4 pairs")
+    assert "↓ fact of 3 pairs" in read_table(text, "### Forget set: 4 pairs")
     assert "- after, by another decoding: `Since 3 MAY 1984 in Gdansk`" in text
     ev.main(["--report", "before", "clean"])
     assert told_in(capsys.readouterr().out) == [
@@ -2898,7 +2904,7 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     screen = capsys.readouterr().out
     assert told_in(screen) == TOLD
     assert read_table(screen)["run"] == ("after",)
-    assert read_table(screen)["Retain ↑ fact"] == ("1.00",)
+    assert read_table(screen)["Retain set: ↑ fact"] == ("1.00",)
 
     # A first run that was unlearned itself; and one of which the summary alone was kept.
     file = Path("after/eval/summary.json")
@@ -3397,7 +3403,7 @@ def test_the_form_has_what_the_runs_know_and_keeps_what_people_wrote(own_files, 
     weights_of_base = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
     figure = ev.read_summary("out/own/before")["splits"]["forget"]["prob"]
     in_both = "R1 | forget.jsonl 1, forget.jsonl 2"  # the rows that the count found
-    for known in (weights_of_base, f"Forget, p | {figure:.3f}", f"fact 1 | {in_both} | given",
+    for known in (weights_of_base, f"Forget set, p | {figure:.3f}", f"fact 1 | {in_both} | given",
                   f"fact 2 | {in_both} | not given"):
         assert known in record
     for row in rows + records:
