@@ -2329,37 +2329,27 @@ def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy):
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
     assert set(folder.iterdir()) == old_files | {folder / "notes.jsonl"}
 
-@pytest.fixture
-def protocol_of(rwku, tmp_path):
-    """A function: options of eval.py -> the protocol by which a run on the file X is scored.  In
-    the options, {X} and {Y} are files of three rows each, {rwku} is the benchmark."""
+def test_a_protocol_has_what_must_be_the_same_in_two_runs_and_nothing_else(rwku, tmp_path):
+    """The rows; on RWKU, where they differ from person to person, their source and --limit."""
     places = dict(rwku=rwku)
     for name in "XY":
         places[name] = write_lines(tmp_path / name, 3 * [dict(question=f"{name}?", answer="a")])
 
-    def protocol(typed):
+    def protocol_of(typed):
         run = f"--model m --forget {places['X']} --response-length 7"
-        _, _, found, _ = ev.prepare(*typed_and_run(typed.format(**places), run))
-        return found
-    return protocol
+        return ev.prepare(*typed_and_run(typed.format(**places), run))[2]
 
-PERSON = "--data {rwku} --retain {X} --limit 3 --subject 1"
-
-def test_the_protocol_has_what_must_be_the_same_in_two_runs(protocol_of):
-    """The rows; on RWKU, where they differ from person to person, their source and --limit."""
-    different = [PERSON, PERSON.replace("--limit 3", "--limit 4"), "", "--limit 2", "--forget {Y}",
+    person = "--data {rwku} --retain {X} --limit 3 --subject 1"
+    different = [person, person.replace("--limit 3", "--limit 4"), "", "--limit 2", "--forget {Y}",
                  "--retain {X}", "--seed 1", "--samples 3", "--steps 5", "--response-length 5",
                  "--dtype bfloat16"]
     protocols = [protocol_of(typed) for typed in different]
     for one, other in itertools.combinations(protocols, 2):
         assert one != other
-
-def test_the_protocol_has_nothing_that_may_differ(protocol_of):
     assert protocol_of("") == protocol_of("--full") == protocol_of("--forget {X}")
-    own = protocol_of(PERSON)
-    assert own == protocol_of(PERSON.replace("--subject 1", "--subject 2"))
+    assert protocols[0] == protocol_of(person.replace("--subject 1", "--subject 2"))
     # Answers of RWKU have their own length, not the 7 of the run.  No step is without a token.
-    assert own["response_length"] == own["steps"] == 30
+    assert protocols[0]["response_length"] == protocols[0]["steps"] == 30
     typed = protocol_of("--data {rwku} --response-length 5 --steps 6")
     assert typed["response_length"] == typed["steps"] == 5
 
@@ -2411,10 +2401,13 @@ def test_both_parts_of_a_row_are_from_one_text(monkeypatch):
     assert ev.encode_answer(None, {**row, "prefill": "A:"}, "x") == ([2, "A", ":"], ["x"])
 
 # ---- Other decodings ----
-def test_the_share_that_texts_tell_by_hand():
+def test_the_facts_that_texts_tell_by_hand():
     """Of two facts; or, without facts, of the words "baker" and "gado"."""
     row = {"question": "Who is Bolti?", "answer": "Bolti is a baker in Gado."}
-    assert ev.share_told({**row, "fact": ["baker", "Gado"]}, ["", "in gado!"]) == 0.5
+    facts = {**row, "fact": ["baker", "Gado"]}
+    assert ev.share_told(facts, ["", "in gado!"]) == 0.5
+    texts = ["In Gado.", "A baker in Gado."]
+    assert ev.find_told(facts, texts) == {"baker": texts[1], "Gado": texts[0]}
     assert ev.share_told(row, ["Bolti bakes.", "The baker."]) == 0.5
     assert ev.share_told({"question": "Is he?", "answer": "He is."}, ["He is."]) is None
 
@@ -2456,16 +2449,6 @@ def test_a_model_without_run_json_is_scored(base, files, capsys):
     in_rows = set(mdu.words(json.dumps(FORGET + RETAIN + NEVER))) - ev.FUNCTION_WORDS
     in_rows -= {"question", "answer", "fact"}  # names of fields and figures
     assert not in_rows & set(mdu.words(json.dumps([bare, run])))
-
-def test_rows_may_come_from_a_pipe(base, files):
-    """Which can be read once.  The summary has the hash of what was read."""
-    reading, writing = os.pipe()
-    os.write(writing, Path("never.jsonl").read_bytes())
-    os.close(writing)
-    ev.main(["--model", str(base), *files[:-1], f"/dev/fd/{reading}", *QUICK, "new"])
-    summary = ev.read_summary("new")
-    assert summary["splits"]["never"]["n"] == 2
-    assert summary["files"]["never"] == sha256("never.jsonl")
 
 @each("option, rows, said", [
     ("--never", [dict(question="Who?", answer="Ann.")], "only one file has `fact`"),
@@ -2534,6 +2517,7 @@ run  p
 a    3
 bb   4"""]
     assert len(ev.pages([*columns[:2], ["wide", 82 * "x", "-"]])) == 2
+    assert len(ev.pages(columns[:1])) == 1  # of runs without a figure
 
 def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkeypatch):
     write_summary("a/mdu", {"forget": {"n": 1, "prob": 0.5}})
@@ -2560,19 +2544,6 @@ def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkey
     with unchanged("a"):
         err = program(["--report", "a/mdu"], capsys, ev.main)
     assert "a/report.md was not written by eval.py, so it stays" in err
-
-def test_a_report_does_without_main_figures():
-    ev.main(["--report", write_summary("a/mdu", {"never": {"n": 2, "new_pairs": 0.5}})])
-    text = Path("a/report.md").read_text()
-    assert read_table(text) == {"run": ("mdu",)}
-    assert read_table(text, "### Control set: 2 pairs")["new word pairs"] == ("0.500",)
-    assert "Whole runs" not in text
-
-def test_a_report_says_how_it_was_made(scored_copy):
-    ev.main(["--report", str(scored_copy)])
-    made = (scored_copy.parent / "report.md").read_text().split("## How this was made")[1]
-    for part in (f"{sha256(mdu.__file__)} (run)", "1 (run)", "'samples': 4", "--limit 3: so many"):
-        assert part in made
 
 def test_a_report_averages_the_runs_of_one_folder_name(capsys):
     """Mean, smallest and largest; of p-values the median.  It is in the folder of all runs."""
@@ -2603,6 +2574,10 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
             "- 2/npo: `''A' 2`" in text)
     assert "](report.png)" in text
     assert Path("report.png").exists()
+    made = text.split("## How this was made")[1]
+    assert "- trained with seed 1, SHA-256 of mdu.py abc: 1/npo, 1/base, 2/base\n" in made
+    assert "- trained with seed 2, SHA-256 of mdu.py abc: 2/npo\n" in made
+    assert "'samples': 1" in made
 
 def test_rwku_is_scored_with_a_tokenizer(rwku, tmp_path):
     """Every split, of the first ten people."""
@@ -2768,7 +2743,6 @@ def test_the_seeds_of_a_report_may_have_pairs_of_their_own(capsys):
     assert table["deviation"] == ("0.92 (0.92–0.92) any decoding", "-",
                                   "0.30 (0.10–0.50) fact")
     assert table["Forget set: ↓ fact"] == ("1.00", "0.20", "0.45")
-    assert "- Each seed has its own pairs" in screen
     assert "report.md" in os.listdir()
     # A seed without the fine-tuned model.
     said = "4/retain: scored on other pairs than every run of 2/base"
@@ -2899,22 +2873,16 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     assert told_in(capsys.readouterr().out) == [
         "- none; other wordings of the questions were not tried"]
 
-    # An attack: a report of one run has no model before unlearning.
+    # An attack: a report of one run has no model before unlearning.  Of "clean" the summary alone
+    # was kept.
+    os.remove("clean/eval/forget.jsonl")
     ev.main(["--report", "after"])
     screen = capsys.readouterr().out
     assert told_in(screen) == TOLD
     assert read_table(screen)["run"] == ("after",)
     assert read_table(screen)["Retain set: ↑ fact"] == ("1.00",)
-
-    # A first run that was unlearned itself; and one of which the summary alone was kept.
-    file = Path("after/eval/summary.json")
-    unlearned = dict(read_json(file), theta0="base", options={"retain_only": True})
-    file.write_text(json.dumps(unlearned))
-    os.remove("clean/eval/forget.jsonl")
-    ev.main(["--report", "after", "clean"])
-    screen = capsys.readouterr().out
-    assert "- after, pair 0: `161 496 0123` in" in screen
-    assert "- not known: clean has no eval/forget.jsonl" in screen
+    ev.main(["--report", "before", "clean"])
+    assert told_in(capsys.readouterr().out) == ["- not known: clean has no eval/forget.jsonl"]
 
 # ---- Analyses ----
 def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp_path):
