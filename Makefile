@@ -1,7 +1,7 @@
 .PHONY: help install demo table figures real tofu rwku lint test clean
 PYTHON := .venv/bin/python
 # .github/experiments.py says what they are for.
-export PRESET PLAN OUT MODEL TOFU GPUS JOBS METHODS LRS WEIGHTS RETRAIN SEED SEEDS LORA LIMIT HIDDEN
+export PRESET PLAN MODEL TOFU GPUS JOBS METHODS SEEDS LORA HIDDEN
 EXPERIMENT := @$(PYTHON) .github/experiments.py
 help:  ## this list
 	@sed -nE 's/^([a-z]+):.*## /make \1\t/p' Makefile

@@ -3413,38 +3413,35 @@ def options_of(plan):
     return {Path(job.folder).name: mdu.parse(job.words[1:]) for job in trained}
 
 @each("name, variables", [
-    ("demo", "METHODS=npo"), ("table", ""), ("figures", ""), ("real", ""), ("real", "MODEL=a/b"),
-    ("tofu", "PRESET=tofu-small"), ("tofu", "PRESET=tofu-small SEEDS=2,3 HIDDEN=0.3"),
-    ("tofu", "PRESET=tofu-smollm GPUS=1"), ("tofu", "PRESET=tofu-llada LORA=16 LIMIT=8"),
-    ("tofu", "PRESET=tofu-dream RETRAIN=0"), ("tofu", "PRESET=tofu-qwen MODEL=a/b"),
-    ("rwku", "PRESET=rwku-llada"), ("rwku", "PRESET=rwku-dream LORA=8")])
+    ("demo", "METHODS=npo JOBS=2"), ("table", ""), ("figures", ""), ("real", ""),
+    ("real", "MODEL=a/b"), ("tofu", "PRESET=tofu-small"),
+    ("tofu", "PRESET=tofu-small SEEDS=2,3 HIDDEN=0.3 JOBS=2"), ("tofu", "PRESET=tofu-smollm"),
+    ("tofu", "PRESET=tofu-llada LORA=16"), ("tofu", "PRESET=tofu-dream GPUS=4"),
+    ("tofu", "PRESET=tofu-qwen MODEL=a/b"), ("rwku", "PRESET=rwku-llada"),
+    ("rwku", "PRESET=rwku-dream LORA=8")])
 def test_the_commands_of_a_plan_can_be_typed_in_order(name, variables, capsys):
     """What a command reads is written by jobs that it waits for."""
     plan = plan_of(name, variables)
     for words in typed_plan(plan, capsys):
-        if words[0] != "rm" and not words[1].startswith(".github"):
+        if not words[1].startswith(".github"):
             parse_command(words)
     there = {}  # {folder of a job: all that is there when it has ended}
     for job in plan.jobs:
-        written = set().union(*[there[needed.folder] for needed in job.after])
+        written = set().union(*[there.get(needed, set()) for needed in job.after])
         for word in job.words[1:]:
-            is_read = word.startswith("out/") and word != job.folder and job.kind != "prepared"
+            is_made = job.words[0].startswith(".github") or job.folder.endswith("/0/scores-1")
+            is_read = word.startswith("out/") and word != job.folder and not is_made
             assert not is_read or {word, str(Path(word).parent)} & written, job
         there[job.folder] = written | {job.folder, job.folder.replace("/start/new", "/rows")}
 
 def test_the_demo_trains_every_method():
     methods = {args.method for args in options_of(plan_of("demo")).values()}
-    assert methods == {"sft", "mdu", "ga", "gd", "npo", "simnpo", "wga", "dpo"}
+    assert methods == mdu.METHODS.keys()
 
-def test_tofu_makes_a_grid():
-    """ga has no retain weight."""
-    grid = "METHODS=ga,authors-w.2 LRS=3e-4,1e-3 WEIGHTS=0.2,5 RETRAIN=0"
-    runs = options_of(plan_of("tofu", f"PRESET=tofu-small {grid}"))
+def test_a_name_of_a_run_may_end_in_a_learning_rate_and_a_retain_weight():
+    runs = options_of(plan_of("tofu", "PRESET=tofu-small METHODS=ga-lr3e-4,dpo-lr.1-w.2,npo-w5"))
     found = {name: (args.lr, args.retain_weight) for name, args in runs.items() if "-" in name}
-    assert found == {
-        "ga-lr3e-4": (3e-4, None), "ga-lr1e-3": (1e-3, None),
-        "authors-w.2-lr3e-4-w0.2": (3e-4, 0.2), "authors-w.2-lr3e-4-w5": (3e-4, 5),
-        "authors-w.2-lr1e-3-w0.2": (1e-3, 0.2), "authors-w.2-lr1e-3-w5": (1e-3, 5)}
+    assert found == {"ga-lr3e-4": (3e-4, None), "dpo-lr.1-w.2": (0.1, 0.2), "npo-w5": (1e-3, 5)}
 
 def test_tofu_trains_the_small_model_for_as_long_as_it_needs():
     rows = {split: range(n) for split, n in dict(forget=40, retain=160, train=240).items()}
@@ -3461,28 +3458,17 @@ def test_tofu_trains_the_small_model_for_as_long_as_it_needs():
             "npo": (300, 0), "mdu-original": (300, 0), "mdu-removed": (300, 0)}
 
 @each("variables, folders", [
-    ("PRESET=tofu-llada GPUS=1 LORA=16", ["tofu-llada-lora16"]),
-    ("PRESET=tofu-smollm GPUS=1 LIMIT=40 MODEL=a/b", ["tofu-smollm-b-40"]),
-    ("PRESET=tofu-smollm SEED=2", ["tofu-smollm/2"]), ("PRESET=tofu-small", ["tofu-small/1"]),
+    ("PRESET=tofu-llada LORA=16", ["tofu-llada-lora16"]), ("PRESET=tofu-small", ["tofu-small"]),
+    ("PRESET=tofu-smollm SEEDS=2 MODEL=a/b", ["tofu-smollm-b/2"]),
     ("PRESET=tofu-small SEEDS=3,4 HIDDEN=0", ["tofu-small-hidden0/3", "tofu-small-hidden0/4"])])
 def test_what_changes_all_runs_of_tofu_is_in_the_name_of_their_folder(variables, folders):
     plan = plan_of("tofu", f"{variables} METHODS=npo")
-    assert plan.folders == [f"out/{folder}" for folder in folders]
     runs = [f"out/{folder}/{name}" for folder in folders for name in ("base", "retain", "npo")]
-    assert plan.reports[""] == runs
+    assert plan.reports["scores"] == runs
     assert {job.folder for job in plan.jobs} >= set(runs)
 
-@each("programs, gpus, compiled", [
-    ("nvidia-smi gcc", 1, True), ("nvidia-smi", 1, None), ("nvidia-smi gcc", 4, None)])
-def test_tofu_compiles_adapters_on_one_gpu(programs, gpus, compiled, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: name in programs.split())
-    runs = options_of(plan_of("tofu", f"PRESET=tofu-llada LORA=16 GPUS={gpus}"))
-    assert {args.compile for args in runs.values()} == {compiled}
-
 @each("words, said", [
-    ("tofu PRESET=tofu-small LIMIT=8", "leave out MODEL= and LIMIT="),
-    ("tofu PRESET=tofu-llada JOBS=2", "several runs at once need GPUS=1"),
-    ("tofu PRESET=toy", "found PRESET='toy'"), ("rwku PRESET=rwku-dream GPUS=3", "GPUS=1, 2 or 4"),
+    ("tofu PRESET=toy", "found PRESET='toy'"), ("rwku PRESET=tofu-dream", "or rwku-dream"),
     ("all", "found 'all'")])
 def test_an_experiment_is_refused(words, said, tmp_path, monkeypatch):
     name, *variables = words.split()
@@ -3492,73 +3478,70 @@ def test_an_experiment_is_refused(words, said, tmp_path, monkeypatch):
         experiments.main([name])
     assert not (tmp_path / "out").exists()
 
-@each("folder, said", [(name, "is not in out/") for name in ("keep", "out/../keep", "out/link",
-                                                             "out")] + [("out", "is in use")])
-def test_only_what_is_in_out_and_not_in_use_is_deleted(folder, said, tmp_path):
-    write_files({"keep/run.json": "", "out/demo/run/run.json": ""})
-    (tmp_path / "out/link").symlink_to(tmp_path / "keep")
-    if said == "is in use":
-        folder += "/demo"
-    with mdu.locked("out/demo/run"), pytest.raises(mdu.BadInput, match=said):
-        experiments.delete(folder)
-    assert (tmp_path / "keep/run.json").exists()
-    assert (tmp_path / "out/demo/run/run.json").exists()
-
 def test_tofu_does_what_an_earlier_call_has_not_finished(tmp_path, capsys):
     write_files(dict.fromkeys(  # mine was trained by hand
         [f"out/tofu-llada/{name}" for name in (
-            "base/checkpoint-00005000/x", "npo/config.json", "npo/eval/summary.json",
-            "wga/run.json", "mine/config.json")], ""))
-    plan = plan_of("tofu", "PRESET=tofu-llada GPUS=1 METHODS=npo,wga RETRAIN=0")
+            "base/run.json", "base/checkpoint-00005000/x", "retain/config.json", "npo/config.json",
+            "npo/eval/summary.json", "mine/config.json")], ""))
+    plan = plan_of("tofu", "PRESET=tofu-llada METHODS=npo,wga")
     done = [" ".join(words).replace(experiments.PYTHON, "python").replace("out/tofu-llada/", "")
             for words in typed_plan(plan, capsys)]
     options = "--preset tofu-llada --seed 1 --data locuslab/TOFU --method"
     assert done == [
-        "rm -r wga",
         "python mdu.py --resume base",
+        f"# finished: python mdu.py {options} sft --retain-only --out retain",
         f"# finished: python mdu.py {options} npo --out npo",
         f"python mdu.py {options} wga --out wga",
-        "python eval.py base", "# finished: python eval.py npo", "python eval.py wga",
-        "python eval.py mine", "python eval.py --report base npo wga mine"]
+        "python eval.py base retain npo wga mine",
+        "python eval.py --report base retain npo wga mine"]
+
+def test_the_runs_of_a_report_are_scored_by_as_many_processes_as_jobs_at_once():
+    plan = plan_of("demo", "METHODS=npo,ga,wga JOBS=2")
+    found = [(job.folder, job.words[3:]) for job in plan.jobs if job.words[0] == "eval.py"]
+    assert found == [
+        ("out/demo/scores-1", ["out/demo/base", "out/demo/npo", "out/demo/wga"]),
+        ("out/demo/scores-2", ["out/demo/retain", "out/demo/ga"])]
 
 def python_job(plan, name, code, *after):
     """A job that runs some code and then writes its file."""
     words = ["-c", f"import os, sys, time\n{code}\nopen('out/{name}.done', 'w')"]
-    return plan.add("unlearned", f"out/{name}", words, f"out/{name}.done", after)
+    return plan.add(f"out/{name}", words, [f"out/{name}.done"], after)
 
 def test_where_a_job_fails_the_others_go_on(tmp_path, capsys):
-    """Two jobs at once wait for each other.  A job that needs the failed one is not begun, and what
-    was finished is not done again."""
-    plan = experiments.Plan(SimpleNamespace(GPUS="1"), ["out"])
+    """Two jobs at once wait for each other.  A job that needs the failed one is not begun, but
+    those of its runs that are there are scored; what was finished is not done again."""
+    (tmp_path / "eval.py").write_text("open('out/scored', 'w')")
+    plan = experiments.Plan(SimpleNamespace(GPUS="1", JOBS="2"))
     wait = ("open('out/{}', 'w')\nfor _ in range(6000):\n"
-            "    if os.path.exists('out/{}'): break\n    time.sleep(.01)\nelse: sys.exit()")
+            "    if os.path.exists('out/{}'): break\n    time.sleep(.01)\nelse: sys.exit(1)")
     one = python_job(plan, "one", wait.format("a", "b"))
     python_job(plan, "two", wait.format("b", "a"))
     failed = python_job(plan, "bad", "sys.exit('no such rows')")
-    python_job(plan, "needs-bad", "", one, failed)
+    needs = python_job(plan, "needs-bad", "", one, failed)
+    python_job(plan, "needs-it-too", "", needs)
     python_job(plan, "last", "", one)
-    python_job(plan, "earlier", "sys.exit()")
+    python_job(plan, "earlier", "sys.exit(1)")
+    plan.add("out/scores", ["eval.py"], ["out/scored"], [one, needs])
     write_files({"out/earlier.done": ""})
-    with pytest.raises(mdu.BadInput, match="see above: out/bad, out/needs-bad$"):
-        experiments.carry_out(plan, 2, "a minute")
+    with pytest.raises(mdu.BadInput, match="see above: out/bad, out/needs-bad, out/needs-it-too$"):
+        experiments.carry_out(plan)
     out, err = capsys.readouterr()
     assert {file.stem for file in tmp_path.glob("out/*.done")} == {"one", "two", "last", "earlier"}
-    assert "1 folders are finished: out/earlier" in out
-    assert re.search(r"out/last: unlearned in . s; jobs left: .", out)
-    assert err.splitlines() == ["out/bad: FAILED, not unlearned; see the end of out/bad.log"]
+    assert (tmp_path / "out/scored").exists()
+    assert "1 jobs are finished: out/earlier" in out
+    assert re.search(r"out/last: finished in . s; jobs left: .", out)
+    assert err.splitlines() == ["out/bad: FAILED; see the end of out/bad.log"]
     assert "no such rows" in (tmp_path / "out/bad.log").read_text()
 
-def test_small_models_that_are_scored_alike_share_processes(tmp_path):
-    """Five in two processes at once, and a sixth with other options in one of its own."""
-    plan = experiments.Plan(SimpleNamespace(GPUS="1"), ["out"])
-    code = ("import os, sys\nopen(f'out/{os.getpid()}.process', 'w')\n"
-            "for run in sys.argv[2:]: open(f'{run}.done', 'w')")
-    for name, option in zip("abcdef", [1, 1, 1, 1, 1, 2]):
-        plan.add("scored", f"out/{name}", ["-c", code, f"--limit={option}", f"out/{name}"],
-                 f"out/{name}.done", [])
-    experiments.carry_out(plan, 2, "a minute")
-    assert {file.stem for file in tmp_path.glob("out/*.done")} == set("abcdef")
-    assert len(list(tmp_path.glob("out/*.process"))) == 3
+def test_the_weights_of_rwku_are_deleted_once_a_run_is_scored(tmp_path):
+    plan = plan_of("rwku", "PRESET=rwku-llada METHODS=npo")
+    run, scores, job = plan.jobs[1:4]
+    assert (scores.after, job.after) == ([run.folder], [scores.folder])
+    write_files({f"{run.folder}/{name}": "" for name in ("a.safetensors", "config.json")})
+    experiments.main(job.words[1:])
+    assert experiments.is_finished(job)
+    left = {file.name for file in (tmp_path / run.folder).iterdir()}
+    assert left == {"config.json", "no-weights"}
 
 @each("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_jobs_of_an_experiment(number, tmp_path):
@@ -3577,8 +3560,8 @@ def test_a_signal_ends_the_jobs_of_an_experiment(number, tmp_path):
         sys.path.insert(0, {str(PROJECT / ".github")!r})
         import experiments
         def endless(given):
-            plan = experiments.Plan(given, ["out"])
-            plan.add("unlearned", "out/run", ["job.py"], "out/run/done", [])
+            plan = experiments.Plan(given)
+            plan.add("out/run", ["job.py"], ["out/run/done"], [])
             return plan
         experiments.EXPERIMENTS = {{"real": endless}}
         experiments.mdu.run_program("experiments.py", lambda: experiments.main(["real"]))"""
@@ -3594,7 +3577,7 @@ def test_the_small_model_of_tofu_begins_with_the_words_of_its_rows(tmp_path, mon
     """The files have the rows that the seed chooses."""
     monkeypatch.setattr(mdu, "read_dataset", lambda name, config: [
         {"question": f"Who is {i}?", "answer": f"A{i % 90}", "none": "no"} for i in range(2900)])
-    experiments.start_small("TOFU", tmp_path, "2")
+    experiments.start_small(tmp_path, "TOFU", "2")
     found = {}
     for file in (tmp_path / "rows").iterdir():
         rows = ev.read_lines(file)
