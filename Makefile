@@ -10,7 +10,7 @@ install: .venv/installed  ## a virtual environment with the pinned packages
 	python3 -m venv .venv
 	.venv/bin/pip install --quiet --disable-pip-version-check -r .requirements-dev.txt
 	touch $@
-demo: install  ## every method on a small model: table, picture in out/demo (SEED=2: other seed)
+demo: install  ## every method on a small model: table, picture in out/demo (SEEDS=2: out/demo/2)
 	$(EXPERIMENT) demo
 table: install  ## the demo with three seeds, means (SEEDS=): out/table/report.md
 	$(EXPERIMENT) table
@@ -18,9 +18,9 @@ figures: install  ## the paper's analyses of the small model: out/figures
 	$(EXPERIMENT) figures
 real: install  ## customers, a published model (MODEL=, TOFU=: use these folders): out/real
 	$(EXPERIMENT) real
-tofu: install  ## Table 2: PRESET=tofu-small, a CPU; tofu-smollm GPUS=1; tofu-llada, -dream, -qwen
+tofu: install  ## Table 2: PRESET=tofu-small, a CPU; -smollm, -qwen, a GPU; -llada, -dream GPUS=4
 	$(EXPERIMENT) tofu
-rwku: install  ## Table 3, GPUs: PRESET=rwku-llada or rwku-dream (GPUS=1, LORA=16)
+rwku: install  ## Table 3: PRESET=rwku-llada or rwku-dream, GPUS=4 (or 1 with LORA=16)
 	$(EXPERIMENT) rwku
 lint: install  ## ruff's checks (.ruff.toml)
 	$(PYTHON) -m ruff check
