@@ -3428,7 +3428,7 @@ def test_the_commands_of_a_plan_can_be_typed_in_order(name, variables, capsys):
     there = {}  # {folder of a job: all that is there when it has ended}
     for job in plan.jobs:
         written = set().union(*[there.get(needed, set()) for needed in job.after])
-        for word in job.words[1:]:
+        for word in job.words[1:] + job.to_score:
             is_made = job.words[0].startswith(".github") or job.folder.endswith("/0/scores-1")
             is_read = word.startswith("out/") and word != job.folder and not is_made
             assert not is_read or {word, str(Path(word).parent)} & written, job
@@ -3492,12 +3492,12 @@ def test_tofu_does_what_an_earlier_call_has_not_finished(tmp_path, capsys):
         f"# finished: python mdu.py {options} sft --retain-only --out retain",
         f"# finished: python mdu.py {options} npo --out npo",
         f"python mdu.py {options} wga --out wga",
-        "python eval.py base retain npo wga mine",
+        "python eval.py base retain wga mine",
         "python eval.py --report base retain npo wga mine"]
 
 def test_the_runs_of_a_report_are_scored_by_as_many_processes_as_jobs_at_once():
     plan = plan_of("demo", "METHODS=npo,ga,wga JOBS=2")
-    found = [(job.folder, job.words[3:]) for job in plan.jobs if job.words[0] == "eval.py"]
+    found = [(job.folder, job.to_score) for job in plan.jobs if job.to_score]
     assert found == [
         ("out/demo/scores-1", ["out/demo/base", "out/demo/npo", "out/demo/wga"]),
         ("out/demo/scores-2", ["out/demo/retain", "out/demo/ga"])]

@@ -50,6 +50,7 @@ class Job(NamedTuple):
     words: list  # of its command, behind `python`
     files: list  # if all of them are there, the job is finished
     after: list  # folders of the jobs that come before
+    to_score: list = []  # the runs that eval.py scores, the words' end
 
 class Plan:
     def __init__(self, given):
@@ -58,8 +59,8 @@ class Plan:
         self.jobs = []
         self.reports = {}  # {name: the folders of its runs}
 
-    def add(self, folder, words, files, after):
-        self.jobs.append(Job(folder, words, files, after))
+    def add(self, folder, *job):
+        self.jobs.append(Job(folder, *job))
         return folder
 
     def start(self, function, out, *words):
@@ -77,8 +78,8 @@ class Plan:
         self.reports.setdefault(report, []).extend(runs)
         for i in range(min(self.at_once, len(runs))):
             share = runs[i::self.at_once]
-            self.add(f"{out}/{report}-{i + 1}", ["eval.py", *words_of(options), *share],
-                     [f"{run}/eval/summary.json" for run in share], share)
+            self.add(f"{out}/{report}-{i + 1}", ["eval.py", *words_of(options)],
+                     [scores_of(run) for run in share], share, share)
 
     def attack(self, out, runs, attack, scoring):
         """A relearning attack on each run: it is taught a part of the forget set again, and asked
@@ -86,6 +87,9 @@ class Plan:
         again = [self.train(f"{out}/taught-again/{Path(run).name}", [run], method="sft", lora=16,
                             model=run, **attack) for run in runs]
         self.score("taught-again", out, again, **scoring)
+
+def scores_of(run):
+    return f"{run}/eval/summary.json"
 
 def words_of(options):
     """{"lora": 16, "retain_only": True} -> ["--lora", "16", "--retain-only"]"""
@@ -120,6 +124,11 @@ def folders_of(out, seeds):
         return {out: "1"}
     return {f"{out}/{seed}": seed for seed in seeds.split()}
 
+def with_earlier(out, runs):
+    """runs, and in their folder the finished ones of earlier calls or that were trained by hand."""
+    there = [str(Path(config).parent) for config in sorted(glob.glob(f"{out}/*/config.json"))]
+    return runs + [run for run in there if run not in runs]
+
 # ---- The small model ----
 def demo(given):
     return demo_of_seeds(given, folders_of("out/demo", given.SEEDS))
@@ -130,18 +139,18 @@ def table(given):
 def demo_of_seeds(given, folders):
     plan = Plan(given)
     names = ["authors", *BASELINES, "mdu-tau0", "mdu-tau0.5", "mdu-tau1", "mdu-removed"]
-    runs = []
+    all_runs = []
     for out, seed in folders.items():
         # 1. Train the model that all other runs start from, and the retrained model.
         learn = dict(seed=seed, method="sft")
         base = plan.train(f"{out}/base", [], **learn)
-        retrained = plan.train(f"{out}/retain", [], **learn, retain_only=True)
-        runs += [base, retrained]
+        runs = [base, plan.train(f"{out}/retain", [], **learn, retain_only=True)]
         # 2. Unlearn.
         for name in given.METHODS.split() or names:
             runs.append(plan.train(f"{out}/{name}", [base], seed=seed, **method_options(name)))
+        all_runs += with_earlier(out, runs)
     # 3. Score all models.
-    plan.score("scores", os.path.commonpath(folders), runs, samples=32)
+    plan.score("scores", os.path.commonpath(folders), all_runs, samples=32)
     return plan
 
 def figures(given):
@@ -277,9 +286,8 @@ def tofu_of_seed(given, plan, out, seed):
         runs.append(plan.train(f"{out}/{name}", [base], **options, **unlearn,
                                **method_options(name, original)))
 
-    # 4. Score them, and the finished runs of earlier calls or that were added by hand.
-    there = [str(Path(config).parent) for config in sorted(glob.glob(f"{out}/*/config.json"))]
-    runs += [run for run in there if run not in runs]
+    # 4. Score them.
+    runs = with_earlier(out, runs)
     plan.score("scores", out, runs, **scoring)
 
     # 5. Attack the published model: teach a quarter of the forget set again, and ask for the rest.
@@ -382,9 +390,12 @@ def is_finished(job):
     return all(os.path.exists(file) for file in job.files)
 
 def command(plan, job):
-    """The words of a job's command.  A run that was stopped goes on from its checkpoint."""
-    words = job.words
-    if words[0] == "mdu.py" and os.path.exists(f"{job.folder}/run.json") and not is_finished(job):
+    """The words of a job's command.  A run that was stopped goes on from its checkpoint, and those
+    that were scored are not scored again."""
+    words = job.words + [run for run in job.to_score if not os.path.exists(scores_of(run))]
+    if is_finished(job):
+        words = job.words + job.to_score
+    elif words[0] == "mdu.py" and os.path.exists(f"{job.folder}/run.json"):
         words = ["mdu.py", "--resume", job.folder]
     launcher = [PYTHON]
     if plan.gpus != "1" and words[0] in ("mdu.py", "eval.py"):
@@ -448,7 +459,7 @@ def carry_out(plan):
           f"{' '.join(job.folder for job in to_do)}", flush=True)
     failed = run_jobs(plan, to_do)
     for runs in plan.reports.values():
-        scored = [run for run in runs if os.path.exists(f"{run}/eval/summary.json")]
+        scored = [run for run in runs if os.path.exists(scores_of(run))]
         if scored and subprocess.run([PYTHON, "eval.py", "--report", *scored]).returncode != 0:
             failed.append("a report")
     mdu.require(not failed, f"not finished, see above: {', '.join(failed)}")
