@@ -805,10 +805,10 @@ def test_t_and_masks_are_uniform_and_dpo_prefers_another_answer():
         assert len(other.uniform) == 3 and other.uniform[0] != row.uniform[0]
     assert {row.preferred.answer[0] for row in forget} == {8, 9, 10}
 
-@each("longest", [1, 12])
-def test_answers_are_padded_to_random_lengths_but_not_those_to_forget(longest):
-    forget, retain = draw(f"--batch-size 5 --response-length {longest}", range(100))
-    train, _ = draw(f"--method sft --batch-size 5 --response-length {longest}", range(100))
+def test_answers_are_padded_to_random_lengths_but_not_those_to_forget():
+    """Up to 5 tokens; some answers are longer."""
+    forget, retain = draw("--batch-size 5 --response-length 5", range(100))
+    train, _ = draw("--method sft --batch-size 5 --response-length 5", range(100))
     assert all(len(row.answer) == own_length(row) for row in forget)
     for rows in (retain, train):
         lengths = {n: set() for n in range(3, 8)}
@@ -818,7 +818,7 @@ def test_answers_are_padded_to_random_lengths_but_not_those_to_forget(longest):
             assert len(row.uniform) == len(row.flagged) == len(row.answer)
             assert not any(row.flagged[n:])
             lengths[n].add(len(row.answer))
-        assert lengths == {n: set(range(n, max(longest, n) + 1)) for n in lengths}
+        assert lengths == {3: {3, 4, 5}, 4: {4, 5}, 5: {5}, 6: {6}, 7: {7}}
 
 @each("method", ["sft", "dpo"])
 def test_prompt_dropout_masks_prompts_and_changes_nothing_else(method):
@@ -973,20 +973,14 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_p
     for name, x in model.lm.state_dict().items():
         assert_close(saved[name], x.float(), 1e-5)
 
-def no_gradient(args, models, *_):
-    for p in models.theta.parameters():
-        p.grad = torch.full_like(p, math.nan)
-    return [0.0, 0.0]
-
 @each("effect, code, message", [
     (KeyboardInterrupt, 130, ""),
     (torch.OutOfMemoryError, 2, "out of GPU memory: lower --batch-size"),
-    ([[math.nan, 0.0]], 2, "step 1: loss nan"), (no_gradient, 2, "norm nan")])
+    ([(math.nan, 0.0, 1.0)], 2, "step 1: loss nan"), ([(1.0, 0.0, math.nan)], 2, "norm nan")])
 def test_a_step_that_fails_ends_the_run_in_one_line(effect, code, message, base, monkeypatch,
                                                     capsys):
-    """effect: what backward raises, or the losses that it returns, or what is called in its
-    place."""
-    monkeypatch.setattr(mdu, "backward", mock.Mock(side_effect=effect))
+    """effect: what a step raises, or its losses and the norm of its gradient."""
+    monkeypatch.setattr(mdu, "train_step", mock.Mock(side_effect=effect))
     assert message in program(toy(base, "run"), capsys, code=code)
 
 def test_the_speed_is_that_of_the_last_steps(base, monkeypatch):
@@ -1076,12 +1070,11 @@ def test_a_bug_keeps_its_traceback(base, capsys):
 @each("typed", ["--method sft", "--model {base} --lora 2"])
 def test_weights_and_adapters_are_drawn_by_the_seed(typed, base):
     drawn = []
-    for seed in (1, 2, 2):
+    for seed in (1, 2):
         args = options(f"{typed} --seed {seed}".format(base=base))
         model, _ = mdu.load_model(args, mdu.toy_world())
-        drawn.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.equal(drawn[1], drawn[2])
-    assert not torch.equal(drawn[0], drawn[1])
+        drawn.append(trained_weights(model)[0])
+    assert not torch.equal(*drawn)
 
 @each("typed, loads", [
     ("--tau 0", 1), ("--tau 1", 2), ("--target authors", 1), ("--target {other}", 2),
@@ -1100,10 +1093,8 @@ def test_trained_weights_are_float32_and_theta0_is_in_bfloat16(hub):
     theta0 = mdu.load_references(args, model, tokenizer).theta0
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.dtype for p in theta0.parameters()} == {torch.bfloat16}
-    d = CONFIGS[hub.kind].get("head_dim", 8)
-    frequencies = CONFIGS[hub.kind]["rope_theta"] ** (-torch.arange(0, d, 2) / d)
-    for predictor in (model, theta0):
-        assert_close(predictor.lm.model.rotary_emb.inv_freq, frequencies, 1e-6)
+    for lm in (model.lm, theta0.lm):
+        assert_close(lm.model.rotary_emb.inv_freq, hub.reference.model.rotary_emb.inv_freq)
 
 def test_compiled_blocks_compute_the_same(base, tmp_path, monkeypatch):
     """Traced, and not compiled: a compiler would take most of a minute."""
@@ -1119,7 +1110,7 @@ def test_compiled_blocks_compute_the_same(base, tmp_path, monkeypatch):
 @each("losses, expected", [
     ([8, 4, 3, 2, 1, 0], (5, 1, 0.2)), ([8, 4, 3, 2, 1], None),
     (10 * [10] + 170 * [7] + 20 * [1], (10, 1, 0.1)),  # the first ten, the last tenth
-    (5 * [10] + 40 * [7] + 5 * [1], (10, 1, 0.1)), ([0] * 6, (0, 0, 0))])
+    ([0] * 6, (0, 0, 0))])
 def test_the_loss_left_by_hand(losses, expected):
     """Means of the first ten steps and of the last tenth of the steps.  Of less than a hundred
     steps both are of a tenth.  Both are of at least three steps, and none is in both."""
@@ -1164,7 +1155,6 @@ def test_diagnose_equals_one_sequence_at_a_time(monkeypatch):
     ("--method npo", dict(beta=0.2, retain_weight=1.0, tau=None, out="out/toy/npo")),
     ("--preset tofu-llada", dict(batch_size=16, model="{here}/out/tofu-llada/base")),
     ("--preset tofu-llada --method sft --lr 0.5", dict(epochs=1000, lr=0.5, model=mdu.LLADA)),
-    ("--preset tofu-llada --lora 8", dict(lr=1e-4, target="paper")),
     ("--preset rwku-llada --subject 1 --method ga",
      dict(model=mdu.LLADA, out="out/rwku-llada/1/ga")),
     # Rows of one's own: with mdu four values that fit together, with others none of them.
@@ -1172,10 +1162,9 @@ def test_diagnose_equals_one_sequence_at_a_time(monkeypatch):
                        lr=5e-6, out="out/own/mdu-tau1-removed")),
     ("--model x --lora 8", dict(target="removed", lr=1e-3)),
     ("--model x --tau 0", dict(target="paper")),
-    ("--model x --target authors", dict(prompt_dropout=0.0)),
     ("--model x --method npo", dict(retain_weight=1.0, prompt_dropout=0.0)),
     ("--method sft --retain-only --model x", dict(preset="own", lr=2e-5, out="out/own/retain")),
-    ("--forget f", dict(preset="own", data=None)), ("--data toy", dict(preset="toy")),
+    ("--forget f", dict(preset="own", data=None)),
     # A start model that is a run brings its response length, also over the preset's.
     ("--method sft --model {base}", dict(preset="own", response_length=12)),
     ("--model {base} --response-length 40", dict(response_length=40)),
@@ -1184,12 +1173,10 @@ def test_diagnose_equals_one_sequence_at_a_time(monkeypatch):
     ("--model link --target link --forget link", dict(
         model="{base}", target="{base}", forget="{base}", out="out/own/mdu-tau1-base")),
     ("--out here/run", dict(model="{here}/base")),
-    ("--model a/b --target . --out .", dict(model="a/b", target="{here}", out=".")),
-    ("--model x --forget . --retain .", dict(forget="{here}", retain="{here}")),
     ("--target {base} --tau 0.5", dict(out="out/toy/mdu-tau0.5-base")),
     # A name of a target or of the toy is a path for other options.
     ("--model removed --retain toy", dict(model="{here}/removed", retain="{here}/toy")),
-    ("--data toy --target removed", dict(data="toy", target="removed"))])
+    ("--data toy --target removed", dict(preset="toy", data="toy", target="removed"))])
 def test_defaults_follow_from_what_is_typed(typed, expected, base):
     places = dict(base=base, here=Path.cwd())
     Path("link").symlink_to(base)
@@ -1250,9 +1237,8 @@ def test_both_names_of_columns_are_read(tmp_path):
         {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
         {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "É"]}]
 
-@each("subject, name", [("2", PEOPLE[1]), ("Zoë Ho", PEOPLE[2])])
-@each("method", ["mdu", "dpo"])
-def test_of_rwku_one_person_is_forgotten_and_others_kept(subject, name, method, rwku, monkeypatch):
+@each("method, subject, name", [("mdu", "2", PEOPLE[1]), ("dpo", "Zoë Ho", PEOPLE[2])])
+def test_of_rwku_one_person_is_forgotten_and_others_kept(method, subject, name, rwku, monkeypatch):
     """Three texts of each other person are retained; dpo prefers made-up ones."""
     monkeypatch.setattr(mdu, "RWKU_RETAINED", 3)
     args = options(f"--model x/y --data {rwku} --method {method} --subject", subject)
@@ -1382,7 +1368,6 @@ def test_prompts_have_the_control_tokens_of_the_template_alone(hub):
 FORMATS = {
     "special tokens": ("<|start|>user<|end|>\n\n", "<|end|><|start|>assistant<|end|>\n\n"),
     "question and answer": ("Question: ", " Answer: "),
-    "TOFU's": ("### Question: ", "\n### Answer: "),
     "Alpaca's": ("Below is a task. Do it.\n\n### Instruction:\n", "\n\n### Response:\n")}
 # A token may have the end of the prompt and the start of the answer, as "]The".
 SPANNING = ("[INST] ", " [/INST]")
@@ -1467,15 +1452,12 @@ def test_the_revision_that_is_asked_for_is_downloaded_without_pickle(name, revis
     with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
         assert mdu.find_model(name) == Path("there")
     [call] = download.call_args_list
-    assert call.args == ("a/b",)
-    assert call.kwargs["revision"] == revision
-
-    def is_downloaded(file):
-        return any(fnmatch.fnmatch(file, pattern) for pattern in call.kwargs["allow_patterns"])
-    assert all(map(is_downloaded, [
-        "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json",
-        "chat_template.jinja", "merges.txt", "adapter_config.json"]))
-    assert not any(map(is_downloaded, ["pytorch_model.bin", "x.pt"]))
+    assert call.args == ("a/b",) and call.kwargs["revision"] == revision
+    files = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json",
+             "chat_template.jinja", "merges.txt", "adapter_config.json", "pytorch_model.bin"]
+    downloaded = [any(fnmatch.fnmatch(file, pattern) for pattern in call.kwargs["allow_patterns"])
+                  for file in files]
+    assert downloaded == 6 * [True] + [False]
 
 def test_run_json_names_the_commit_that_was_fetched(base, tmp_path, monkeypatch):
     """The hub's cache has a folder for each commit."""
@@ -1509,27 +1491,22 @@ def test_a_loaded_model_equals_transformers_own_class(hub):
     model.eval()
 
 def test_a_model_that_ends_its_answers_with_another_token_is_told_of(base, capsys):
-    """Which config.json may say, as well as the padding.  Nothing is said of a model whose files
-    agree."""
+    """Which config.json may say, as well as the padding."""
     shutil.copytree(base, "other")
     replace(Path("other"), '"eos_token": "<end>"', '"eos_token": "<user>"')
     replace(Path("other"), '"pad_token": "<end>"', '"pad_token": "<assistant>"')
-    said = "other ends its answers with <end> (probability"
-    config = read_json(Path("other/config.json"))
-    mdu.main(toy("other", "run", "--steps 1"))
-    screen = capsys.readouterr().out
-    assert said in screen and 'write "end_token_id": 1 into' in screen
-    Path("other/config.json").write_text(json.dumps({**config, "end_token_id": 1,
-                                                     "pad_token_id": 1}))
-    mdu.main(toy("other", "run-2", "--steps 1"))
-    screen = capsys.readouterr().out
-    assert said not in screen and "padding <end>, end <end>" in screen
-    assert "its padding is <end>; by its tokenizer it is <assistant>" in screen
-    mdu.main(toy(base, "run-3", "--steps 1"))
-    screen = capsys.readouterr().out
-    assert "ends its answers" not in screen and "its padding is" not in screen
+    file = Path("other/config.json")
+    said = []
+    for run, changes in (("run", {}), ("run-2", {"end_token_id": 1, "pad_token_id": 1})):
+        file.write_text(json.dumps({**read_json(file), **changes}))
+        mdu.main(toy("other", run, "--steps 1"))
+        said.append(capsys.readouterr().out)
+    assert "other ends its answers with <end> (probability" in said[0]
+    assert 'write "end_token_id": 1 into' in said[0]
+    assert "ends its answers" not in said[1] and "padding <end>, end <end>" in said[1]
+    assert "its padding is <end>; by its tokenizer it is <assistant>" in said[1]
 
-@each("shift, places", [(None, [1, 3]), (False, [1, 3]), (True, [0, 2])])
+@each("shift, places", [(None, [1, 3]), (True, [0, 2])])
 def test_outputs_are_shifted_if_config_json_says_so(shift, places, tmp_path):
     """shift_logits: the output at a token is the prediction of the next one."""
     reference = write_checkpoint(tmp_path, "llama", shift_logits=shift)
@@ -1615,25 +1592,9 @@ def assert_equal_runs(a, b, tolerance=0):
         assert line == other
     assert_equal_weights(a, b, tolerance)
 
-def assert_broken(run):
-    """It has the newest complete checkpoint, without pickle, and one that was being written."""
-    assert [file.name for file in run.glob("checkpoint-*")] == ["checkpoint-00000002"]
-    assert {file.suffix for file in run.glob("*/*")} <= {".safetensors", ".jsonl", ".json"}
-    files = list(run.glob("checkpoint-*/*.safetensors"))
-    assert len(files) > 2  # dcp needs about as much memory as a process's largest file
-    assert (run / "unfinished").is_dir()
-    assert not (run / "config.json").exists()
-
-def test_a_finished_run_is_not_resumed(unlearned, capsys):
-    """Before it loads a model."""
-    with mock.patch.object(mdu, "load_model", None):
-        mdu.main(["--resume", str(unlearned)])
-    assert f"{unlearned} is finished\n" in capsys.readouterr().out
-
 def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys):
     """As they were read: one of them changes while the model is loaded.  By the hashes --resume
     notices a change that is none of the rows."""
-    began = time.strftime("%Y-%m-%d %H:%M")
     world = mdu.toy_world()
     write_lines(Path("forget"), world["forget"])
     write_lines(Path("retain"), world["retain"])
@@ -1648,7 +1609,6 @@ def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys
     info = mdu.read_run("run")
     assert info["files"] == hashes
     assert info["code"] == sha256(mdu.__file__)
-    assert began <= info["date"] <= time.strftime("%Y-%m-%d %H:%M")
 
     text = Path("run/run.json").read_text() + Path("run/metrics.jsonl").read_text()
     for row in world["forget"] + world["retain"]:
@@ -1683,24 +1643,24 @@ def test_two_processes_equal_one(two_processes, tmp_path):
     assert any(line["forget"] > 0 for line in metrics(tmp_path / "one"))
     assert_equal_runs(two_processes / "two", tmp_path / "one", OTHER_ORDER)
 
-def test_a_killed_run_on_two_processes_is_resumed(two_processes, tmp_path, on_two_processes):
-    """On two processes bit by bit; what two have begun one can end."""
-    assert_broken(two_processes / "killed")
-    for name in ("on-one", "on-two"):
-        shutil.copytree(two_processes / "killed", tmp_path / name)
-    mdu.main(["--resume", f"{tmp_path}/on-one"])
-    assert_equal_runs(two_processes / "two", tmp_path / "on-one", OTHER_ORDER)
-    codes = on_two_processes(mdu.__file__, "--resume", tmp_path / "on-two")
-    assert codes == [0, 0]
-    assert_equal_runs(two_processes / "two", tmp_path / "on-two")
+@each("name", ["stopped", "killed"])
+def test_what_two_processes_have_begun_one_can_end(name, two_processes, tmp_path):
+    """Both stop after the same step, though one of them alone has received a signal.  The killed
+    run has the newest complete checkpoint, without pickle, and one that was being written."""
+    run = shutil.copytree(two_processes / name, tmp_path / "run")
+    assert [file.name for file in run.glob("checkpoint-*")] == ["checkpoint-00000002"]
+    assert {file.suffix for file in run.glob("*/*")} <= {".safetensors", ".jsonl", ".json"}
+    files = list(run.glob("checkpoint-*/*.safetensors"))
+    assert len(files) > 2  # dcp needs about as much memory as a process's largest file
+    assert (run / "unfinished").exists() == (name == "killed")
+    mdu.main(["--resume", str(run)])
+    assert_equal_runs(two_processes / "two", run, OTHER_ORDER)
 
-def test_two_processes_stop_after_the_same_step(two_processes, tmp_path):
-    """Though one of them alone has received a signal."""
-    assert [file.name for file in (two_processes / "stopped").glob("checkpoint-*")] == [
-        "checkpoint-00000002"]
-    shutil.copytree(two_processes / "stopped", tmp_path / "run")
-    mdu.main(["--resume", f"{tmp_path}/run"])
-    assert_equal_runs(two_processes / "two", tmp_path / "run", OTHER_ORDER)
+def test_a_killed_run_is_resumed_on_two_processes_bit_by_bit(two_processes, tmp_path,
+                                                             on_two_processes):
+    run = shutil.copytree(two_processes / "killed", tmp_path / "run")
+    assert on_two_processes(mdu.__file__, "--resume", run) == [0, 0]
+    assert_equal_runs(two_processes / "two", run)
 
 @each("run, typed", [("two-lora", LORA), ("two-bfloat16", BFLOAT16)])
 def test_two_processes_in_bfloat16_are_close_to_one(run, typed, base, two_processes, tmp_path):
@@ -1737,24 +1697,6 @@ def test_a_run_whose_terminal_is_gone_goes_on(monkeypatch):
     monkeypatch.setattr(sys, "stdout", open(writing, "w"))
     mdu.print0("a line that nobody reads")
     mdu.print0("and another one")
-
-def test_a_checkpoint_that_cannot_be_deleted_is_deleted_later(base, tmp_path, capsys):
-    """The first one not with the second, but with the third, and that not at the end of the run."""
-    delete = shutil.rmtree
-    attempts = []
-
-    def delete_or_fail(folder, **how):
-        name = Path(folder).name
-        attempts.append(name)
-        if name == "checkpoint-00000003" or attempts == ["unfinished", "unfinished", name]:
-            raise OSError("busy")
-        delete(folder, **how)
-    run = tmp_path / "run"
-    with mock.patch.object(shutil, "rmtree", delete_or_fail):
-        mdu.main(toy(base, run, STEPS))
-    assert mdu.is_finished(run)
-    assert [file.name for file in run.glob("checkpoint-*")] == ["checkpoint-00000003"]
-    assert f"{run}/checkpoint-00000001 is left" in capsys.readouterr().out
 
 def other_files(folder):
     """{name: content} of a model's files that are not its weights."""
@@ -1799,13 +1741,20 @@ def test_half_a_saved_model_does_not_count(base, unlearned, tmp_path, capsys):
 
 @each("again", [lambda run: mdu.main(["--resume", run]),
                 lambda run: ev.main(["--samples", "1", "--limit", "1", run])])
-def test_checkpoints_of_a_run_that_was_killed_at_its_end_are_deleted(again, base, tmp_path, capsys):
-    run = tmp_path / "run"
-    with mock.patch.object(mdu, "delete_checkpoints", side_effect=KeyboardInterrupt):
-        program(toy(base, run, "--steps 3 --checkpoint-every 2"), capsys, code=130)
-    assert mdu.is_finished(run) and list(run.glob("checkpoint-*"))
-    again(str(run))
-    assert not list(run.glob("checkpoint-*"))
+def test_checkpoints_that_a_finished_run_has_left_are_deleted_later(again, base, capsys):
+    """Because it was killed then, or because the file system did not let them be deleted."""
+    delete = shutil.rmtree
+
+    def delete_or_fail(folder, **how):
+        if Path(folder).name.startswith("checkpoint-"):
+            raise OSError("busy")
+        delete(folder, **how)
+    with mock.patch.object(shutil, "rmtree", delete_or_fail):
+        mdu.main(toy(base, "run", "--steps 3 --checkpoint-every 1"))
+    assert "checkpoint-00000001 is left, because it cannot be deleted" in capsys.readouterr().out
+    assert mdu.is_finished("run") and len(list(Path("run").glob("checkpoint-*"))) == 2
+    again("run")
+    assert not list(Path("run").glob("checkpoint-*"))
 
 # ---- Toy ----
 def test_the_toy_has_five_wrong_answers_to_each_question():
@@ -1831,16 +1780,15 @@ def test_the_tokenizer_of_the_toy_gives_back_every_text():
     assert tokenizer.decode(ids) == text
     assert tokenizer.convert_ids_to_tokens(ids) == "▁He ▁is ▁77 , ▁isn ' t ▁he ?".split()
 
-def test_the_toy_learns_nothing_of_the_rows_that_no_model_learns(base):
-    """But its words are in the vocabulary, so that a model could write them."""
+def test_the_toy_trains_on_four_splits_and_has_the_words_of_the_fifth(base):
+    """So that a model could write them."""
     model, tokenizer = mdu.load_backbone(str(base))
     args = options("--method sft")
     examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
-    trained = [example.answer for example in examples["train"]]
-    assert len(trained) == 24 + 136 + 22 + 22 + 68  # toy_pretraining has half of retain again
+    # toy_pretraining has half of retain again
+    assert len(examples["train"]) == 24 + 136 + 22 + 22 + 68
     for example in examples["never"]:
         assert tokenizer.unk_token_id not in example.answer
-        assert example.answer not in trained
 
 # ======== eval.py ========
 # ---- Text metrics ----
