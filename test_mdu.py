@@ -2005,7 +2005,7 @@ OTHER_ATTACKS = [dict(query="Q", type=kind) for kind in ("role play", "incontext
 def test_prompts_equal_those_of_rwkus_own_code(split, changes, question, prefill, answer):
     """Those with shots are compared by SHA-256 with what github.com/jinzhuoran/RWKU at b8a03b3
     (LLaMA-Factory/src/llmtuner/eval) makes of the rows."""
-    row = ev.RWKU_CONFIGS[split]({**RWKU_ROWS[split], **changes})
+    row = ev.SPLITS[split].ask({**RWKU_ROWS[split], **changes})
     digest = hashlib.sha256(row["question"].encode()).hexdigest()
     assert question in (row["question"], digest[:16])
     assert [row["prefill"], row["answer"]] == [prefill, answer]
@@ -2490,7 +2490,7 @@ def test_rwku_is_scored_with_a_tokenizer(rwku, tmp_path):
     ev.main([*typed.split(), "--data", str(rwku), "new"])
     scored = ev.read_summary("new")
     assert scored["protocol"]["dtype"] == "bfloat16"
-    for split in ev.RWKU_CONFIGS:
+    for split in ev.RWKU_SPLITS:
         mains = [metric for name, metric in ev.SUMMARY if name == split]
         assert {"n", *mains} <= scored["splits"][split].keys()
         assert scored["splits"][split]["n"] == 10
