@@ -2693,15 +2693,16 @@ def test_warnings_have_their_figures(capsys):
                                          "infill_no_question": infill_no_question}}),
                 write_retrained(seed),
                 write_run("mdu-tau0", UNKNOWN, seed, options={"target": "paper", "tau": 0.0}),
+                write_run("mdu-model", UNKNOWN, seed, options={"target": "/x/model"}),
                 write_run("mdu-tau1", UNKNOWN, seed, {"forget_loss_left": left},
                           {"target": "paper", "tau": 1.0})]
     ev.main(["--report", *write(1, 0.5, 0.29, 0.2)])
     screen = capsys.readouterr().out
     assert "## Warnings" not in screen
     trained = read_table(screen, "Seeds of the training: 1 (1)")
-    assert trained["run"][2:] == ("mdu-tau0", "mdu-tau1")
-    assert trained["target"] == ("-", "-", "paper", "paper")
-    assert trained["learning rate"] == 4 * ("0.001",)
+    assert trained["run"][2:] == ("mdu-tau0", "mdu-model", "mdu-tau1")
+    assert trained["target"] == ("-", "-", "paper", "model", "paper")
+    assert trained["tau"] == ("-", "-", "0.0", "-", "1.0")
     ev.main(["--report", *write(2, 0.49, 0.31, 0.35)])
     warnings = " ".join(capsys.readouterr().out.split("## Warnings")[1].split())
     assert "base gives 49% of the forget set." in warnings
@@ -2869,7 +2870,8 @@ def test_the_analyses_of_an_answer_equal_a_slow_loop(base, unlearned, tmp_path):
         ev.main(["--analysis", name, "--steps", "4", "--limit", "1", str(run)])
     [found] = read_json(tmp_path / "trajectory.json")["panels"].values()
     assert [[bar["label"], bar["role"], bar["kl"]] for bar in found] == bars
-    assert read_json(tmp_path / "rollout.json")["table"][1:] == rollouts
+    table = read_json(tmp_path / "rollout.json")["table"]
+    assert [list(row.values()) for row in table] == rollouts
     assert "- true answer: `" in Path("rollout.md").read_text()
 
 # ---- Bad input ----
