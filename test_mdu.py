@@ -141,7 +141,7 @@ def unchanged(*folders):
     assert [read_all(folder) for folder in folders] == before
 
 def write_lines(file, rows):
-    file.write_text("\n".join(json.dumps(row) for row in rows))
+    Path(file).write_text("\n".join(json.dumps(row) for row in rows))
     return str(file)
 
 def sha256(file):
@@ -936,7 +936,7 @@ def test_saved_weights_compute_what_weights_with_adapters_do(lora):
 
 # ---- Training ----
 @each("typed", ["npo --retain-weight 0.5", "wga --gamma 0.5 --retain-weight 0"])
-def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_path, monkeypatch):
+def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, monkeypatch):
     """Three steps, in float64: the lines of metrics.jsonl, and the weights at the end."""
     load_backbone = mdu.load_backbone
 
@@ -944,8 +944,7 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_p
         model, tokenizer = load_backbone(*args)
         return model.double(), tokenizer
     monkeypatch.setattr(mdu, "load_backbone", load_float64)
-    run = tmp_path / "run"
-    argv = toy(base, run, f"--method {typed} --epochs 1 --lr 0.01")
+    argv = toy(base, "run", f"--method {typed} --epochs 1 --lr 0.01")
     mdu.main(argv)
 
     args = options("", *argv)
@@ -956,7 +955,7 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_p
     adamw = torch.optim.AdamW(parameters, betas=(0.9, 0.999), eps=1e-8, weight_decay=0)
     norms = []
     # 24 rows in batches of 8: one step of warm-up, then half a cosine over two steps.
-    for line, lr in zip(metrics(run), [0.01, 0.01, 0.005], strict=True):
+    for line, lr in zip(metrics("run"), [0.01, 0.01, 0.005], strict=True):
         rows = mdu.draw_step(args, examples, "forget", line["step"] - 1, model)
         forget_loss, retain_loss = slow_step(args, mdu.Models(model, theta0, theta0), *rows)
         grads = torch.autograd.grad(forget_loss + args.retain_weight * retain_loss, parameters)
@@ -969,7 +968,7 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, tmp_p
         found = [line["lr"], line["grad_norm"], line["forget"], line.get("retain", 0)]
         assert found == approx([lr, norm, forget_loss.item(), retain_loss.item()], rel=1e-5)
     assert max(norms) > 1.5  # else clipping would not be seen
-    saved = weights(run)
+    saved = weights("run")
     for name, x in model.lm.state_dict().items():
         assert_close(saved[name], x.float(), 1e-5)
 
@@ -1004,27 +1003,25 @@ def test_the_learning_rate_by_hand():
     assert rates == approx([0.1, 0.2, 0.3, 0.3, 0.225, 0.075, 0])
 
 # ---- The program ----
-def test_the_recommended_run_for_ones_own_rows_forgets_and_keeps(tmp_path):
+def test_the_recommended_run_for_ones_own_rows_forgets_and_keeps():
     """A fine-tune that never needs the questions knows rows to forget and to retain.  After
     `mdu.py --model finetune --forget ... --retain ... --lora 16` it fills in gaps in the answers to
     forget no more often than in rows that it never learnt, and keeps what it knew."""
     world = mdu.toy_world()["retain"]
-    files = {}
-    for name, rows in [("forget", world[:8]), ("retain", world[8:32]), ("never", world[32:40])]:
-        files[name] = write_lines(tmp_path / name, rows)
+    for name, rows in [("forget", world[:8]), ("retain", world[8:32]), ("never", world[32:40]),
+                       ("words", world[:8] + world[32:40])]:
+        write_lines(name, rows)
     learn = "--preset toy --method sft --prompt-dropout 0.5 --lr 0.003 --batch-size 16"
-    rows = ["--forget", files["forget"], "--retain", files["retain"]]
     # The words of the rows that it never learns are in its vocabulary.
-    original, finetune, run = f"{tmp_path}/original", f"{tmp_path}/finetune", f"{tmp_path}/run"
-    words = write_lines(tmp_path / "words", world[:8] + world[32:40])
-    mdu.main([*learn.split(), "--retain-only", "--steps", "1", "--forget", words,
-              "--retain", files["retain"], "--out", original])
-    mdu.main([*learn.split(), "--steps", "400", *rows, "--model", original, "--out", finetune])
+    mdu.main(f"{learn} --retain-only --steps 1 --forget words --retain retain "
+             "--out original".split())
+    mdu.main(f"{learn} --steps 400 --forget forget --retain retain --model original "
+             "--out finetune".split())
 
-    mdu.main(["--model", finetune, *rows, "--lora", "16", "--out", run])
-    ev.main(["--samples", "8", "--never", files["never"], finetune, run])
-    before = ev.read_summary(finetune)["splits"]
-    after = ev.read_summary(run)["splits"]
+    mdu.main("--model finetune --forget forget --retain retain --lora 16 --out run".split())
+    ev.main("--samples 8 --never never finetune run".split())
+    before = ev.read_summary("finetune")["splits"]
+    after = ev.read_summary("run")["splits"]
     assert (before["forget"]["fact"], before["retain"]["fact"]) == (1, 1)
     for gaps in ("infill", "infill_no_question"):
         assert before["forget"][gaps] > 0.5
@@ -1032,23 +1029,22 @@ def test_the_recommended_run_for_ones_own_rows_forgets_and_keeps(tmp_path):
     assert after["forget"]["any_decoding"] == 0
     assert after["retain"]["fact"] > 0.95
 
-def test_one_program_at_a_time_gets_into_a_folder(base, unlearned, tmp_path, capsys):
+def test_one_program_at_a_time_gets_into_a_folder(base, unlearned, capsys):
     """What another one has made while we waited is not touched; run.json of a program that ended
     before its first step is replaced."""
-    run = tmp_path / "run"
     write_files({"run/run.json": ""})
-    with mock.patch.object(mdu, "backward", partial(stop_in, run)):
-        program(toy(base, run, "--epochs 2 --diagnose"), capsys, code=130)
+    with mock.patch.object(mdu, "backward", partial(stop_in, "run")):
+        program(toy(base, "run", "--epochs 2 --diagnose"), capsys, code=130)
 
     def other_ends(folder):
         shutil.copytree(unlearned, folder, dirs_exist_ok=True)
         return mock.DEFAULT
     with mock.patch.object(mdu, "locked", wraps=mdu.locked, side_effect=other_ends):
-        mdu.main(["--resume", str(run)])
-        assert "exists" in program(toy(base, tmp_path / "new"), capsys)
-    assert sorted(read_all(run).values()) == sorted(read_all(unlearned).values())
+        mdu.main(["--resume", "run"])
+        assert "exists" in program(toy(base, "new"), capsys)
+    assert sorted(read_all("run").values()) == sorted(read_all(unlearned).values())
 
-def test_a_missing_base_is_trained_with_what_was_typed_for_it(tmp_path):
+def test_a_missing_base_is_trained_with_what_was_typed_for_it():
     with mock.patch.dict(mdu.PRESETS["toy"]["sft"], epochs=0.2):
         mdu.main("--epochs 0.3 --seed 7 --dtype bfloat16 --response-length 9 --out run".split())
     made = mdu.read_run("base")["options"]
@@ -1096,16 +1092,16 @@ def test_trained_weights_are_float32_and_theta0_is_in_bfloat16(hub):
     for lm in (model.lm, theta0.lm):
         assert_close(lm.model.rotary_emb.inv_freq, hub.reference.model.rotary_emb.inv_freq)
 
-def test_compiled_blocks_compute_the_same(base, tmp_path, monkeypatch):
+def test_compiled_blocks_compute_the_same(base, monkeypatch):
     """Traced, and not compiled: a compiler would take most of a minute."""
     compile_ = mock.Mock(wraps=partial(torch.compile, backend="eager"))
     monkeypatch.setattr(torch, "compile", compile_)
     typed = "--steps 3 --lr 0.01 --lora 2 --checkpoint-activations"
-    mdu.main(toy(base, tmp_path / "plain", typed))
+    mdu.main(toy(base, "plain", typed))
     assert not compile_.called
-    mdu.main(toy(base, tmp_path / "compiled", f"{typed} --compile"))
+    mdu.main(toy(base, "compiled", f"{typed} --compile"))
     assert compile_.call_count == 2  # blocks
-    assert_equal_weights(tmp_path / "plain", tmp_path / "compiled", 1e-5)
+    assert_equal_weights("plain", "compiled", 1e-5)
 
 @each("losses, expected", [
     ([8, 4, 3, 2, 1, 0], (5, 1, 0.2)), ([8, 4, 3, 2, 1], None),
@@ -1216,9 +1212,9 @@ def test_a_preset_suits_the_processes_that_the_readme_names(typed, processes, mo
         mdu.check(options(f"--preset {typed} --method {method}"), mdu.toy_world())
 
 # ---- Data ----
-def test_rows_come_from_files_or_from_data(tofu, tmp_path):
+def test_rows_come_from_files_or_from_data(tofu):
     rows = [{"question": f"F {i}?", "answer": "a", "perturbed_answer": []} for i in range(3)]
-    file = write_lines(tmp_path / "rows", rows)
+    file = write_lines("rows", rows)
     typed = f"--model m --forget {file} --retain {file} --limit 2"
     assert mdu.load_data(options(typed)) == {"forget": rows[:2], "retain": rows[:2]}
     of_tofu = mdu.load_data(options(f"--model m --data {tofu}"))
@@ -1228,11 +1224,11 @@ def test_rows_come_from_files_or_from_data(tofu, tmp_path):
     mixed = mdu.load_data(options(f"--model m --data {tofu} --retain {file}"))
     assert mixed == {"forget": of_tofu["forget"], "retain": rows}
 
-def test_both_names_of_columns_are_read(tmp_path):
-    (tmp_path / "rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
+def test_both_names_of_columns_are_read():
+    Path("rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
         {"prompt": "p", "response": "é", "perturbed_answer": "w", "fact": "é"}
         {"prompt": "p", "response": "é", "perturbed_answer": null, "fact": ["é", "É"]}""".encode())
-    assert mdu.read_jsonl("forget", tmp_path / "rows") == [
+    assert mdu.read_jsonl("forget", "rows") == [
         {"question": "q", "answer": "a", "perturbed_answer": []},
         {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
         {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "É"]}]
@@ -1257,10 +1253,10 @@ def test_of_rwku_one_person_is_forgotten_and_others_kept(method, subject, name, 
 def test_a_run_says_once_which_facts_and_questions_are_also_retained(base, capsys):
     """Whole words of one answer alone: neither "Ceka Fo" of the first answer to retain, nor "Bolti
     Lisbon" of two of them."""
-    write_lines(Path("forget"), [
+    write_lines("forget", [
         {"question": f"Where is {fact}?", "answer": f"That is {fact}.", "fact": fact}
         for fact in ("Ceka Fo", "Bolti Lisbon", "ceka FOBA", "Rome", "Oslo", "Lisbon")])
-    write_lines(Path("retain"), [
+    write_lines("retain", [
         {"question": "where is Rome", "answer": f"{fact}."}
         for fact in ("Ceka Foba, Bolti", "Lisbon is in Portugal", "It is in Oslo")])
     mdu.main(toy(base, "run", "--forget forget --retain retain --steps 1"))
@@ -1459,9 +1455,9 @@ def test_the_revision_that_is_asked_for_is_downloaded_without_pickle(name, revis
                   for file in files]
     assert downloaded == 6 * [True] + [False]
 
-def test_run_json_names_the_commit_that_was_fetched(base, tmp_path, monkeypatch):
+def test_run_json_names_the_commit_that_was_fetched(base, monkeypatch):
     """The hub's cache has a folder for each commit."""
-    fetched = shutil.copytree(base, tmp_path / "c0ffee")
+    fetched = shutil.copytree(base, "c0ffee")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", mock.Mock(return_value=fetched))
     mdu.main(toy("a/b", "run", "--target c/d@main --steps 1"))
     made = mdu.read_run("run")["options"]
@@ -1596,8 +1592,8 @@ def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys
     """As they were read: one of them changes while the model is loaded.  By the hashes --resume
     notices a change that is none of the rows."""
     world = mdu.toy_world()
-    write_lines(Path("forget"), world["forget"])
-    write_lines(Path("retain"), world["retain"])
+    write_lines("forget", world["forget"])
+    write_lines("retain", world["retain"])
     hashes = {"forget": sha256("forget"), "retain": sha256("retain")}
     load = mdu.load_model
 
@@ -1638,16 +1634,16 @@ def two_processes(base, tmp_path_factory, on_two_processes):
 # steps depends on the processor: up to 1.4e-6 were seen.  A step of AdamW is about lr, 1e-4.
 OTHER_ORDER = 5e-6
 
-def test_two_processes_equal_one(two_processes, tmp_path):
-    mdu.main(toy(two_processes / "noisy", tmp_path / "one", AUTHORS))
-    assert any(line["forget"] > 0 for line in metrics(tmp_path / "one"))
-    assert_equal_runs(two_processes / "two", tmp_path / "one", OTHER_ORDER)
+def test_two_processes_equal_one(two_processes):
+    mdu.main(toy(two_processes / "noisy", "one", AUTHORS))
+    assert any(line["forget"] > 0 for line in metrics("one"))
+    assert_equal_runs(two_processes / "two", "one", OTHER_ORDER)
 
 @each("name", ["stopped", "killed"])
-def test_what_two_processes_have_begun_one_can_end(name, two_processes, tmp_path):
+def test_what_two_processes_have_begun_one_can_end(name, two_processes):
     """Both stop after the same step, though one of them alone has received a signal.  The killed
     run has the newest complete checkpoint, without pickle, and one that was being written."""
-    run = shutil.copytree(two_processes / name, tmp_path / "run")
+    run = shutil.copytree(two_processes / name, Path("run"))
     assert [file.name for file in run.glob("checkpoint-*")] == ["checkpoint-00000002"]
     assert {file.suffix for file in run.glob("*/*")} <= {".safetensors", ".jsonl", ".json"}
     files = list(run.glob("checkpoint-*/*.safetensors"))
@@ -1663,22 +1659,22 @@ def test_a_killed_run_is_resumed_on_two_processes_bit_by_bit(two_processes, tmp_
     assert_equal_runs(two_processes / "two", run)
 
 @each("run, typed", [("two-lora", LORA), ("two-bfloat16", BFLOAT16)])
-def test_two_processes_in_bfloat16_are_close_to_one(run, typed, base, two_processes, tmp_path):
+def test_two_processes_in_bfloat16_are_close_to_one(run, typed, base, two_processes):
     """In bfloat16 AdamW takes full steps by the sign of gradients that are rounded to almost 0."""
-    mdu.main(toy(base, tmp_path / "one", typed.format(target=two_processes / "toy/base")))
-    apart = distance(two_processes / run, tmp_path / "one")
+    mdu.main(toy(base, "one", typed.format(target=two_processes / "toy/base")))
+    apart = distance(two_processes / run, "one")
     assert apart < 0.1 * distance(two_processes / run, base)
 
 @each("number, ignored", [
     (signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGHUP, True)])  # True: by nohup
-def test_a_signal_stops_a_run_with_a_checkpoint(number, ignored, base, unlearned, tmp_path, capsys):
+def test_a_signal_stops_a_run_with_a_checkpoint(number, ignored, base, unlearned, capsys):
     rate = mdu.learning_rate
 
     def rate_and_signal(args, step, steps):
         if step == 2:
             os.kill(os.getpid(), number)
         return rate(args, step, steps)
-    run = tmp_path / "run"
+    run = Path("run")
     handler = signal.SIG_IGN if ignored else signal.SIG_DFL
     before = signal.signal(number, handler)
     with mock.patch.object(mdu, "learning_rate", rate_and_signal):
@@ -1723,9 +1719,9 @@ def test_an_unchanged_model_is_saved_byte_for_byte(hub, tmp_path):
     assert expected.pop("notes.json") == b""
     assert other_files(tmp_path) == expected
 
-def test_half_a_saved_model_does_not_count(base, unlearned, tmp_path, capsys):
+def test_half_a_saved_model_does_not_count(base, unlearned, capsys):
     """config.json, by which others know that it is complete, is moved last."""
-    run = tmp_path / "run"
+    run = Path("run")
     move = Path.replace
 
     def stop_at_config(source, target):
@@ -2960,10 +2956,10 @@ def test_mdu_refuses(command, said, base, assert_refused):
         "changed/run.json": json.dumps({"options": own, "rows": {"forget": "other"}})})
     assert_refused(command, said)
 
-def test_mdu_refuses_processes_that_cannot_share_a_step(base, tmp_path, monkeypatch):
+def test_mdu_refuses_processes_that_cannot_share_a_step(base, monkeypatch):
     monkeypatch.setattr(mdu, "WORLD", 3)
     with pytest.raises(mdu.BadInput, match="3 processes need a --batch-size x --grad-accum"):
-        mdu.main(toy(base, tmp_path / "run"))
+        mdu.main(toy(base, "run"))
 
 def test_mdu_refuses_a_rank_that_torchrun_has_not_set(monkeypatch, capsys):
     """Or that is none of the WORLD_SIZE processes: that is 1."""
@@ -2993,7 +2989,6 @@ BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
 def test_mdu_refuses_a_file_of_rows(name, assert_refused):
     content, said = BAD_ROWS[name]
     write_files({name: content})
-    said = said.replace("{}", "{{}}")  # which are in the row: no place to fill in
     assert_refused(f"mdu.py --model {{base}} --method ga --forget {name}", said)
 
 @each("command", ["mdu.py --method ga --model eraser --forget stars",
