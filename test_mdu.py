@@ -2352,6 +2352,16 @@ def test_a_model_without_run_json_is_scored(base, files, capsys):
     in_rows -= {"question", "answer", "fact"}  # names of fields and figures
     assert not in_rows & set(mdu.words(json.dumps([bare, run])))
 
+def test_rows_may_come_from_a_pipe(base, files):
+    """Which can be read once.  The summary has the hash of what was read."""
+    reading, writing = os.pipe()
+    os.write(writing, Path("never.jsonl").read_bytes())
+    os.close(writing)
+    ev.main(["--model", str(base), *files[:-1], f"/dev/fd/{reading}", *QUICK, "new"])
+    summary = ev.read_summary("new")
+    assert summary["splits"]["never"]["n"] == 2
+    assert summary["files"]["never"] == sha256("never.jsonl")
+
 @each("option, rows, said", [
     ("--never", [dict(question="Who?", answer="Ann.")], "only one file has `fact`"),
     ("--never", [NEVER[0], {**RETAIN[1], "question": "who is ZUVO"}],  # the same words
