@@ -3284,6 +3284,27 @@ def test_the_form_has_what_the_runs_know_and_keeps_what_people_wrote(own_files, 
         for text in (row["question"], row["answer"], row.get("generation", row["answer"])):
             assert text not in record
 
+def test_the_form_says_what_has_to_be_done_again(own_files, base, capsys):
+    """A score and a run that are older than the model that they are about, and a count of another
+    file than that of the training."""
+    ev.main(["--model", str(base), "--forget", "forget.jsonl", "--samples", "1", "out/own/before"])
+    own("names retain.jsonl")
+    run = dict(options=dict(model=str(base), retain_only=True), rows={}, date="", code="",
+               torch="", transformers="", files={"retain": sha256("retain.jsonl")})
+    write_files({"out/own/retrained/run.json": json.dumps(run)})
+    own("form out/own")
+    assert "do again" not in capsys.readouterr().out
+    run["files"]["retain"] = "another"
+    write_files({"out/own/retrained/run.json": json.dumps(run)})
+    for file in ("before/eval/summary.json", "retrained/run.json"):
+        os.utime(f"out/own/{file}", (0, 0))  # older than the model
+    own("form out/own")
+    said = [line for line in capsys.readouterr().out.splitlines() if "do again" in line]
+    assert [line.split(",")[0] for line in said] == [
+        "do again: scoring of out/own/before", "do again: training of out/own/retrained",
+        "do again: the count of names"]
+    assert "### To do again" in Path("out/own/record-2.md").read_text()
+
 def test_the_form_on_the_page_is_that_of_today():
     for blank in re.findall("(?m)^- .*: (?=____$)", own_rows.PEOPLE):
         assert blank in PAGES["OWN_ROWS.md"]

@@ -268,14 +268,43 @@ def write_form(args):
     scored = [found.parent.parent for found in folder.rglob("eval/summary.json")]
     scored.sort(key=lambda run: (ev.read_summary(run)["date"], run))
     counts = sorted(folder.glob("count-*.json"), key=lambda count: count.stat().st_mtime)
+    outdated = find_outdated(runs, scored, counts)
     parts = [by_people.rstrip(), MARK, "## Written by own_rows.py", versions(),
-             *runs_section(runs), *models_section(runs, scored),
+             *section("To do again", ["what", "why"], outdated), *runs_section(runs),
+             *models_section(runs, scored),
              *files_section(runs, scored, counts), *figures_section(scored)]
     if Path(args.names).exists() and Path(args.forget).exists():
         parts += facts_section(names_and_facts(args), counts, scored)
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    for what, why in outdated:
+        print(f"do again: {what}, because {why}")
     print(f"{file}: fill in each ____")
+
+def find_outdated(runs, scored, counts):
+    """[what has to be done again, why]: where a model is newer than what was done with it, and
+    where the last count did not read the rows on which the retrained model was trained."""
+    found = []
+    for run in scored:
+        model = ev.read_summary(run)["model"]
+        if written(model) > (run / "eval/summary.json").stat().st_mtime:
+            found.append([f"scoring of {shown_path(run)}", f"{shown_path(model)} is newer"])
+    for run in runs:
+        info = mdu.read_run(run)
+        start = info["options"]["model"]
+        if written(start) > (run / "run.json").stat().st_mtime:
+            found.append([f"training of {shown_path(run)}", f"{shown_path(start)} is newer"])
+        read = info["files"].get("retain")
+        if info["options"].get("retain_only") and counts:
+            counted = mdu.read_json(counts[-1])["files"].values()
+            if read not in counted:
+                found.append(["the count of names", f"{counts[-1].name} read another file than the "
+                              f"retain set of {shown_path(run)}"])
+    return found
+
+def written(model):
+    """When the last of a model's weights was written; 0 if they are not here."""
+    return max((file.stat().st_mtime for file in Path(model).glob("*.safetensors")), default=0)
 
 def versions():
     command = "git describe --always --dirty --abbrev=40"  # without git it prints nothing
