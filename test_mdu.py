@@ -2661,6 +2661,15 @@ def test_the_seeds_of_a_report_may_have_pairs_of_their_own(capsys):
     del runs[6]
     assert said in program(["--report", *runs], capsys, ev.main)
 
+@each("out", ["/x/{}/mdu", "{}/mdu"])
+def test_models_and_files_beside_a_run_may_be_others_for_each_seed(out):
+    """--out may have been typed as a path from the working directory."""
+    one, two = [ev.training({
+        "options": {"seed": seed, "out": out.format(seed), "model": f"/x/{seed}/base",
+                    "forget": f"/x/{seed}/rows.jsonl"},
+        "model": f"/x/{seed}/mdu", "trained_on": f"pairs {seed}"}) for seed in (1, 2)]
+    assert one == two
+
 def test_of_runs_on_the_same_pairs_those_of_the_same_seed_are_compared(capsys):
     """If there is none of its seed, with the first.  A run of --retain-only that started from an
     unlearned model, or had other data, is no retrained model."""
