@@ -202,6 +202,7 @@ for n in range(1, 17):
 # padding.
 SIGN = 9  # of both: a token without a letter or digit
 RARE = [7, 8, 11]  # of tiny_llama: tokens of rare words, where has_rare_tokens
+NOTHING = torch.zeros((), dtype=torch.float64)  # the sum of nothing
 
 class FakeModel:
     """11 tokens, float64 logits (B, T, 11) that depend on all tokens and their order.  boost: of
@@ -234,17 +235,7 @@ def tiny_llama(seed, likely=range(64), **changes):
         lm.lm_head.weight.data[token] *= 0.2
     return mdu.MaskPredictor(lm, mask_id=0, pad_id=1, end_id=1)
 
-# ---- The same in slow loops over sequences and masked tokens ----
-def sequence_sums(masked, values):
-    """For each sequence the sum of its values.  values: one for each masked token, row by row."""
-    sums = []
-    start = 0
-    for row in masked:
-        end = start + int(row.sum())
-        sums.append(sum(values[start:end], f64(0).sum()))
-        start = end
-    return torch.stack(sums)
-
+# ---- The same in slow loops over masked tokens, of one sequence ----
 def slow_kl(logits, anchor_logits, tau):
     """KL(p || q^tau / Z) of one token."""
     p = logits.exp() / logits.exp().sum()
@@ -256,35 +247,10 @@ def slow_nll(logits, token):
     """-log p(token) of one token."""
     return -(logits.exp()[token] / logits.exp().sum()).log()
 
-def slow_mdu(logits, anchor_logits, masked, tau):
-    """Eq. 5: 1/|M_t| sum_i KL(p || q^tau / Z_i)."""
-    if anchor_logits is None:
-        anchor_logits = torch.zeros_like(logits)  # of any anchor, q^0 = 1
-    values = [slow_kl(x, anchor, tau) for x, anchor in zip(logits, anchor_logits, strict=True)]
-    return sequence_sums(masked, values) / masked.sum(1).clamp(min=1)
-
-def slow_sft(logits, true_tokens, masked, t):
-    values = [slow_nll(x, token) for x, token in zip(logits, true_tokens, strict=True)]
-    return sequence_sums(masked, values) / t
-
-def slow_wga(logits, true_tokens, masked, gamma):
-    values = []
-    for x, token in zip(logits, true_tokens, strict=True):
-        nll = slow_nll(x, token)
-        weight = math.exp(-nll.item()) ** gamma  # a constant
-        values.append(-weight * nll)
-    return sequence_sums(masked, values)
-
-def slow_npo(nll, nll_ref, beta):
-    ratio = nll_ref.detach() - nll  # log p_theta(y|x) - log p_theta0(y|x)
-    return 2 / beta * (1 + (beta * ratio).exp()).log()
-
-def slow_simnpo(nll, length, beta):
-    return -2 / beta * (1 / (1 + (-beta * nll / length).exp())).log()
-
-def slow_dpo(nll_win, nll_win_ref, nll_lose, nll_lose_ref, beta):
-    win, lose = nll_win_ref.detach() - nll_win, nll_lose_ref.detach() - nll_lose
-    return -(1 / (1 + (-beta * (win - lose)).exp())).log()
+def slow_mdu(logits, anchor_logits, tau):
+    """Eq. 5: 1/|M_t| sum_i KL(p || q^tau / Z_i), or 0 where nothing is masked."""
+    kls = [slow_kl(x, anchor, tau) for x, anchor in zip(logits, anchor_logits, strict=True)]
+    return sum(kls, NOTHING) / max(1, len(kls))
 
 def slow_sampler(model, prompt, counts):
     ids = prompt + [model.mask_id] * sum(counts)
@@ -334,17 +300,17 @@ def own_length(row):
     """|y| up to the end token.  Padding, of the same id, does not count."""
     return row.answer.index(1) + 1
 
-def at(masked, n):
-    """The positions of one sequence as (1, n) bool."""
-    found = torch.zeros(1, n, dtype=torch.bool)
-    found[0, masked] = True
-    return found
+def slow_nlls(model, row):
+    masked = slow_masked(row, "sft")
+    logits = slow_logits(model, row.prompt, row.answer, masked)
+    return [slow_nll(x, row.answer[i]) for x, i in zip(logits, masked, strict=True)]
 
 def slow_row_sft(model, row):
-    masked = slow_masked(row, "sft")
-    true_tokens = [row.answer[i] for i in masked]
-    logits = slow_logits(model, row.prompt, row.answer, masked)
-    return slow_sft(logits, true_tokens, at(masked, len(row.answer)), f64(np.float32(row.t)))[0]
+    return sum(slow_nlls(model, row), NOTHING) / np.float32(row.t).item()
+
+def slow_ratio(theta, theta0, row):
+    """log p_theta(y|x) - log p_theta0(y|x)"""
+    return slow_row_sft(theta0, row).detach() - slow_row_sft(theta, row)
 
 def without_truth(anchor_logits, true_tokens):
     """The distributions, in which a rare true token has 1/V of the probability of the others."""
@@ -357,33 +323,32 @@ def without_truth(anchor_logits, true_tokens):
 def slow_row_loss(args, row, models):
     """The loss of a row to forget (sft: to train on)."""
     model, theta0, anchor = models
-    nll = slow_row_sft(model, row)
+    beta = args.beta
     if args.method == "sft":
-        return nll
+        return slow_row_sft(model, row)
     if args.method in ("ga", "gd"):
-        return -nll
-    if args.method == "npo":
-        return slow_npo(nll, slow_row_sft(theta0, row), args.beta)
-    if args.method == "simnpo":
-        return slow_simnpo(nll, own_length(row), args.beta)
-    if args.method == "dpo":
-        win = slow_row_sft(model, row.preferred)
-        win_ref = slow_row_sft(theta0, row.preferred)
-        return slow_dpo(win, win_ref, nll, slow_row_sft(theta0, row), args.beta)
-    masked = slow_masked(row, args.method, args.target, model)
-    true_tokens = [row.answer[i] for i in masked]
-    logits = slow_logits(model, row.prompt, row.answer, masked)
-    where = at(masked, len(row.answer))
+        return -slow_row_sft(model, row)
     if args.method == "wga":
-        return slow_wga(logits, true_tokens, where, args.gamma)[0]
+        # p^gamma, a constant, times log p
+        return sum([-math.exp(-nll.item()) ** args.gamma * nll for nll in slow_nlls(model, row)],
+                   NOTHING)
+    if args.method == "npo":
+        return 2 / beta * (1 + (beta * slow_ratio(model, theta0, row)).exp()).log()
+    if args.method == "simnpo":
+        per_token = slow_row_sft(model, row) / own_length(row)
+        return -2 / beta * (1 / (1 + (-beta * per_token).exp())).log()
+    if args.method == "dpo":
+        win, lose = [slow_ratio(model, theta0, answer) for answer in (row.preferred, row)]
+        return -(1 / (1 + (-beta * (win - lose)).exp())).log()
     assert args.method == "mdu"
+    masked = slow_masked(row, "mdu", args.target, model)
     prompt = [0] * len(row.prompt)
     if args.target in ("MODEL", "removed"):
         prompt = row.prompt
     anchor_logits = slow_logits(anchor, prompt, row.answer, masked)
     if args.target == "removed" and has_rare_tokens(row.prompt[0]):
-        anchor_logits = without_truth(anchor_logits, true_tokens)
-    return slow_mdu(logits, anchor_logits, where, args.tau)[0]
+        anchor_logits = without_truth(anchor_logits, [row.answer[i] for i in masked])
+    return slow_mdu(slow_logits(model, row.prompt, row.answer, masked), anchor_logits, args.tau)
 
 def slow_step(args, models, forget, retain):
     """-> means of the forget and the retain losses (Algorithm 1)."""
@@ -1123,28 +1088,23 @@ def test_a_loss_of_weights_that_are_rounded_later_says_so():
 def test_diagnose_equals_one_sequence_at_a_time(monkeypatch):
     """On three processes, of which two have no row in the last pass.  Its KLs are with the
     questions, however the model is trained."""
-    args = options("--batch-size 3 --seed 5 --prompt-dropout 0.5")
     examples = make_examples()
     model, frozen = tiny_llama(0), tiny_llama(1)
+    models = mdu.Models(model, frozen, frozen)
     kls = []
-    for index in range(10):
-        row = mdu.draw_example(options("--seed 5"), examples, "forget", index, model)
-        masked = slow_masked(row, "mdu")
-        p = slow_logits(model, row.prompt, row.answer, masked)
-        shown = slow_logits(frozen, row.prompt, row.answer, masked)
-        hidden = slow_logits(frozen, [0] * len(row.prompt), row.answer, masked)
-        everywhere = torch.ones(1, len(masked))
-        kls.append([slow_mdu(p, target, everywhere, tau).item()
-                    for target, tau in ((shown, 1), (hidden, 1), (None, 0))])
+    for typed in ("--target MODEL", "--target paper", "--tau 0"):  # base, anchor, uniform
+        args = options(f"--seed 5 {typed}")
+        rows = [mdu.draw_example(args, examples, "forget", i, model) for i in range(10)]
+        kls.append(np.mean([slow_row_loss(args, row, models).item() for row in rows]))
     monkeypatch.setattr(mdu, "WORLD", 3)
-    total = np.zeros(3)  # of the processes, which add their shares
+    args = options("--batch-size 3 --seed 5 --prompt-dropout 0.5")
+    shares = []  # of the processes, which add them
     for rank in range(3):
         monkeypatch.setattr(mdu, "RANK", rank)
         theta = mock.Mock(wraps=model, mask_id=0, pad_id=1)
-        share = mdu.diagnose(args, mdu.Models(theta, frozen, None), examples)
+        shares.append([*mdu.diagnose(args, mdu.Models(theta, frozen, None), examples).values()])
         assert theta.call_count == 4
-        total += [share["base"], share["anchor"], share["uniform"]]
-    assert total == approx(np.mean(kls, axis=0), rel=1e-9)
+    assert np.sum(shares, axis=0) == approx(kls, rel=1e-9)
 
 # ---- Options ----
 @each("typed, expected", [
