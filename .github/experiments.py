@@ -100,10 +100,11 @@ def words_of(options):
             words.append(str(value))
     return words
 
+ENDINGS = {"lr": "lr", "w": "retain_weight", "s": "steps"}  # of a run's name: npo-lr1e-3-w5-s900
+
 def method_options(name, original=""):
-    """The options that tell the run NAME from others.  NAME may end in a learning rate or a retain
-    weight or both: npo-lr1e-3, npo-w5, npo-lr1e-3-w5."""
-    ending = r"-(lr|w)([0-9.]+(?:e-?[0-9]+)?)"
+    """The options that tell the run NAME from others.  NAME may end in some of ENDINGS."""
+    ending = r"-(lr|w|s)([0-9.]+(?:e-?[0-9]+)?)"
     method = re.sub(ending, "", name)
     options = {"method": method}
     if method.startswith("mdu-tau"):
@@ -115,7 +116,7 @@ def method_options(name, original=""):
     elif method == "authors":  # as in the examples of the authors' code
         options = {"target": "authors", "tau": 0.5}
     for letters, value in re.findall(ending, name):
-        options["lr" if letters == "lr" else "retain_weight"] = value
+        options[ENDINGS[letters]] = value
     return options
 
 def folders_of(out, seeds):
