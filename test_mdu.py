@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -193,11 +192,6 @@ MASK, PAD = 10, 0
 # Prompts and answers contain mask and padding ids as ordinary tokens: neither may be searched for.
 PAIRS = [([3, MASK], [4, PAD, 5, 9]), ([PAD, 7, 1], [2]), ([8], [MASK, 6, 1, 2, 5]),
          ([6, 6, 2, 9], [PAD, 3])]
-RNG = np.random.default_rng(3)
-MORE_PAIRS = list(PAIRS)
-for n in range(1, 17):
-    prompt = RNG.integers(11, size=3).tolist()
-    MORE_PAIRS.append((prompt, RNG.integers(11, size=n).tolist()))
 # FakeModel has 11 tokens, with MASK and PAD.  A tiny_llama has 64: 0 is the mask, 1 is both end and
 # padding.
 SIGN = 9  # of both: a token without a letter or digit
@@ -375,13 +369,13 @@ def with_adapters(plain, adapters):
 
 @torch.no_grad()
 def slow_eq7(model, prompt, answer, masks):
-    """The mean over the masks, in one forward pass each, of the mean NLL of the masked tokens."""
+    """For each mask, in a forward pass of its own, the mean NLL of the masked tokens."""
     means = []
     for mask in masks:
         masked = mask.nonzero()[:, 0].tolist()
         logits = slow_logits(model, prompt, answer, masked).double()
         means.append(np.mean([slow_nll(x, answer[i]).item() for x, i in zip(logits, masked)]))
-    return np.mean(means)
+    return means
 
 @torch.no_grad()
 def slow_anchor_kls(model, theta0, prompt, answer, masked):
@@ -568,6 +562,11 @@ def write_tokenizer(folder, kind):
                             unk_token="<unk>")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
+@pytest.fixture
+def bytes_tokenizer(tmp_path):
+    write_tokenizer(tmp_path, "llada")
+    return transformers.AutoTokenizer.from_pretrained(tmp_path)
+
 def write_checkpoint(folder, kind, tied=False, file_size="5GB", **changes):
     """A random bfloat16 checkpoint in the hub's layout -> transformers' model of its weights."""
     folder.mkdir(exist_ok=True)
@@ -740,16 +739,15 @@ def test_every_row_is_drawn_once_in_a_pass_in_an_order_of_seed_and_split():
     """The seed also decides t, the masks and which prompts are hidden."""
     def drawn(typed):
         rows, _ = draw(f"--batch-size 1 --prompt-dropout 0.5 {typed}", range(30))
-        return {"order": [row.length for row in rows], "t": [row.t for row in rows],
-                "masks": [row.uniform[0] for row in rows],
-                "hidden": [row.prompt == [MASK, MASK] for row in rows]}
-    one, two = drawn("--method sft"), drawn("--method sft --seed 2")
+        return list(zip(*[(row.length, row.t, row.uniform[0], row.prompt[1]) for row in rows]))
+    one = drawn("--method sft")
     assert one == drawn("--method sft")
-    assert not any(one[part] == two[part] for part in one)
-    order = one["order"]
-    assert sorted(order[:10]) == sorted(order[10:20]) == [3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
-    assert order[:10] != order[10:20]
-    assert order != drawn("--method ga")["order"]
+    for part, of_other_seed in zip(one, drawn("--method sft --seed 2")):
+        assert part != of_other_seed
+    lengths = one[0]
+    assert sorted(lengths[:10]) == sorted(lengths[10:20]) == [3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
+    assert lengths[:10] != lengths[10:20]
+    assert lengths != drawn("--method ga")[0]
 
 def assert_uniform(values, low):
     """Kolmogorov-Smirnov distance from the uniform distribution on [low, 1)."""
@@ -780,8 +778,6 @@ def test_answers_are_padded_to_random_lengths_but_not_those_to_forget():
         for row in rows:
             n = own_length(row)
             assert row.length == n and set(row.answer[n:]) <= {PAD}  # after the end token
-            assert len(row.uniform) == len(row.flagged) == len(row.answer)
-            assert not any(row.flagged[n:])
             lengths[n].add(len(row.answer))
         assert lengths == {3: {3, 4, 5}, 4: {4, 5}, 5: {5}, 6: {6}, 7: {7}}
 
@@ -938,30 +934,13 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, monke
     for name, x in model.lm.state_dict().items():
         assert_close(saved[name], x.float(), 1e-5)
 
-@each("effect, code, message", [
-    (KeyboardInterrupt, 130, ""),
-    (torch.OutOfMemoryError, 2, "out of GPU memory: lower --batch-size"),
-    ([(math.nan, 0.0, 1.0)], 2, "step 1: loss nan"), ([(1.0, 0.0, math.nan)], 2, "norm nan")])
-def test_a_step_that_fails_ends_the_run_in_one_line(effect, code, message, base, monkeypatch,
-                                                    capsys):
+@each("effect, message", [
+    (torch.OutOfMemoryError, "out of GPU memory: lower --batch-size"),
+    ([(math.nan, 0.0, 1.0)], "step 1: loss nan"), ([(1.0, 0.0, math.nan)], "norm nan")])
+def test_a_step_that_fails_ends_the_run_in_one_line(effect, message, base, monkeypatch, capsys):
     """effect: what a step raises, or its losses and the norm of its gradient."""
     monkeypatch.setattr(mdu, "train_step", mock.Mock(side_effect=effect))
-    assert message in program(toy(base, "run"), capsys, code=code)
-
-def test_the_speed_is_that_of_the_last_steps(base, monkeypatch):
-    """With a clock that only steps advance, the first by a minute, as a compiler may take."""
-    now = [0.0]
-    durations = [60, 2, 2, 2]
-
-    def slow_step(*_):
-        now[0] += durations.pop(0)
-        return 1.0, 1.0, 1.0
-    monkeypatch.setattr(mdu, "SPEED_STEPS", 2)
-    monkeypatch.setattr(mdu, "train_step", slow_step)
-    monkeypatch.setattr(mdu.time, "time", lambda: now[0])
-    mdu.main(toy(base, "run", "--steps 4"))
-    speeds = [line["rows_per_s"] for line in ev.read_lines("run/metrics.jsonl")]
-    assert speeds == approx([8 / 60, 16 / 62, 4, 4])
+    assert message in program(toy(base, "run"), capsys)
 
 def test_the_learning_rate_by_hand():
     args = options("--lr 0.3")
@@ -995,20 +974,12 @@ def test_the_recommended_run_for_ones_own_rows_forgets_and_keeps():
     assert after["forget"]["any_decoding"] == 0
     assert after["retain"]["fact"] > 0.95
 
-def test_one_program_at_a_time_gets_into_a_folder(base, unlearned, capsys):
-    """What another one has made while we waited is not touched; run.json of a program that ended
-    before its first step is replaced."""
+def test_one_program_at_a_time_gets_into_a_folder(base, capsys):
+    """run.json of a program that ended before its first step is replaced."""
     write_files({"run/run.json": ""})
     with mock.patch.object(mdu, "backward", partial(stop_in, "run")):
-        program(toy(base, "run", "--epochs 2 --diagnose"), capsys, code=130)
-
-    def other_ends(folder):
-        shutil.copytree(unlearned, folder, dirs_exist_ok=True)
-        return mock.DEFAULT
-    with mock.patch.object(mdu, "locked", wraps=mdu.locked, side_effect=other_ends):
-        mdu.main(["--resume", "run"])
-        assert "exists" in program(toy(base, "new"), capsys)
-    assert sorted(read_all("run").values()) == sorted(read_all(unlearned).values())
+        assert program(toy(base, "run"), capsys, code=130) == ""
+    assert mdu.read_run("run")
 
 def test_a_missing_base_is_trained_with_what_was_typed_for_it():
     with mock.patch.dict(mdu.PRESETS["toy"]["sft"], epochs=0.2):
@@ -1017,16 +988,13 @@ def test_a_missing_base_is_trained_with_what_was_typed_for_it():
     assert (made["seed"], made["dtype"], made["response_length"]) == (7, "bfloat16", 9)
 
 def test_a_bug_keeps_its_traceback(base, capsys):
-    """A library's ValueError is no bad input, nor is a KeyError where rows are encoded."""
-    def assert_traceback(of_bug, program):
-        with pytest.raises(SystemExit, match="^1$"):
-            mdu.run_program("mdu.py", program)
-        err = capsys.readouterr().err
-        assert "Traceback" in err and of_bug in err
-        assert not mdu.dist.is_initialized()
-    assert_traceback("ValueError: a bug", mock.Mock(side_effect=ValueError("a bug")))
-    with mock.patch.object(mdu, "encode_row", side_effect=KeyError("my field")):
-        assert_traceback("KeyError: 'my field'", lambda: mdu.main(toy(base, "run")))
+    """Also where rows are encoded: a KeyError is no bad input."""
+    bug = mock.patch.object(mdu, "encode_row", side_effect=KeyError("my field"))
+    with bug, pytest.raises(SystemExit, match="^1$"):
+        mdu.run_program("mdu.py", partial(mdu.main, toy(base, "run")))
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "KeyError: 'my field'" in err
+    assert not mdu.dist.is_initialized()
 
 # ---- The models of a run ----
 @each("typed", ["--method sft", "--model {base} --lora 2"])
@@ -1120,17 +1088,16 @@ def test_diagnose_equals_one_sequence_at_a_time(monkeypatch):
     ("--model x --lora 8", dict(target="removed", lr=1e-3)),
     ("--model x --tau 0", dict(target="paper")),
     ("--model x --method npo", dict(retain_weight=1.0, prompt_dropout=0.0)),
-    ("--method sft --retain-only --model x", dict(preset="own", lr=2e-5, out="out/own/retain")),
     ("--forget f", dict(preset="own", data=None)),
     # A start model that is a run brings its response length, also over the preset's.
-    ("--method sft --model {base}", dict(preset="own", response_length=12)),
+    ("--method sft --retain-only --model {base}", dict(
+        preset="own", response_length=12, lr=2e-5, out="out/own/retain")),
     ("--model {base} --response-length 40", dict(response_length=40)),
     # Paths that exist are made absolute, so that a run can be resumed from anywhere, and freed of
     # links, which may later lead to something else.
     ("--model link --target link --forget link", dict(
         model="{base}", target="{base}", forget="{base}", out="out/own/mdu-tau1-base")),
     ("--out here/run", dict(model="{here}/base")),
-    ("--target {base} --tau 0.5", dict(out="out/toy/mdu-tau0.5-base")),
     # A name of a target or of the toy is a path for other options.
     ("--model removed --retain toy", dict(model="{here}/removed", retain="{here}/toy")),
     ("--data toy --target removed", dict(preset="toy", data="toy", target="removed"))])
@@ -1180,9 +1147,9 @@ def test_rows_come_from_files_or_from_data(tofu):
     typed = f"--model m --forget {file} --retain {file} --limit 2"
     assert mdu.load_data(options(typed)) == {"forget": rows[:2], "retain": rows[:2]}
     of_tofu = mdu.load_data(options(f"--model m --data {tofu}"))
-    assert {split: len(own) for split, own in of_tofu.items()} == {"forget": 8, "retain": 24}
-    assert of_tofu["forget"][1]["question"] == "Q forget10_perturbed 1?"
-    assert of_tofu["forget"][1]["perturbed_answer"] == ["B 1.", "C 1."]
+    for split, config, n in [("forget", "forget10_perturbed", 8), ("retain", "retain90", 24)]:
+        asked = [row["question"] for row in of_tofu[split]]
+        assert asked == [f"Q {config} {i}?" for i in range(n)]
     mixed = mdu.load_data(options(f"--model m --data {tofu} --retain {file}"))
     assert mixed == {"forget": of_tofu["forget"], "retain": rows}
 
@@ -1276,8 +1243,6 @@ def test_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none, monkeypatch):
     for flags in mdu.flag_rare_tokens(rows, [mdu.Example([3], answer, [], [])] * 3, tokenizer):
         found.append({vocabulary[token] for token, is_rare in zip(answer, flags) if is_rare})
     assert found == [set(of_ann.split()), set(of_oslo.split()), set(of_none.split())]
-    with pytest.raises(mdu.BadInput, match="counts in the retain set which words are rare"):
-        mdu.flag_rare_tokens({**rows, "retain": []}, [], tokenizer)
 
 def test_every_part_of_a_rare_word_is_flagged(hub):
     """Tokens are bytes here: all of a rare word are flagged, none of the signs and common words."""
@@ -1290,11 +1255,11 @@ def test_every_part_of_a_rare_word_is_flagged(hub):
     kept = [token for token, rare in zip(example.answer, example.flagged) if rare]
     assert hub.tokenizer.decode(kept) == "blee"
 
-def test_word_tokens_have_a_letter_or_digit_or_part_of_one(hub):
+def test_word_tokens_have_a_letter_or_digit_or_part_of_one(bytes_tokenizer):
     """Tokens are bytes here: "é" has two."""
-    ids = mdu.encode_text(hub.tokenizer, "é7 !_a.")
+    ids = mdu.encode_text(bytes_tokenizer, "é7 !_a.")
     examples = [mdu.Example([3], ids + [256], [], [])]
-    [flags] = mdu.flag_word_tokens({}, examples, hub.tokenizer)
+    [flags] = mdu.flag_word_tokens({}, examples, bytes_tokenizer)
     assert flags == [True, True, True, False, False, False, True, False, False]
 
 # ---- Token ids ----
@@ -1394,8 +1359,7 @@ def test_an_end_token_is_never_unknown(capsys):
     ("--preset toy --grad-accum 2", 24, 9, 300),
     # Rows of one's own.  MDU: 500, five passes over the rows to forget, one over those to retain.
     ("--model x", 10, 9, 500), ("--model x", 401, 9, 502), ("--model x", 10, 2001, 501),
-    ("--model x --retain-weight 0", 10, 2001, 500), ("--model x --method npo", 4, 2001, 250),
-    ("--model x --method sft", 10, 198, 260)])
+    ("--model x --method npo", 4, 2001, 250), ("--model x --method sft", 10, 198, 260)])
 def test_the_number_of_steps_by_hand(typed, n_forget, n_retain, steps):
     """Of 4 rows, with the toy's preset of 8.  sft counts all of its rows."""
     examples = {"forget": n_forget * ["row"], "retain": n_retain * ["row"]}
@@ -1405,17 +1369,15 @@ def test_the_number_of_steps_by_hand(typed, n_forget, n_retain, steps):
     assert mdu.number_of_steps(args, examples, split) == steps
 
 # ---- Backbones ----
-@each("name, revision", [("a/b", None), ("a/b@c1d2", "c1d2")])
-def test_the_revision_that_is_asked_for_is_downloaded_without_pickle(name, revision):
+def test_the_revision_that_is_asked_for_is_downloaded_without_pickle():
     with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
-        assert mdu.find_model(name) == Path("there")
-    [call] = download.call_args_list
-    assert call.args == ("a/b",) and call.kwargs["revision"] == revision
+        assert mdu.find_model("a/b@c1d2") == Path("there")
+    download.assert_called_once_with("a/b", revision="c1d2", allow_patterns=mock.ANY)
+    patterns = download.call_args.kwargs["allow_patterns"]
     files = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json",
              "chat_template.jinja", "merges.txt", "adapter_config.json", "pytorch_model.bin"]
-    downloaded = [any(fnmatch.fnmatch(file, pattern) for pattern in call.kwargs["allow_patterns"])
-                  for file in files]
-    assert downloaded == 6 * [True] + [False]
+    matching = [file for file in files if any(fnmatch.fnmatch(file, p) for p in patterns)]
+    assert matching == files[:-1]
 
 def test_run_json_names_the_commit_that_was_fetched(base, monkeypatch):
     """The hub's cache has a folder for each commit."""
@@ -1431,12 +1393,12 @@ def test_a_loaded_model_equals_transformers_own_class(hub):
     model = hub.model.train()
     reference = SimpleNamespace(
         lm=hub.reference, mask_id=model.mask_id, shift=hub.kind == "Dream")
-    pad = model.pad_id
-    draws = [mdu.Draw(prompt=[3, 5], answer=[7, pad, 9, pad, pad], length=5, flagged=[False] * 5,
-                      t=0.5, uniform=np.float32([0, 1, 1, 0, 1])),  # tokens 0 and 3 are masked
-             mdu.Draw(prompt=[4], answer=[6, pad], length=2, flagged=[False] * 2,
-                      t=0.8, uniform=np.float32([1, 0]))]  # token 1
-    losses = mdu.batch_nll(model, mdu.make_batch(model, draws))
+    args = options("--batch-size 4 --response-length 9")
+    _, draws = mdu.draw_step(args, make_examples(), "forget", 0, model)
+    batch = mdu.make_batch(model, draws)
+    padding = batch.ids == model.pad_id
+    assert (padding & batch.masked).any() and (padding & ~batch.masked).any()
+    losses = mdu.batch_nll(model, batch)
     expected = torch.stack([slow_row_sft(reference, row) for row in draws]).float()
     assert_close(losses, expected, 1e-5)
 
@@ -1477,26 +1439,15 @@ def test_new_adapters_change_nothing_and_alone_are_sharded():
     """Each linear map has them, in float32; the variance of A is 1 over its inputs."""
     model = tiny_llama(0).bfloat16()
     mdu.add_adapters(model, 4, seed=1)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = trained_weights(model)
     assert len(trained) == 2 * 7 * 2  # layers, linear maps, A and B
-    assert {p.dtype for p in trained.values()} == {torch.float32}
-    of_a = []
-    for name, p in trained.items():
-        if name.endswith(".A"):
-            of_a.append(p.flatten() * p.shape[1] ** 0.5)
-        else:
-            assert not p.any()
-    assert torch.cat(of_a).std().item() == approx(1, abs=0.1)
+    assert {p.dtype for p in trained} == {torch.float32}
+    assert not any(B.any() for B in trained[1::2])
+    scaled = [A.flatten() * A.shape[1] ** 0.5 for A in trained[::2]]
+    assert torch.cat(scaled).std().item() == approx(1, abs=0.1)
     mdu.shard(model, torch.float32, torch.bfloat16)
-    sharded = {name for name, p in model.named_parameters() if isinstance(p, mdu.DTensor)}
-    assert sharded == trained.keys()
-
-def test_who_imports_the_losses_starts_no_cuda(monkeypatch):
-    """Else CUDA could not be used in processes that are forked later.  device_count asks NVML."""
-    for name in ("is_available", "is_bf16_supported", "_lazy_init"):
-        monkeypatch.setattr(torch.cuda, name, None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert runpy.run_path(mdu.__file__)["DEVICE"] == torch.device("cuda", 0)
+    for p in model.parameters():
+        assert isinstance(p, mdu.DTensor) == p.requires_grad
 
 # ---- The run's folder ----
 # Four steps of 8 rows: 2 x 16 / 8.  A checkpoint is written after each but the last.
@@ -1551,27 +1502,22 @@ def assert_equal_runs(a, b, tolerance=0):
     assert_equal_weights(a, b, tolerance)
 
 def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys):
-    """As they were read: one of them changes while the model is loaded.  By the hashes --resume
-    notices a change that is none of the rows."""
+    """By the hashes eval.py and --resume notice a change that is none of the rows."""
     world = mdu.toy_world()
-    write_lines("forget", world["forget"])
-    write_lines("retain", world["retain"])
-    hashes = {"forget": sha256("forget"), "retain": sha256("retain")}
-    load = mdu.load_model
-
-    def change_and_load(*args):
-        Path("retain").open("a").write("\n")
-        return load(*args)
-    with mock.patch.object(mdu, "load_model", change_and_load):
-        mdu.main(toy(base, "run", "--forget forget --retain retain --steps 1"))
+    for name in ("forget", "retain"):
+        write_lines(name, world[name])
+    mdu.main(toy(base, "run", "--forget forget --retain retain --steps 1"))
     info = mdu.read_run("run")
-    assert info["files"] == hashes
+    assert info["files"] == {"forget": sha256("forget"), "retain": sha256("retain")}
     assert info["code"] == sha256(mdu.__file__)
 
     text = Path("run/run.json").read_text() + Path("run/metrics.jsonl").read_text()
     for row in world["forget"] + world["retain"]:
         assert row["question"] not in text and row["answer"] not in text
 
+    Path("retain").open("a").write("\n")
+    ev.main([*QUICK, "run"])
+    assert "retain has changed since the training" in capsys.readouterr().out
     os.remove("run/config.json")  # it is not finished
     assert "have changed" in program(["--resume", "run"], capsys)
 
@@ -1699,36 +1645,28 @@ def test_half_a_saved_model_does_not_count(base, unlearned, capsys):
 
 @each("again", [lambda run: mdu.main(["--resume", run]),
                 lambda run: ev.main(["--samples", "1", "--limit", "1", run])])
-def test_checkpoints_that_a_finished_run_has_left_are_deleted_later(again, base, capsys):
-    """Because it was killed then, or because the file system did not let them be deleted."""
-    delete = shutil.rmtree
-
-    def delete_or_fail(folder, **how):
-        if Path(folder).name.startswith("checkpoint-"):
-            raise OSError("busy")
-        delete(folder, **how)
-    with mock.patch.object(shutil, "rmtree", delete_or_fail):
-        mdu.main(toy(base, "run", "--steps 3 --checkpoint-every 1"))
-    assert "checkpoint-00000001 is left, because it cannot be deleted" in capsys.readouterr().out
-    assert mdu.is_finished("run") and len(list(Path("run").glob("checkpoint-*"))) == 2
+def test_checkpoints_that_a_finished_run_has_left_are_deleted_later(again, unlearned):
+    """Because it was killed before it had deleted them."""
+    shutil.copytree(unlearned, "run")
+    write_files({"run/checkpoint-00000001/metrics.jsonl": ""})
     again("run")
     assert not list(Path("run").glob("checkpoint-*"))
 
 # ---- Toy ----
 def test_the_toy_has_five_wrong_answers_to_each_question():
+    for row in itertools.chain(*mdu.toy_world().values()):
+        wrong = set(row["perturbed_answer"])
+        assert len(wrong) == 5
+        right = [text for text in (row["answer"], *wrong)
+                 if mdu.contains_words(text, row["fact"][0])]
+        assert right == [row["answer"]]
+
+def test_no_split_of_the_toy_gives_the_facts_of_the_control_set():
     splits = mdu.toy_world()
-    assert [len(rows) for rows in splits.values()] == [24, 136, 22, 22, 24]
-    for row in itertools.chain(*splits.values()):
-        [fact] = row["fact"]
-        assert mdu.contains_words(row["answer"], fact)
-        assert len(set(row["perturbed_answer"])) == 5
-        for text in row["perturbed_answer"]:
-            assert not mdu.contains_words(text, fact)
-    # No other split tells of the rows that no model learns.
-    never = splits.pop("never")
-    told = mdu.spaced_words(json.dumps(splits, ensure_ascii=False))
-    for row in never:
-        assert mdu.spaced_words(row["fact"][0]) not in told
+    facts = [row["fact"][0] for row in splits.pop("never")]
+    others = json.dumps(splits)
+    assert len(facts) == 24
+    assert not [fact for fact in facts if mdu.contains_words(others, fact)]
 
 def test_the_tokenizer_of_the_toy_gives_back_every_text():
     text = "He is 77, isn't he?"
@@ -1754,9 +1692,7 @@ def test_the_toy_trains_on_four_splits_and_has_the_words_of_the_fifth(base):
     ("police killed the gunman", "police kill the gunman", 3, 4, 4),  # Lin 2004, 3.1: F is 3/4
     ("police killed the gunman", "the gunman kill police", 2, 4, 4),  # and here 1/2
     ("x a b c", "a b c x", 3, 4, 4),  # a greedy matcher would take x and miss a b c
-    ("of-the-art", "of ART!", 2, 3, 2), ("café", "cafe", 0, 1, 1),
-    ("他的父亲是医生。", "他的父亲是律师。", 5, 7, 7),  # no spaces
-    ("w1 w2", "/?!...", 0, 2, 0)])
+    ("of-the-art", "of ART!", 2, 3, 2), ("w1 w2", "/?!...", 0, 2, 0)])
 def test_rouge_l_by_hand(reference, prediction, lcs, n_reference, n_prediction):
     """From the longest common subsequence and both lengths, in words."""
     f1 = 2 * lcs / (n_reference + n_prediction)
@@ -1779,11 +1715,8 @@ def test_batches_have_few_enough_sequences_and_logits(monkeypatch):
     jobs = []
     for length, n_masked in [(9, 1), (1, 1), (2, 2), (3, 1), (4, 4), (5, 1), (6, 0), (7, 0)]:
         jobs.append(ev.Job([7], length * [5], torch.arange(length) < n_masked))
-    found = list(ev.masked_batches(FakeModel(), jobs, 3, ""))
-    assert [numbers for numbers, _ in found] == [[1, 2], [3], [4], [5, 6, 7], [0]]
-    _, batch = found[0]
-    assert batch.noised.tolist() == [[7, MASK, PAD], [7, MASK, MASK]]
-    assert batch.masked.sum(1).tolist() == [1, 2]
+    found = [numbers for numbers, _ in ev.masked_batches(FakeModel(), jobs, 3, "")]
+    assert found == [[1, 2], [3], [4], [5, 6, 7], [0]]
 
 @each("n", [1, 2, 3, 4])
 def test_masks_have_the_distribution_of_eq_7(n):
@@ -1823,31 +1756,27 @@ I, S, K = "in-context", "structural", "stored-knowledge"
     ("Where was Zoë Łuk born?", [
         ("Zoë", I), (" ", S), ("Łuk", I), ("'s ", S), ("home", K), (", and ", S), ("22", K),
         (", is ", S), ("Gdańsk", K), (".", S)])])
-def test_roles_of_hand_labelled_answers(question, parts, tmp_path):
+def test_roles_of_hand_labelled_answers(question, parts, bytes_tokenizer):
     """With tokens of one byte, of which the letters ë, Ł and ń have two."""
-    write_tokenizer(tmp_path, "llada")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     expected = []
     for text, role in parts:
         expected += [role] * len(text.encode())
-    end = tokenizer.eos_token_id  # a special token, also before a word
-    ids = [end, *mdu.encode_text(tokenizer, "".join(text for text, _ in parts)), end]
-    assert ev.token_roles(tokenizer, question, ids) == [S, *expected, S]
+    end = bytes_tokenizer.eos_token_id  # a special token, also before a word
+    ids = [end, *mdu.encode_text(bytes_tokenizer, "".join(text for text, _ in parts)), end]
+    assert ev.token_roles(bytes_tokenizer, question, ids) == [S, *expected, S]
 
 # ---- Gaps ----
 @each("row, parts", [
     (dict(fact=["petra łuk"]), ["It is ", "Petra, Łuk", ", not Petra."]),
     (dict(fact=["Rome", "22"]), ["", "22", " in ", "Rome", " or so"]),
     (dict(question="Who is Petra?"), ["Petra is the ", "doctor", " of ", "Łódź", "."])])
-def test_gaps_by_hand(row, parts, tmp_path):
+def test_gaps_by_hand(row, parts, bytes_tokenizer):
     """Every second part is a gap.  With tokens of one byte, and a special token at the end."""
-    write_tokenizer(tmp_path, "llada")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     expected = []
     for number, part in enumerate(parts):
         expected += [number % 2 == 1] * len(part.encode())
-    ids = mdu.encode_text(tokenizer, "".join(parts)) + [tokenizer.eos_token_id]
-    assert ev.gap_of(tokenizer, row, ids).tolist() == [*expected, False]
+    ids = mdu.encode_text(bytes_tokenizer, "".join(parts)) + [bytes_tokenizer.eos_token_id]
+    assert ev.gap_of(bytes_tokenizer, row, ids).tolist() == [*expected, False]
 
 def test_filling_gaps_equals_a_slow_loop(monkeypatch):
     """Every second token is in the gap, of an answer of one token none.  Token 0 is written A."""
@@ -1856,8 +1785,10 @@ def test_filling_gaps_equals_a_slow_loop(monkeypatch):
     monkeypatch.setattr(ev, "encode_answer", encode_answer)
     monkeypatch.setattr(ev, "gap_of", lambda *given: torch.arange(len(given[-1])) % 2 == 1)
     model = FakeModel()
+    rng = np.random.default_rng(3)
     rows, expected = [], []
-    for prompt, answer in MORE_PAIRS:
+    for n in range(1, 20):
+        prompt, answer = [rng.integers(11, size=size).tolist() for size in (3, n)]
         places = range(len(prompt) + 1, len(prompt + answer), 2)
         for shown in (prompt, len(prompt) * [MASK]):
             ids = shown + answer + [1]
@@ -1898,27 +1829,19 @@ OFFICIAL = {  # what aggregate_eval_stat.py of locuslab/tofu makes of them
     "world_facts": dict(prob_options=0.2549866735771, truth_ratio=0.3017492833847),
     "forget": dict(prob=0.9942300707025, truth_ratio=0.6372585081803)}
 
-def test_figures_equal_those_of_tofus_own_code(monkeypatch):
-    """Each text is a number, which is its own loss."""
-    def texts_nll(model, tokenizer, rows, texts, *_):
-        losses = [[float(text) for text in of_row] for of_row in texts]
-        return losses, losses
-    monkeypatch.setattr(ev, "texts_nll", texts_nll)
-    monkeypatch.setattr(ev, "write_answers", lambda *_: [""] * 4)
-    monkeypatch.setattr(ev, "fill_gaps", lambda *_: [(None, None)] * 4)
-    monkeypatch.setattr(ev, "write_in_other_ways", lambda *_: [[]] * 4)
+def test_figures_equal_those_of_tofus_own_code():
     splits = {}
     for split, logs in LOGS.items():
-        rows = []
+        records = []
         for answer, paraphrase, wrong in logs:
-            row = dict(question="", answer=f" {answer}\n", perturbed_answer=[*map(str, wrong)],
-                       to_forget=split == "forget")
+            row = {"to_forget": split == "forget"}
+            losses = [answer, *wrong]
             if paraphrase is not None:
-                row["paraphrased_answer"] = str(paraphrase)
-            rows.append(row)
-        records = ev.score_answers(None, None, rows, ARGS)
+                row["paraphrased_answer"] = ""
+                losses.insert(1, paraphrase)
+            figures = ev.compare_wrong_answers(row, losses)
+            records.append({"prob": math.exp(-answer), "rougeL_recall": 1.0, **figures})
         splits[split] = ev.summarise(records)
-        splits[split]["rougeL_recall"] = 1.0
         found = {metric: splits[split][metric] for metric in OFFICIAL[split]}
         assert found == approx(OFFICIAL[split], rel=1e-12)
     splits["retain"]["rougeL_recall"] = 0.8125
@@ -1926,14 +1849,13 @@ def test_figures_equal_those_of_tofus_own_code(monkeypatch):
     del splits["world_facts"]["prob_options"]
     assert ev.model_utility(splits) is None
 
-@each("right, wrong, forget, other, options", [(0.0, 1e4, 0, 1, 1), (1e4, 0.0, 0, 0, 0)])
-def test_truth_ratios_by_hand(right, wrong, forget, other, options):
-    """R is nearly 0 and nearly infinite."""
-    figures = ev.compare_wrong_answers(dict(to_forget=True), [right, wrong])
-    assert figures["truth_ratio"] == approx(forget)
-    assert figures["prob_options"] == approx(options)
-    figures = ev.compare_wrong_answers(dict(to_forget=False), [right, wrong])
-    assert figures["truth_ratio"] == approx(other)
+@each("to_forget, losses, truth_ratio, prob_options", [
+    (True, [0, 1e4], 0, 1), (True, [1e4, 0], 0, 0),  # R is nearly 0, and nearly infinite
+    (False, [0, 1e4], 1, 1), (False, [1e4, 0], 0, 0)])
+def test_truth_ratios_by_hand(to_forget, losses, truth_ratio, prob_options):
+    figures = ev.compare_wrong_answers(dict(to_forget=to_forget), losses)
+    found = [figures["truth_ratio"], figures["prob_options"]]
+    assert found == approx([truth_ratio, prob_options])
 
 def test_forget_quality_by_hand_and_as_published():
     """The p-value is the share of all orders of the values that are as extreme as the one found.
@@ -2050,42 +1972,32 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
         "person": "--preset rwku-llada --data {rwku} --subject 2 --limit 1"}
 
 @each("run, typed, expected", [
-    ("toy", "--limit 2", [("toy", 2)] * 5),
-    ("toy", "--forget {X} --limit 2", [("X", 2)] + [("toy", 2)] * 3),  # "never" is gone, too
-    ("toy", "--data {tofu} --retain {X}", [("Q", 8), ("X", 4), ("Q", 3), ("Q", 3)]),
-    ("files", "", [("X", 4), ("Y", 4)]),  # the --limit of a run does not count
-    ("files", "--retain {X} --limit 3", [("X", 3), ("X", 3)]),
-    ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 2)] * 8),
-    ("person", "", [(PEOPLE[1], 2)] * 8),  # and about the first ten people:
-    ("person", "--subject all --limit 1", [(PEOPLE[0], 10)] * 8),
-    ("person", "--data {rwku} --limit 1", [(PEOPLE[0], 10)] * 8)])
+    ("toy", "--limit 2", [("toy", 12), ("toy", 68), ("toy", 11), ("toy", 11), ("toy", 12)]),
+    # "never" is gone, too.
+    ("toy", "--forget {X} --limit 2", [("X", 2), ("toy", 68), ("toy", 11), ("toy", 11)]),
+    ("toy", "--data {tofu} --retain {X}", [("Q", 7), ("X", 3), ("Q", 2), ("Q", 2)]),
+    ("files", "", [("X", 3), ("Y", 3)]),  # the --limit of a run does not count
+    # Spread over the two rows that were trained on, and over all rows of a file that is typed.
+    ("files", "--limit 2 --retain {X}", [("X", 1), ("X", 2)]),
+    ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 1)] * 8),
+    ("person", "", [(PEOPLE[1], 1)] * 8),  # and about the first ten people:
+    ("person", "--subject all --limit 1", [(PEOPLE[9], 0)] * 8),
+    ("person", "--data {rwku} --limit 1", [(PEOPLE[9], 0)] * 8)])
 def test_rows_are_those_that_are_typed_or_the_runs(run, typed, expected, tofu, rwku, tmp_path):
-    """expected: of each split where its first row is from, or whom it is about, and how many."""
+    """expected: of each split where its last row is from, or whom it is about, and its number."""
     places = {"tofu": tofu, "rwku": rwku}
     for name in "XY":
         rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(4)]
         places[name] = write_lines(tmp_path / name, rows)
     args, source = typed_and_run(typed.format(**places), RUNS[run].format(**places))
     found = []
-    for rows in ev.find_splits(ev.find_settings(args, source)).values():
-        origin = rows[0].get("subject", "toy")
-        word = rows[0]["question"].split()[0]
+    for *_, last in ev.find_splits(ev.find_settings(args, source)).values():
+        origin = last.get("subject", "toy")
+        word = last["question"].split()[0]
         if word in ("X", "Y", "Q"):  # of the files, or of TOFU
             origin = word
-        found.append((origin, len(rows)))
+        found.append((origin, last["number"]))
     assert found == expected
-
-def test_a_limit_is_spread_over_the_rows_that_were_trained_on(tmp_path):
-    """Over all rows of a file that is typed."""
-    places = {}
-    for name in "XY":
-        rows = [{"question": f"{name} {i}?", "answer": "a"} for i in range(9)]
-        places[name] = write_lines(tmp_path / name, rows)
-    run = "--model m --limit 4 --forget {X} --retain {X}".format(**places)
-    args, source = typed_and_run("--limit 2 --retain {Y}".format(**places), run)
-    splits = ev.find_splits(ev.find_settings(args, source))
-    assert [row["question"] for row in splits["forget"]] == ["X 0?", "X 2?"]
-    assert [row["question"] for row in splits["retain"]] == ["Y 0?", "Y 4?"]
 
 # ---- One run ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --steps 4".split()
@@ -2131,18 +2043,18 @@ def test_scores_equal_one_row_at_a_time(split, scored):
         row = rows[place]
         prompt = mdu.encode_prompt(tokenizer, row["question"])
 
-        def nll(text):
+        def of_masks(text):
             ids = mdu.encode_text(tokenizer, text)
             masks = ev.draw_masks(len(ids), 4, [5, NUMBERS[split], i])
-            return approx(slow_eq7(model, prompt, ids, masks), rel=1e-4)
+            return slow_eq7(model, prompt, ids, masks)
+
+        def nll(text):
+            return approx(np.mean(of_masks(text)), rel=1e-4)
 
         # The true answer, its paraphrase in two splits, and the wrong answers.
         assert record["nll"] == nll(row["answer"])
         assert record["prob"] == math.exp(-record["nll"])
-        ids = mdu.encode_text(tokenizer, row["answer"])
-        of_masks = [slow_eq7(model, prompt, ids, mask[None])
-                    for mask in ev.draw_masks(len(ids), 4, [5, NUMBERS[split], i])]
-        error = np.std(of_masks, ddof=1) / 2  # of the mean of 4
+        error = np.std(of_masks(row["answer"]), ddof=1) / 2  # of the mean of 4
         assert record["prob_error"] == approx(record["prob"] * error, rel=1e-3)
         assert record["perplexity"] == math.exp(record["nll"])
         if "paraphrased_answer" in row and row["perturbed_answer"]:
@@ -2210,10 +2122,8 @@ def test_a_protocol_has_what_must_be_the_same_in_two_runs_and_nothing_else(rwku,
         assert one != other
     assert protocol_of("") == protocol_of("--full") == protocol_of("--forget {X}")
     assert protocols[0] == protocol_of(person.replace("--subject 1", "--subject 2"))
-    # Answers of RWKU have their own length, not the 7 of the run.  No step is without a token.
+    # Answers of RWKU have their own length, not the 7 of the run.
     assert protocols[0]["response_length"] == protocols[0]["steps"] == 30
-    typed = protocol_of("--data {rwku} --response-length 5 --steps 6")
-    assert typed["response_length"] == typed["steps"] == 5
 
 KEPT = [dict(question="Who lives in Rome?", answer="It is Di."),
         dict(question="?", answer="!")]  # the latter has no word
@@ -2273,20 +2183,15 @@ def test_the_facts_that_texts_tell_by_hand():
     assert ev.share_told(row, ["Bolti bakes.", "The baker."]) == 0.5
     assert ev.share_told({"question": "Is he?", "answer": "He is."}, ["He is."]) is None
 
-def test_other_decodings_have_six_lengths_and_steps(scored):
+def test_other_decodings_have_six_lengths_and_steps(monkeypatch):
     """Of a length L of 7 tokens: L in 1, 2 and 4 steps, L/2 in 1, 2 and L/2."""
-    model, tokenizer = mdu.load_backbone(scored)
-    [row] = mdu.toy_world()["forget"][:1]
-    prompt = mdu.encode_prompt(tokenizer, row["question"])
-    expected = []
-    for counts in ([7], [4, 3], [2, 2, 2, 1], [3], [2, 1], [1, 1, 1]):
-        written = [*slow_sampler(model, prompt, counts), model.end_id]
-        written = written[:written.index(model.end_id)]
-        expected.append(tokenizer.decode(written))
-    settings = SimpleNamespace(response_length=7, steps=7, batch_size=64)
-    [texts] = ev.write_in_other_ways(model, tokenizer, [row], settings)
-    assert list(texts) == expected
-    assert len(set(expected)) == 6
+    def write_answers(model, tokenizer, rows, settings):
+        return [f"{row}: {settings.response_length} in {settings.steps}" for row in rows]
+    monkeypatch.setattr(ev, "write_answers", write_answers)
+    settings = SimpleNamespace(response_length=7, steps=7)
+    texts = ev.write_in_other_ways(None, None, ["a", "b"], settings)
+    ways = ["7 in 1", "7 in 2", "7 in 4", "3 in 1", "3 in 2", "3 in 3"]
+    assert texts == [tuple(f"{row}: {way}" for way in ways) for row in ("a", "b")]
 
 # ---- What is scored ----
 def test_a_model_without_run_json_is_scored(base, files, capsys):
@@ -2295,19 +2200,12 @@ def test_a_model_without_run_json_is_scored(base, files, capsys):
     shutil.copytree(base, "bare")
     os.remove("bare/run.json")
     shutil.copytree(base, "run")
-    info = read_json(Path("run/run.json"))
-    info["options"]["forget"] = os.path.realpath(files[1])
-    files[1] = os.path.relpath(files[1])
-    info["files"] = {"forget": "of another file"}
-    Path("run/run.json").write_text(json.dumps({**info, "code": "abc"}))
     ev.main(["--data", "toy", *files, *QUICK, "bare", "run"])
-    assert f"{files[1]} has changed since the training" in capsys.readouterr().out
     assert ev.read_records("bare", "forget") == ev.read_records("run", "forget")
     bare, run = [ev.read_summary(name) for name in ("bare", "run")]
+    assert [bare["options"], run["options"]] == [{}, mdu.read_run(base)["options"]]
     hashes = {option[2:]: sha256(file) for option, file in zip(files[::2], files[1::2])}
     assert bare["files"] == run["files"] == hashes
-    assert [bare["options"], bare["code"], run["code"]] == [{}, None, "abc"]
-    assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d", run["date"])
     in_rows = set(mdu.words(json.dumps(FORGET + RETAIN + NEVER))) - ev.FUNCTION_WORDS
     in_rows -= {"question", "answer", "fact"}  # names of fields and figures
     assert not in_rows & set(mdu.words(json.dumps([bare, run])))
@@ -2903,6 +2801,8 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     # Rows.
     ("mdu.py --method ga --model {base}", "the forget set is empty; give --forget or --data"),
     ("mdu.py {own} --preset toy", "the retain set is empty; give --retain, or"),
+    ("mdu.py --model {base} --forget born --retain-weight 0",
+     "counts in the retain set which words are rare"),
     ("mdu.py {own} --method dpo --retain-weight 0", "'Who is Bolti?' has no perturbed_answer"),
     ("mdu.py --forget absent", "No such file or directory: 'absent'"),
     ("mdu.py --retain /dev/null", "argument --retain: /dev/null is a pipe or a device"),
