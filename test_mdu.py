@@ -3000,7 +3000,7 @@ PROJECT = Path(mdu.__file__).parent
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (PROJECT / "Makefile").read_text(encoding="utf-8")
 PAGES = {"README.md": README}
-for name in ("OWN_ROWS.md", "RESULTS.md"):
+for name in ("OWN_ROWS.md", "PAPER.md", "RESULTS.md"):
     PAGES[name] = (PROJECT / ".github" / name).read_text(encoding="utf-8")
 
 def parse_command(words):
