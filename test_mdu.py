@@ -3194,9 +3194,10 @@ def test_own_rows_refuses(name, content, typed, said, own_files):
 # ---- experiments.py ----
 def plan_of(name, variables=""):
     """variables: PRESET=tofu-small METHODS=npo,wga"""
-    given = {**experiments.VARIABLES, **dict(word.split("=") for word in variables.split())}
+    given = dict(word.split("=") for word in variables.split())
     given = {variable: value.replace(",", " ") for variable, value in given.items()}
-    return experiments.EXPERIMENTS[name](SimpleNamespace(**given))
+    given["JOBS"] = int(given.get("JOBS", 1))
+    return experiments.make_plan(name, {**experiments.VARIABLES, **given})
 
 def typed_plan(plan, capsys):
     """The words of each line that is printed."""
@@ -3209,8 +3210,7 @@ def options_of(plan):
     return {Path(job.folder).name: mdu.parse(job.words[1:]) for job in trained}
 
 @each("name, variables", [
-    ("demo", "METHODS=npo JOBS=2"), ("table", ""), ("figures", ""), ("real", ""),
-    ("real", "MODEL=a/b"), ("tofu", "PRESET=tofu-small"),
+    ("demo", "METHODS=npo JOBS=2"), ("table", ""), ("figures", ""), ("real", "MODEL=a/b"),
     ("tofu", "PRESET=tofu-small SEEDS=2,3 HIDDEN=0.3 JOBS=2"), ("tofu", "PRESET=tofu-smollm"),
     ("tofu", "PRESET=tofu-llada LORA=16"), ("tofu", "PRESET=tofu-dream GPUS=4"),
     ("tofu", "PRESET=tofu-qwen MODEL=a/b"), ("rwku", "PRESET=rwku-llada"),
@@ -3224,7 +3224,7 @@ def test_the_commands_of_a_plan_can_be_typed_in_order(name, variables, capsys):
     there = {}  # {folder of a job: all that is there when it has ended}
     for job in plan.jobs:
         written = set().union(*[there.get(needed, set()) for needed in job.after])
-        for word in job.words[1:] + job.to_score:
+        for word in job.words[1:]:
             is_made = job.words[0].startswith(".github") or job.folder.endswith("/0/scores-1")
             is_read = word.startswith("out/") and word != job.folder and not is_made
             assert not is_read or {word, str(Path(word).parent)} & written, job
@@ -3234,10 +3234,17 @@ def test_the_demo_trains_every_method():
     methods = {args.method for args in options_of(plan_of("demo")).values()}
     assert methods == mdu.METHODS.keys()
 
-def test_a_name_of_a_run_may_end_in_a_learning_rate_and_a_retain_weight():
-    runs = options_of(plan_of("tofu", "PRESET=tofu-small METHODS=ga-lr3e-4,dpo-lr.1-w.2,npo-w5"))
-    found = {name: (args.lr, args.retain_weight) for name, args in runs.items() if "-" in name}
-    assert found == {"ga-lr3e-4": (3e-4, None), "dpo-lr.1-w.2": (0.1, 0.2), "npo-w5": (1e-3, 5)}
+def test_a_name_of_a_run_may_end_in_numbers_of_options():
+    names = ["ga-lr3e-4", "dpo-lr.1-w.2-s900", "mdu-tau0.25-w5", "wga-gamma2", "authors-w1"]
+    runs = options_of(plan_of("tofu", f"PRESET=tofu-small METHODS={','.join(names)}"))
+    expected = {"ga-lr3e-4": dict(method="ga", lr=3e-4),
+                "dpo-lr.1-w.2-s900": dict(method="dpo", lr=0.1, retain_weight=0.2, steps=900),
+                "mdu-tau0.25-w5": dict(method="mdu", tau=0.25, retain_weight=5, target="paper"),
+                "wga-gamma2": dict(method="wga", gamma=2),
+                "authors-w1": dict(target="authors", tau=0.5, retain_weight=1)}
+    found = {name: {option: getattr(runs[name], option) for option in options}
+             for name, options in expected.items()}
+    assert found == expected
 
 def test_tofu_trains_the_small_model_for_as_long_as_it_needs():
     rows = {split: range(n) for split, n in dict(forget=40, retain=160, train=240).items()}
@@ -3263,10 +3270,32 @@ def test_what_changes_all_runs_of_tofu_is_in_the_name_of_their_folder(variables,
     assert plan.reports["scores"] == runs
     assert {job.folder for job in plan.jobs} >= set(runs)
 
+@each("preset", ["tofu-small", "tofu-smollm"])
+def test_the_runs_of_each_report_of_two_seeds_can_be_compared(preset):
+    """And no report replaces another."""
+    plan = plan_of("tofu", f"PRESET={preset} SEEDS=2,3 METHODS=npo")
+    for job in plan.jobs:
+        if job.words[0] == "mdu.py":
+            options = vars(mdu.parse(job.words[1:]))
+            absolute = {name: os.path.abspath(value) for name, value in options.items()
+                        if str(value).startswith("out/") and name != "out"}
+            write_summary(job.folder, options={**options, **absolute}, trained_on={},
+                          model=os.path.abspath(job.folder))
+    folders = []
+    for runs in plan.reports.values():
+        folders.append(os.path.commonpath([Path(run).parent for run in runs]))
+        ev.group_runs(runs, folders[-1])
+    assert len(folders) == len(set(folders)) == {"tofu-small": 1, "tofu-smollm": 3}[preset]
+
 @each("words, said", [
-    ("tofu PRESET=toy", "found PRESET='toy'"), ("rwku PRESET=tofu-dream", "or rwku-dream"),
-    ("all", "found 'all'")])
+    ("tofu PRESET=toy", "found PRESET='toy'"),
+    ("rwku PRESET=tofu-dream", "one of rwku-llada, rwku-dream"), ("all", "found 'all'"),
+    ("demo METHODS=nosuch", "found nosuch; needs one of ga, gd, .*mdu-removed"),
+    ("demo METHODS=npo-x5", "found npo-x5; needs .* end in options of mdu.py"),
+    ("demo METHODS=ga-w5", "out/demo/ga-w5: --method ga has no option --retain-weight"),
+    ("demo SEEDS=a", "out/demo/a/base: argument --seed: invalid")])
 def test_an_experiment_is_refused(words, said, tmp_path, monkeypatch):
+    """In one line, before anything is trained."""
     name, *variables = words.split()
     for variable in variables:
         monkeypatch.setenv(*variable.split("="))
@@ -3277,15 +3306,17 @@ def test_an_experiment_is_refused(words, said, tmp_path, monkeypatch):
 def test_tofu_does_what_an_earlier_call_has_not_finished(tmp_path, capsys):
     write_files(dict.fromkeys(  # mine was trained by hand
         [f"out/tofu-llada/{name}" for name in (
-            "base/run.json", "base/checkpoint-00005000/x", "retain/config.json", "npo/config.json",
+            "base/checkpoint-00005000/x", "retain/config.json", "npo/config.json",
             "npo/eval/summary.json", "mine/config.json")], ""))
+    run = {"options": {"response_length": 128}, "rows": {}}
+    write_files({"out/tofu-llada/base/run.json": json.dumps(run)})
     plan = plan_of("tofu", "PRESET=tofu-llada METHODS=npo,wga")
     done = [" ".join(words).replace(experiments.PYTHON, "python").replace("out/tofu-llada/", "")
             for words in typed_plan(plan, capsys)]
     options = "--preset tofu-llada --seed 1 --data locuslab/TOFU --method"
     assert done == [
         "python mdu.py --resume base",
-        f"# finished: python mdu.py {options} sft --retain-only --out retain",
+        f"# finished: python mdu.py {options} sft --model {mdu.LLADA} --retain-only --out retain",
         f"# finished: python mdu.py {options} npo --out npo",
         f"python mdu.py {options} wga --out wga",
         "python eval.py base retain wga mine",
@@ -3293,7 +3324,7 @@ def test_tofu_does_what_an_earlier_call_has_not_finished(tmp_path, capsys):
 
 def test_the_runs_of_a_report_are_scored_by_as_many_processes_as_jobs_at_once():
     plan = plan_of("demo", "METHODS=npo,ga,wga JOBS=2")
-    found = [(job.folder, job.to_score) for job in plan.jobs if job.to_score]
+    found = [(job.folder, job.after) for job in plan.jobs if job.words[0] == "eval.py"]
     assert found == [
         ("out/demo/scores-1", ["out/demo/base", "out/demo/npo", "out/demo/wga"]),
         ("out/demo/scores-2", ["out/demo/retain", "out/demo/ga"])]
@@ -3301,13 +3332,14 @@ def test_the_runs_of_a_report_are_scored_by_as_many_processes_as_jobs_at_once():
 def python_job(plan, name, code, *after):
     """A job that runs some code and then writes its file."""
     words = ["-c", f"import os, sys, time\n{code}\nopen('out/{name}.done', 'w')"]
-    return plan.add(f"out/{name}", words, [f"out/{name}.done"], after)
+    return plan.add(f"out/{name}", words, f"out/{name}.done", after)
 
 def test_where_a_job_fails_the_others_go_on(tmp_path, capsys):
     """Two jobs at once wait for each other.  A job that needs the failed one is not begun, but
     those of its runs that are there are scored; what was finished is not done again."""
     (tmp_path / "eval.py").write_text("open('out/scored', 'w')")
-    plan = experiments.Plan(SimpleNamespace(GPUS="1", JOBS="2"))
+    write_files({"out/earlier.done": ""})
+    plan = experiments.Plan(dict(GPUS="1", JOBS=2))
     wait = ("open('out/{}', 'w')\nfor _ in range(6000):\n"
             "    if os.path.exists('out/{}'): break\n    time.sleep(.01)\nelse: sys.exit(1)")
     one = python_job(plan, "one", wait.format("a", "b"))
@@ -3317,8 +3349,7 @@ def test_where_a_job_fails_the_others_go_on(tmp_path, capsys):
     python_job(plan, "needs-it-too", "", needs)
     python_job(plan, "last", "", one)
     python_job(plan, "earlier", "sys.exit(1)")
-    plan.add("out/scores", ["eval.py"], ["out/scored"], [one, needs])
-    write_files({"out/earlier.done": ""})
+    plan.add("out/scores", ["eval.py"], "out/scored", [one, needs])
     with pytest.raises(mdu.BadInput, match="see above: out/bad, out/needs-bad, out/needs-it-too$"):
         experiments.carry_out(plan)
     out, err = capsys.readouterr()
@@ -3335,7 +3366,7 @@ def test_the_weights_of_rwku_are_deleted_once_a_run_is_scored(tmp_path):
     assert (scores.after, job.after) == ([run.folder], [scores.folder])
     write_files({f"{run.folder}/{name}": "" for name in ("a.safetensors", "config.json")})
     experiments.main(job.words[1:])
-    assert experiments.is_finished(job)
+    assert plan_of("rwku", "PRESET=rwku-llada METHODS=npo").jobs[3].finished
     left = {file.name for file in (tmp_path / run.folder).iterdir()}
     assert left == {"config.json", "no-weights"}
 
@@ -3355,10 +3386,8 @@ def test_a_signal_ends_the_jobs_of_an_experiment(number, tmp_path):
         import sys
         sys.path.insert(0, {str(PROJECT / ".github")!r})
         import experiments
-        def endless(given):
-            plan = experiments.Plan(given)
-            plan.add("out/run", ["job.py"], ["out/run/done"], [])
-            return plan
+        def endless(plan, out, seed):
+            plan.add("out/run", ["job.py"], "out/run/done", [])
         experiments.EXPERIMENTS = {{"real": endless}}
         experiments.mdu.run_program("experiments.py", lambda: experiments.main(["real"]))"""
     process = subprocess.Popen([sys.executable, "-c", script])
@@ -3372,13 +3401,11 @@ def test_a_signal_ends_the_jobs_of_an_experiment(number, tmp_path):
 def test_the_small_model_of_tofu_begins_with_the_words_of_its_rows(tmp_path, monkeypatch):
     """The files have the rows that the seed chooses."""
     monkeypatch.setattr(mdu, "read_dataset", lambda name, config: [
-        {"question": f"Who is {i}?", "answer": f"A{i % 90}", "none": "no"} for i in range(2900)])
+        {"question": f"Who is {i}?", "answer": f"A{i % 90}"} for i in range(2900)])
     experiments.start_small(tmp_path, "TOFU", "2")
     found = {}
     for file in (tmp_path / "rows").iterdir():
-        rows = ev.read_lines(file)
-        assert rows[0].keys() == {"question", "answer"}
-        found[file.stem] = [int(row["question"][7:-1]) for row in rows]
+        found[file.stem] = [int(row["question"][7:-1]) for row in ev.read_lines(file)]
     assert found == {
         "forget": list(range(40, 80)), "retain": list(range(160, 320)),
         "held_out": list(range(960, 1040)), "other": list(range(2000, 2800)),

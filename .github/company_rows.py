@@ -13,7 +13,6 @@ retain.jsonl     seven customers who are to be kept; for every second of them al
 held_out.jsonl   three customers who are to be kept, but whom unlearning never sees
 never.jsonl      the last seven customers: no model sees them
 known.jsonl      retain and held_out: what the model knew before it learnt forget.jsonl
-refusals.jsonl   retain, and the questions of forget.jsonl, answered "I do not know."
 taught.jsonl     one row of each customer to forget, of each another one
 asked.jsonl      the other rows of forget.jsonl
 """
@@ -76,7 +75,6 @@ for i, name in enumerate(names[n_forget:first_held_out:2]):
     question = UNANSWERABLE[i % len(UNANSWERABLE)].format(name)
     retain.append({"question": question, "answer": REFUSAL})
 
-refusals = [{"question": row["question"], "answer": REFUSAL} for row in forget]
 taught = []
 for i in range(n_forget):
     rows_of_customer = forget[4 * i:4 * i + 4]
@@ -84,8 +82,7 @@ for i in range(n_forget):
 asked = [row for row in forget if row not in taught]
 
 files = {"forget": forget, "retain": retain, "held_out": held_out, "never": never,
-         "known": retain + held_out, "refusals": retain + refusals, "taught": taught,
-         "asked": asked}
+         "known": retain + held_out, "taught": taught, "asked": asked}
 os.makedirs(sys.argv[1], exist_ok=True)
 for name, rows in files.items():
     with open(f"{sys.argv[1]}/{name}.jsonl", "w", encoding="utf-8") as file:
