@@ -1865,9 +1865,6 @@ def test_forget_quality_by_hand_and_as_published():
     assert ev.ks_test([1, 1, 3], [1, 3, 3]) == approx(1)
     published = 1.834066410994743e-21
     assert ev.ks_test(range(300), [i + 118.5 for i in range(300)]) == approx(published, 1e-12, 0)
-    # Of rows that have wrong answers.
-    records = [dict(prob=1.0), dict(log_ratio=-1), dict(log_ratio=-2)]
-    assert ev.forget_quality(records, [dict(log_ratio=x) for x in (0, 1, 2)]) == approx(2 / 10)
 
 # ---- RWKU ----
 ANSWER = "Please briefly answer the following question.\n"
@@ -1906,8 +1903,6 @@ def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     records = ev.score_mmlu(model, None, rows, ARGS)
     assert [record["generation"] for record in records] == letters
     assert [record["accuracy"] for record in records] == [x == letters[0] for x in letters]
-    with pytest.raises(ev.NotFinite, match="bad: not scored"):
-        ev.score_mmlu(FakeModel(boost=math.nan, name="bad"), None, rows, ARGS)
 
 @each("losses, labels, mc1", [
     ([2, 0.5, 1], [0, 1, 0], 1),  # log p is -2, -1, -3
@@ -1976,8 +1971,8 @@ RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --reta
     # "never" is gone, too.
     ("toy", "--forget {X} --limit 2", [("X", 2), ("toy", 68), ("toy", 11), ("toy", 11)]),
     ("toy", "--data {tofu} --retain {X}", [("Q", 7), ("X", 3), ("Q", 2), ("Q", 2)]),
-    ("files", "", [("X", 3), ("Y", 3)]),  # the --limit of a run does not count
-    # Spread over the two rows that were trained on, and over all rows of a file that is typed.
+    ("files", "", [("X", 1), ("Y", 1)]),  # the two rows that the run was trained on
+    # All rows of a file that is typed.
     ("files", "--limit 2 --retain {X}", [("X", 1), ("X", 2)]),
     ("files", "--data {rwku} --subject 3", [(PEOPLE[2], 1)] * 8),
     ("person", "", [(PEOPLE[1], 1)] * 8),  # and about the first ten people:
@@ -2111,7 +2106,8 @@ def test_a_protocol_has_what_must_be_the_same_in_two_runs_and_nothing_else(rwku,
 
     def protocol_of(typed):
         run = f"--model m --forget {places['X']} --response-length 7"
-        return ev.prepare(*typed_and_run(typed.format(**places), run))[2]
+        settings = ev.find_settings(*typed_and_run(typed.format(**places), run))
+        return ev.scoring_protocol(settings, ev.find_splits(settings))
 
     person = "--data {rwku} --retain {X} --limit 3 --subject 1"
     different = [person, person.replace("--limit 3", "--limit 4"), "", "--limit 2", "--forget {Y}",
@@ -2120,7 +2116,7 @@ def test_a_protocol_has_what_must_be_the_same_in_two_runs_and_nothing_else(rwku,
     protocols = [protocol_of(typed) for typed in different]
     for one, other in itertools.combinations(protocols, 2):
         assert one != other
-    assert protocol_of("") == protocol_of("--full") == protocol_of("--forget {X}")
+    assert protocol_of("") == protocol_of("--forget {X}")
     assert protocols[0] == protocol_of(person.replace("--subject 1", "--subject 2"))
     # Answers of RWKU have their own length, not the 7 of the run.
     assert protocols[0]["response_length"] == protocols[0]["steps"] == 30
@@ -2237,38 +2233,13 @@ def test_runs_after_one_that_is_not_finite_are_scored(base, files, capsys):
     """Of that one nothing is written."""
     shutil.copytree(base, "bad")
     shutil.copytree(base, "good")
-    tensors = {name: torch.full_like(x, torch.nan) for name, x in weights("bad").items()}
+    tensors = weights("bad")
+    next(reversed(tensors.values())).view(-1)[-1] = torch.nan
     safetensors.torch.save_file(tensors, "bad/model.safetensors", {"format": "pt"})
     err = program([*files, *QUICK, "bad", "good"], capsys, ev.main)
-    assert f"{os.path.abspath('bad')}: not scored, because its predictions are not finite" in err
+    assert f"{os.path.abspath('bad')}: not scored, because nan or inf is in its weights" in err
     assert not Path("bad/eval/summary.json").exists()
     assert ev.read_summary("good")["splits"]["forget"]["n"] == 2
-
-@each("work", [
-    lambda bad, good, job: ev.answers_nll(bad, 16 * [job], ARGS),
-    lambda bad, good, job: ev.fill_masks(bad, [job], None, 1),
-    lambda bad, good, job: ev.anchor_kl(bad, good, fake_batch(good, job)),
-    lambda bad, good, job: ev.anchor_kl(good, bad, fake_batch(good, job))])
-@each("by_entropy", [False, True])
-def test_predictions_that_are_not_finite_are_refused_wherever_they_are_used(work, by_entropy):
-    """Here only the logit of the mask token is nan."""
-    bad = FakeModel(boost=math.nan, by_entropy=by_entropy, name="bad")
-    job = ev.Job([3], [4, 5], torch.ones(2).bool())
-    with pytest.raises(ev.NotFinite, match="bad: not scored"):
-        work(bad, FakeModel(), job)
-
-def fake_batch(model, job):
-    [(_, batch)] = ev.masked_batches(model, [job], 1, "")
-    return batch
-
-def test_what_one_process_meets_is_raised_in_all(monkeypatch):
-    """Of two processes this is number 0; number 1 has met nan."""
-    def all_gather_object(shares, own):
-        shares[:] = [own, ev.NotFinite("out/ga: not finite")]
-    monkeypatch.setattr(mdu, "WORLD", 2)
-    monkeypatch.setattr(ev.dist, "all_gather_object", all_gather_object)
-    with pytest.raises(ev.NotFinite, match="out/ga"):
-        ev.share_out(list("abcde"), list)
 
 # ---- Report ----
 def test_a_table_is_as_wide_as_a_page_and_goes_on_below():
@@ -2345,8 +2316,8 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
     assert "](report.png)" in text
     assert Path("report.png").exists()
     made = text.split("## How this was made")[1]
-    assert "- trained with seed 1, SHA-256 of mdu.py abc: 1/npo, 1/base, 2/base\n" in made
-    assert "- trained with seed 2, SHA-256 of mdu.py abc: 2/npo\n" in made
+    assert "- trained by the mdu.py of SHA-256 abc: 1/npo, 2/npo, 3/npo, 1/base, 2/base\n" in made
+    assert read_table(text, "## How the runs were trained")["seeds"] == ("1, 2, 3", "1")
     assert "'samples': 1" in made
 
 def test_rwku_is_scored_with_a_tokenizer(rwku, tmp_path):
@@ -2362,13 +2333,10 @@ def test_rwku_is_scored_with_a_tokenizer(rwku, tmp_path):
         assert scored["splits"][split]["n"] == 10
 
 def test_the_rows_about_each_person_are_limited_and_numbered():
-    """So their masks are the same, whoever else is asked about.  If the model was trained on the
-    first four rows, these are spread over them."""
+    """So their masks are the same, whoever else is asked about."""
     rows = [{"subject": "Bo"}] + 10 * [{"subject": "Ann"}]
-    for limit, n_trained, numbers in [(3, None, [0, 3, 6]), (2, 4, [0, 2]), (4, 2, [0, 1, 2, 3])]:
-        chosen = ev.limit_rows(rows, limit, n_trained)
-        assert [(row["subject"], row["number"]) for row in chosen] == [
-            ("Bo", 0), *[("Ann", number) for number in numbers]]
+    chosen = [(row["subject"], row["number"]) for row in ev.limit_rows(rows, 3)]
+    assert chosen == [("Bo", 0), ("Ann", 0), ("Ann", 3), ("Ann", 6)]
 
 # ---- Which runs may be compared ----
 OPTIONS = dict(method="mdu", seed=1, subject=None, out="/x/1/mdu", model="/x/1/base",
@@ -2393,48 +2361,17 @@ OTHER_SEED = {"seed": 2, "out": "/x/2/mdu", "model": "/x/2/base", "forget": "/x/
     ({"protocol": {**PROTOCOL, "rows": "x"}}, "now rows is x and abc"),
     ({"format": ev.FORMAT - 1}, "b/mdu: scored by other code; score it again"),
     ({"options": {**OPTIONS, "lr": 1e-4}}, "now lr is 0.001 and 0.0001"),
-    ({"options": {**OPTIONS, **OTHER_SEED, "model": "/x/2/1/base"}},
-     "now model is base and 1/base"),
+    ({"options": {**OPTIONS, **OTHER_SEED, "model": "/x/2/new"}}, "now model is base and new"),
     ({}, "a/mdu and b/mdu have one name, so they would be averaged, which is for runs that differ "
      "in the seed or the person, and in nothing else; rename one; now these are the same"),
-    ({"options": {**OPTIONS, "seed": 2}, "trained_on": {"forget": "f", "retain": "x"}},
-     "now pairs is {"),
-    ({"options": {**OPTIONS, **OTHER_SEED}, "trained_on": {"forget": "x"}}, "now forget is None")])
+    ({"options": {**OPTIONS, **OTHER_SEED, "forget": None}}, "now forget is a.jsonl and None")])
 def test_a_report_refuses_runs_that_cannot_be_compared(changed, said, capsys):
     write_summary("a/mdu")
     write_summary("b/mdu", **changed)
     assert said in program(["--report", "a/mdu", "b/mdu"], capsys, ev.main)
     assert not Path("report.md").exists()
 
-def test_forget_quality_compares_with_a_run_that_was_scored_in_the_same_way(base, capsys):
-    rows = [{**row, "perturbed_answer": ["He is Fopu."]} for row in FORGET]
-    typed = ["--model", str(base), "--forget", write_lines(Path("rows"), rows), *QUICK]
-    ev.main([*typed, "--full", "a"])
-    said = "both runs scored with --full"
-    assert said in program([*typed, "--retain-run", "a", "new"], capsys, ev.main)
-    ev.main([*typed, "--full", "--retain-run", "a", "new"])
-    assert ev.read_summary("new")["run"]["forget_quality"] == 1  # the same model
-    os.remove("a/eval/forget.jsonl")
-    assert said in program([*typed, "--full", "--retain-run", "a", "new"], capsys, ev.main)
-
 # ---- Runs are judged ----
-@each("metric, n, value, other, sign, note", [
-    # More is worse.  A pair of 10 is .1.
-    ("fact", 8, 0.125, 0.25, 1, " ok"),
-    ("fact", 10, 0.2, 0.1, 1, " ok (0.100)"), ("fact", 10, 0.3, 0.1, 1, " (0.100)"),
-    # Under ten pairs it is .05, so that a pair is too much.
-    ("fact", 9, 0.3, 0.25, 1, " ok (0.250)"), ("fact", 9, 0.35, 0.25, 1, " (0.250)"),
-    # .8 - .7 is a little above .1; less is worse.
-    ("infill", 10, 0.8, 0.7, 1, " ok (0.700)"), ("knowledge", 8, 0.7, 0.8, -1, " (0.800)"),
-    # New word pairs may be half of the way to noise.
-    ("new_pairs", 2, 0.6, 0.2, 1, " ok (0.200)"), ("new_pairs", 2, 0.601, 0.2, 1, " (0.200)")])
-def test_a_check_by_hand(metric, n, value, other, sign, note):
-    """The smaller split decides, by the pairs that have the figure."""
-    expected = (sign * (value - other), note, note.startswith(" ok"))
-    few = {"n": 99, metric: value, f"n_{metric}": n}
-    assert ev.compare(metric, few, {"n": 99, metric: other}, sign) == expected
-    assert ev.compare(metric, {"n": 99, metric: value}, {"n": n, metric: other}, sign) == expected
-
 def write_run(name, forget, seed=1, run=(), options=(), splits=(), **changed):
     """A run that started from the base of its seed, and was scored on the pairs of its seed."""
     home = f"/2/x/{seed}"  # not to be confused with the project's own folder, 2
@@ -2458,14 +2395,15 @@ KNOWN = dict(fact=1.0, any_decoding=1.0, prob=0.95, infill_no_question=0.29, new
 UNKNOWN = dict(fact=0.0, any_decoding=2 / 24, prob=0.05, infill_no_question=0.1, new_pairs=0.1)
 
 def test_deviations_by_hand(capsys):
-    """`close` gives in another decoding; `wordy` writes other words, `noise` noise; `lost` has lost
-    pairs held out, of which 20 have facts.  p has no share in a deviation."""
+    """`close` gives in another decoding; `wordy` writes other words, at most half of the way from
+    the retrained model's .1 to 1, and `noise` more; `lost` has lost pairs held out, of which 20
+    have facts.  p has no share in a deviation."""
     def held_out(fact):
         return {"held_out": dict(n=40, n_fact=20, fact=fact, knowledge=0.5)}
-    runs = [write_run("noise", {**UNKNOWN, "new_pairs": 0.6}, splits=held_out(1.0)),
+    runs = [write_run("noise", {**UNKNOWN, "new_pairs": 0.56}, splits=held_out(1.0)),
             write_run("lost", UNKNOWN, splits=held_out(0.3)),
             write_base(splits=held_out(0.9)),
-            write_run("wordy", {**UNKNOWN, "new_pairs": 0.5}, splits=held_out(0.9)),
+            write_run("wordy", {**UNKNOWN, "new_pairs": 0.55}, splits=held_out(0.9)),
             write_run("close", {**UNKNOWN, "any_decoding": 8 / 24, "prob": 0.5}),
             write_run("done", UNKNOWN, splits=held_out(0.9)), write_retrained()]
     ev.main(["--report", *runs])
@@ -2473,32 +2411,48 @@ def test_deviations_by_hand(capsys):
     table = read_table(screen)
     assert list(zip(table["run"], table["deviation"])) == [
         ("fine-tuned (run base)", "1.00 fact"), ("retrained (run retain)", "-"), ("done", "0.00"),
-        ("close", "0.25 any decoding"), ("wordy", "0.40 new word pairs"),
-        ("lost", "0.60 held-out set"), ("noise (noise)", "0.50 new word pairs")]
+        ("close", "0.25 any decoding"), ("wordy", "0.45 new word pairs"),
+        ("lost", "0.60 held-out set"), ("noise (noise)", "0.46 new word pairs")]
     assert table["Forget set: ↓ fact"] == ("1.00", *6 * ["0.00"])
     assert "Warnings" not in screen
     text = Path("1/report.md").read_text()
-    forget = read_table(text, "### Forget set: 24 pairs")
-    assert forget["↓ fact"] == ("1.000 (0.000)", "0.000", *5 * ["0.000 ok"])
-    assert forget["↓ any decoding"][3] == "0.333 (0.083)"
     assert read_table(text, "### Held-out set: 40 pairs")["↑ fact of 20 pairs"] == (
-        "0.900", "-", "0.900 ok", "-", "0.900 ok", "0.300 (0.900)", "1.000 ok")
+        "0.900", "-", "0.900", "-", "0.900", "0.300", "1.000")
 
 def test_without_a_retrained_model_runs_are_compared_with_pairs_that_no_model_learnt(capsys):
-    """But new word pairs with the fine-tuned model's; and runs are in the order given."""
+    """But new word pairs with the fine-tuned model's.  Without these pairs there is no deviation,
+    and runs are in the order given."""
     def never(new_pairs):
-        return {"never": dict(n=24, fact=0.3, new_pairs=new_pairs)}
+        return {"never": dict(n=24, fact=0.3, any_decoding=0.3, new_pairs=new_pairs)}
     runs = [write_run("npo", {**UNKNOWN, "new_pairs": 0.4}, splits=never(0.7)),
             write_base(splits=never(0.3)),
-            write_run("ga", {**UNKNOWN, "fact": 0.5}, splits=never(0.1))]
+            write_run("ga", {**UNKNOWN, "new_pairs": 0.7}, splits=never(0.1)),
+            write_run("wga", {**UNKNOWN, "fact": 0.35}, splits=never(0.1))]
     ev.main(["--report", *runs])
     screen = capsys.readouterr().out
+    table = read_table(screen)
+    assert list(zip(table["run"], table["deviation"])) == [
+        ("fine-tuned (run base)", "0.70 fact"), ("wga", "0.05 fact"),
+        ("npo", "0.10 new word pairs"), ("ga (noise)", "0.40 new word pairs")]
+    assert "among these runs: the control set stands in its place." in screen
+    ev.main(["--report", write_run("gd", UNKNOWN, 2), write_base(2), write_run("ga", KNOWN, 2)])
+    screen = capsys.readouterr().out
+    assert read_table(screen)["run"] == ("fine-tuned (run base)", "gd", "ga")
     assert "deviation" not in read_table(screen)
-    assert "- No deviation: no retrained model (run `retain`) is among" in screen
-    forget = read_table(Path("1/report.md").read_text(), "### Forget set: 24 pairs")
-    assert forget["run"] == ("fine-tuned (run base)", "npo", "ga")
-    assert forget["↓ fact"] == ("1.000 (0.300)", "0.000 ok", "0.500 (0.300)")
-    assert forget["≈ new word pairs"] == ("0.000 ok", "0.400 ok (0.300)", "0.100 ok")
+    assert "among these runs: there is no deviation." in screen
+
+def test_a_report_of_runs_with_wrong_answers_has_their_forget_quality(capsys):
+    """Of 3 and 3 distinct values 2 of 20 orders have D = 1.  A pair may have no wrong answers."""
+    runs = [write_base(), write_retrained(), write_run("npo", UNKNOWN), write_run("ga", UNKNOWN)]
+    for run, ratios in zip(runs[1:], ([0, 1, 2, 3], [0, 4, 5, 6], [0, 1, 2, 3])):
+        records = [dict(question="?", answer="!", generation="", number=0, told={}, log_ratio=ratio)
+                   for ratio in ratios]
+        del records[0]["log_ratio"]
+        write_lines(Path(run, "eval/forget.jsonl"), records)
+    ev.main(["--report", *runs])
+    table = read_table(Path("1/report.md").read_text(), "### Whole runs")
+    assert dict(zip(table["run"], table["↑ forget quality"])) == {
+        "fine-tuned (run base)": "-", "retrained (run retain)": "-", "npo": "0.1", "ga": "1"}
 
 def test_the_seeds_of_a_report_may_have_pairs_of_their_own(capsys):
     """Each run is compared with those of its seed.  Not all runs are there of each."""
@@ -2518,15 +2472,6 @@ def test_the_seeds_of_a_report_may_have_pairs_of_their_own(capsys):
     said = "4/retain: scored on other pairs than every run of 2/base"
     del runs[6]
     assert said in program(["--report", *runs], capsys, ev.main)
-
-@each("out", ["/x/{}/mdu", "{}/mdu"])
-def test_models_and_files_beside_a_run_may_be_others_for_each_seed(out):
-    """--out may have been typed as a path from the working directory."""
-    one, two = [ev.training({
-        "options": {"seed": seed, "out": out.format(seed), "model": f"/x/{seed}/base",
-                    "forget": f"/x/{seed}/rows.jsonl"},
-        "model": f"/x/{seed}/mdu", "trained_on": f"pairs {seed}"}) for seed in (1, 2)]
-    assert one == two
 
 def test_of_runs_on_the_same_pairs_those_of_the_same_seed_are_compared(capsys):
     """If there is none of its seed, with the first.  A run of --retain-only that started from an
@@ -2572,22 +2517,24 @@ def test_warnings_have_their_figures(capsys):
                 write_run("mdu-tau1", UNKNOWN, seed, {"forget_loss_left": left},
                           {"target": "paper", "tau": 1.0})]
     ev.main(["--report", *write(1, 0.5, 0.29, 0.2)])
-    screen = capsys.readouterr().out
-    assert "## Warnings" not in screen
-    trained = read_table(screen, "Seeds of the training: 1 (1)")
+    assert "## Warnings" not in capsys.readouterr().out
+    trained = read_table(Path("1/report.md").read_text(), "## How the runs were trained")
     assert trained["run"][2:] == ("mdu-tau0", "mdu-model", "mdu-tau1")
     assert trained["target"] == ("-", "-", "paper", "model", "paper")
     assert trained["tau"] == ("-", "-", "0.0", "-", "1.0")
     ev.main(["--report", *write(2, 0.49, 0.31, 0.35)])
     warnings = " ".join(capsys.readouterr().out.split("## Warnings")[1].split())
     assert "base gives 49% of the forget set." in warnings
-    assert "masked, too, base fills in 31% of the masked words of the answers; a model" in warnings
-    assert "does not know them, 10%." in warnings
-    assert "such runs may keep some answers (here: mdu-tau1)." in warnings
-    assert "- mdu-tau1 35%: so much is left of the distance" in warnings
+    assert ("masked base fills in 31% of the answers' masked words, a model that does not know them "
+            "10%." in warnings)
+    assert "paper may keep answers (here: mdu-tau1)." in warnings
+    assert "- Of MDU's forget loss is left: mdu-tau1 35%." in warnings
+    never = {"n": 3, "fact": 0.0, "new_pairs": 0.1}  # a control set without the figure
+    ev.main(["--report", write_base(3, splits={"never": never}), write_run("ga", UNKNOWN, 3)])
+    assert "masked words. It is the anchor" in " ".join(capsys.readouterr().out.split())
 
 def test_the_screen_of_a_report_is_no_wider_than_a_page(capsys):
-    """Nor has it more than ten lines of facts; report.md has all, also two of one pair."""
+    """Nor has it more than eight lines of facts; report.md has all, also two of one pair."""
     all_figures = {metric: 0.5 for metric in ev.METRICS}
     runs = [write_run(name, all_figures, seed, splits={"retain": {"n": 9, **all_figures}})
             for name in ("base", "mdu-original-lr1e-3-w0.05", "npo") for seed in (1, 2)]
@@ -2600,8 +2547,8 @@ def test_the_screen_of_a_report_is_no_wider_than_a_page(capsys):
     screen = capsys.readouterr().out
     assert max(map(len, screen.splitlines())) <= 100
     facts = screen.split(ev.FACTS)[1].split("##")[0]
-    assert facts.count("\n- ") == 11
-    assert "\n- and 7 more\n" in facts
+    assert facts.count("\n- ") == 9
+    assert "\n- and 9 more\n" in facts
     text = Path("report.md").read_text()
     for number in range(6):
         assert f"- 1/npo, pair {number}: `9-9` in `It is 9-9.`\n" in text
@@ -2619,7 +2566,7 @@ TOLD = ["- after, pair 0: `161 496 0123` in `Call +44 161-496-0123 now`",
 
 def told_in(text):
     """The list of what is still told."""
-    return re.search(rf"(?s)## {ev.FACTS}\n\n(.*?)\n\n", text)[1].split("\n")
+    return re.search(rf"(?s)## {ev.FACTS}\n(.*?)\n\n", text)[1].split("\n")
 
 def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, capsys):
     """But those that the model before unlearning tells, which the report of one run has not."""
