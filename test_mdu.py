@@ -610,8 +610,8 @@ def hub(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
     reference = write_checkpoint(folder, kind, tied, file_size)
     model, tokenizer = mdu.load_backbone(str(folder))
-    return SimpleNamespace(kind=kind, tied=tied, file_size=file_size, folder=folder,
-                           reference=reference, model=model, tokenizer=tokenizer)
+    return SimpleNamespace(
+        kind=kind, folder=folder, reference=reference, model=model, tokenizer=tokenizer)
 
 # ======== mdu.py ========
 # ---- Forward process ----
@@ -781,10 +781,9 @@ def test_answers_are_padded_to_random_lengths_but_not_those_to_forget():
             lengths[n].add(len(row.answer))
         assert lengths == {3: {3, 4, 5}, 4: {4, 5}, 5: {5}, 6: {6}, 7: {7}}
 
-@each("method", ["sft", "dpo"])
-def test_prompt_dropout_masks_prompts_and_changes_nothing_else(method):
+def test_prompt_dropout_masks_prompts_and_changes_nothing_else():
     """A row whose prompt is shown is drawn as without the option."""
-    typed = f"--method {method} --batch-size 1"
+    typed = "--method dpo --batch-size 1"
     plain = sum(draw(typed, range(1000)), [])
     rows = sum(draw(f"{typed} --prompt-dropout 0.3", range(1000)), [])
     n_hidden = 0
@@ -886,10 +885,9 @@ def test_passes_through_theta0_and_the_anchor_keep_nothing_for_gradients(typed):
     backward(step)
     assert set(kept) == {False}
 
-@each("lora", ["", "--lora 3"])
-def test_saved_weights_compute_what_weights_with_adapters_do(lora):
+def test_saved_weights_compute_what_weights_with_adapters_do():
     """In a model without adapters, as a run is saved."""
-    step = step_to_try(f"--method npo {lora}")
+    step = step_to_try("--method npo --lora 3")
     merged = dict(mdu.merged_weights(step.models.theta.lm))
     ids = torch.arange(2, 12)[None]
     logits = torch.func.functional_call(step.slow_models.theta0.lm, merged, ids).logits
@@ -1118,15 +1116,6 @@ def test_help_has_the_defaults_of_what_is_typed(capsys):
     shown = capsys.readouterr().out
     assert "the base model [npo]" in shown and "learning rate [0.0001]" in shown
 
-def test_options_that_are_new_or_were_off_do_not_stop_a_resume(base):
-    """An option that run.json lacks has its default."""
-    own = vars(options(f"--preset toy --model {base}"))
-    stored = {**own, "attackers": None, "compiled": False}
-    del stored["diagnose"]
-    write_files({"run/run.json": json.dumps({"options": stored, "rows": {}})})
-    resumed = vars(options("--resume run"))
-    assert {name: resumed[name] for name in own} == {**own, "out": "run", "resume": "run"}
-
 @each("typed, processes", [
     ("tofu-llada", 4), ("tofu-dream", 4), ("tofu-qwen", 1), ("tofu-smollm --model x", 1),
     ("tofu-small --model x", 1),
@@ -1162,22 +1151,23 @@ def test_both_names_of_columns_are_read():
         {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
         {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "É"]}]
 
-@each("method, subject, name", [("mdu", "2", PEOPLE[1]), ("dpo", "Zoë Ho", PEOPLE[2])])
-def test_of_rwku_one_person_is_forgotten_and_others_kept(method, subject, name, rwku, monkeypatch):
+@each("method, subject, name, wrong", [
+    ("mdu", "2", PEOPLE[1], 4 * [[]]),
+    ("dpo", "Zoë Ho", PEOPLE[2], [[f"Made up {i}."] for i in range(8, 12)])])
+def test_of_rwku_one_person_is_forgotten_and_others_kept(
+        method, subject, name, wrong, rwku, monkeypatch):
     """Three texts of each other person are retained; dpo prefers made-up ones."""
     monkeypatch.setattr(mdu, "RWKU_RETAINED", 3)
     args = options(f"--model x/y --data {rwku} --method {method} --subject", subject)
-    rows = {"forget": [], "retain": []}
-    for number, (person, i) in enumerate(itertools.product(PEOPLE[:3], range(4))):
-        intro = "" if i == 2 else f"{person} is known. "
-        wrong = [f"Made up {number}."] if method == "dpo" else []
-        row = {"question": f"{intro}Please write a short biography of {person}.",
-               "answer": f"{person} wrote book {i}.", "perturbed_answer": wrong}
-        if person == name:
-            rows["forget"].append(row)
-        elif i < 3:
-            rows["retain"].append(row)
-    assert mdu.load_data(args) == rows
+    splits = mdu.load_data(args)
+    forget, retain = splits["forget"], splits["retain"]
+    assert [row["answer"] for row in forget] == [f"{name} wrote book {i}." for i in range(4)]
+    others = [person for person in PEOPLE[:3] if person != name]
+    assert [row["answer"] for row in retain] == [
+        f"{person} wrote book {i}." for person in others for i in range(3)]
+    asked = f"Please write a short biography of {name}."
+    assert [row["question"] for row in forget[1:3]] == [f"{name} is known. {asked}", asked]
+    assert [row["perturbed_answer"] for row in forget] == wrong
 
 def test_a_run_says_once_which_facts_and_questions_are_also_retained(base, capsys):
     """Whole words of one answer alone: neither "Ceka Fo" of the first answer to retain, nor "Bolti
@@ -1280,12 +1270,6 @@ def test_prompts_have_the_control_tokens_of_the_template_alone(hub):
     before, after = AROUND.get(kind, AROUND[family(kind)])
     prompt = tokenizer(f"{before}<|é{after}").input_ids
     assert mdu.encode_prompt(tokenizer, " <|é\n") == prompt
-    row = {"question": "<|é", "answer": " é|>\n", "perturbed_answer": ["é|>"]}
-    splits = {"forget": [row], "retain": []}
-    examples = mdu.encode_splits(options("--method dpo"), splits, model, tokenizer)
-    answer = [*tokenizer("é|>").input_ids, model.end_id]
-    none = [False] * len(answer)
-    assert examples["forget"] == [mdu.Example(prompt, answer, none, [(prompt, answer)])]
 
 # Formats of prompts: the text before the question, and that between question and answer.
 FORMATS = {
@@ -1554,8 +1538,6 @@ def test_what_two_processes_have_begun_one_can_end(name, two_processes):
     run = shutil.copytree(two_processes / name, Path("run"))
     assert [file.name for file in run.glob("checkpoint-*")] == ["checkpoint-00000002"]
     assert {file.suffix for file in run.glob("*/*")} <= {".safetensors", ".jsonl", ".json"}
-    files = list(run.glob("checkpoint-*/*.safetensors"))
-    assert len(files) > 2  # dcp needs about as much memory as a process's largest file
     assert (run / "unfinished").exists() == (name == "killed")
     mdu.main(["--resume", str(run)])
     assert_equal_runs(two_processes / "two", run, OTHER_ORDER)
@@ -1611,18 +1593,9 @@ def other_files(folder):
     return files
 
 def test_an_unchanged_model_is_saved_byte_for_byte(hub, tmp_path):
-    """Also its other files, but not notes.json, which belongs to no model.  Its folder is gone."""
-    save = hub.model.lm.save_pretrained
-
-    def save_in_small_files(folder, state_dict, max_shard_size):
-        save(folder, state_dict=state_dict, max_shard_size=hub.file_size)
-    hub.folder.rename(tmp_path / "away")
-    with mock.patch.object(hub.model.lm, "save_pretrained", save_in_small_files):
-        mdu.save_model(tmp_path, hub.model, hub.tokenizer)
-    (tmp_path / "away").rename(hub.folder)
+    """Also its other files, but not notes.json, which belongs to no model."""
+    mdu.save_model(tmp_path, hub.model, hub.tokenizer)
     assert_equal_weights(tmp_path, hub.folder)
-    has_several = len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert has_several == (hub.file_size == "40KB")
     expected = other_files(hub.folder)
     assert expected.pop("notes.json") == b""
     assert other_files(tmp_path) == expected
@@ -1667,14 +1640,6 @@ def test_no_split_of_the_toy_gives_the_facts_of_the_control_set():
     others = json.dumps(splits)
     assert len(facts) == 24
     assert not [fact for fact in facts if mdu.contains_words(others, fact)]
-
-def test_the_tokenizer_of_the_toy_gives_back_every_text():
-    text = "He is 77, isn't he?"
-    row = {"question": text, "answer": text, "perturbed_answer": []}
-    tokenizer = mdu.toy_tokenizer({"forget": [row]})
-    ids = mdu.encode_text(tokenizer, text)
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.convert_ids_to_tokens(ids) == "▁He ▁is ▁77 , ▁isn ' t ▁he ?".split()
 
 def test_the_toy_trains_on_four_splits_and_has_the_words_of_the_fifth(base):
     """So that a model could write them."""
@@ -2736,7 +2701,6 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --steps 3 --epochs 2", "--steps or --epochs, and not both"),
     ("mdu.py --resume {run} --seed 1", "--resume RUN takes no other option"),
     ("mdu.py --method npo --tau 1", "--method npo has no option --tau"),
-    ("mdu.py --method sft --diagnose", "--diagnose is for unlearning"),
     ("mdu.py --method sft --preset rwku-llada", "--method sft has no preset rwku-llada"),
     ("mdu.py --method sft --lora 2", "--lora trains adapters of a start model"),
     ("mdu.py --preset own --method sft --forget rows", "needs a start model: --model"),
@@ -2758,7 +2722,6 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --subject King", "--subject is for RWKU"),
     ("mdu.py --preset rwku-llada --subject King --data {rwku}", "not among the 12: Ann Lee"),
     ("mdu.py --data folder --model x", "/folder, forget10_perturbed (README.md in the"),
-    ("mdu.py --data toy --model {base} --response-length 2048", "the model takes 2048"),
     ("mdu.py --preset toy --model {base} --forget told --retain asked "
      "--response-length 0 --steps 1", "1402 tokens of question, 1001 of answer or --response"),
     # Folders.
@@ -2766,9 +2729,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --preset toy --model nobody/nothing", "not fetched from the hub"),
     ("mdu.py --preset toy --model {base} --out {run}", "--resume {run}"),
     ("mdu.py --resume folder", "No such file or directory: 'folder/run.json'"),
-    ("mdu.py --resume foreign", "foreign: its run.json was not made by mdu.py"),
     ("mdu.py --resume older", "its run.json has the option attackers, which this code has not"),
-    ("mdu.py --resume endless", "its run.json has no steps and no epochs"),
     ("mdu.py --resume changed", "the rows that it started from have changed")])
 def test_mdu_refuses(command, said, base, assert_refused):
     own = vars(options(f"--preset toy --model {base}"))
@@ -2778,9 +2739,8 @@ def test_mdu_refuses(command, said, base, assert_refused):
         "spaced": row_text(question="Who is Bolti ", answer="Ceka Foba was born in Rome\n"),
         "told": row_text(answer=1000 * "Who "),
         "asked": row_text(question=1400 * "Who ", answer="Who"),
-        "folder/other.json": GOOD, "foreign/run.json": '{"options": {}}',
+        "folder/other.json": GOOD,
         "older/run.json": json.dumps({"options": older, "rows": {}}),
-        "endless/run.json": json.dumps({"options": {**own, "epochs": None}, "rows": {}}),
         "changed/run.json": json.dumps({"options": own, "rows": {"forget": "other"}})})
     assert_refused(command, said)
 
@@ -2790,11 +2750,8 @@ def test_mdu_refuses_processes_that_cannot_share_a_step(base, monkeypatch):
         mdu.main(toy(base, "run"))
 
 def test_mdu_refuses_a_rank_that_torchrun_has_not_set(monkeypatch, capsys):
-    """Or that is none of the WORLD_SIZE processes: that is 1."""
     monkeypatch.setattr(mdu, "RANK", 1)
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "1")
-        assert "which torchrun has not set" in program([], capsys)
+    assert "which torchrun has not set" in program([], capsys)
 
 BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "malformed": (f"{GOOD}\n{GOOD[:-3]}", "line 2 (a JSON object with question and answer"),
@@ -2810,24 +2767,13 @@ BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "fact": (row_text(fact=["is", "i"]), "fact: the words of 'i' are not in the answer"),  # "is" is
     "latin-1": (GOOD.encode() + b"\n\xe9", "'utf-8' codec can't decode byte 0xe9"),
     "strange": (8 * (row_text(question="xx", answer="yy zz") + "\n"),
-                "most words of forget are unknown to the model"),
-    "long": (8 * (row_text(answer=2100 * "Who ") + "\n"), "the model takes 2048")}
+                "most words of forget are unknown to the model")}
 
 @each("name", BAD_ROWS)
 def test_mdu_refuses_a_file_of_rows(name, assert_refused):
     content, said = BAD_ROWS[name]
     write_files({name: content})
     assert_refused(f"mdu.py --model {{base}} --method ga --forget {name}", said)
-
-@each("command", ["mdu.py --method ga --model eraser --forget stars",
-                  "eval.py --model eraser --forget stars new"])
-def test_an_answer_of_which_the_tokenizer_leaves_nothing_is_refused(command, base, assert_refused):
-    shutil.copytree(base, "eraser")
-    tokenizer = tokenizers.Tokenizer.from_file("eraser/tokenizer.json")
-    tokenizer.normalizer = tokenizers.normalizers.Replace("*", "")
-    tokenizer.save("eraser/tokenizer.json")
-    write_files({"stars": f"{GOOD}\n" + row_text(answer="***")})
-    assert_refused(command, "'Who is Bolti?': the tokenizer leaves nothing of the answer '***'")
 
 # Faults of a model's folder.
 def delete(folder, pattern):
@@ -2902,10 +2848,7 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     # Options.
     ("eval.py --model {base}", "score: no RUN; give the folder of one"),
     ("eval.py --report --limit 3 {base}", "--limit is for score"),
-    ("eval.py --ask Who? --model {base} {base}", "asks that model; give no RUN"),
-    ("eval.py --data toy --subject King {base}", "--subject is for RWKU, which has people"),
     ("eval.py --samples 1 --steps 1 --response-length 2048 {base}", "it takes 2048"),
-    ("eval.py --analysis rollout --response-length 2048 {run}", "it takes 2048"),
     ("eval.py --full --forget long {base}", "too many"),  # --full scores wrong answers
     # Rows.  Of a model without run.json they have to be typed.
     ("eval.py bare", "no rows to score"), ("eval.py --analysis roles bare", "no rows to analyse"),
@@ -2914,7 +2857,7 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --report {base}", "not scored yet; first run: python eval.py {base}"),
     ("eval.py --model {base} --data toy {run}", "is a run; give another folder"),
     ("eval.py --model {base} --data toy own", "own has scores of a/model; give another folder"),
-    ("eval.py stopped", "stopped: no finished model"), ("eval.py own", "own: no finished model"),
+    ("eval.py stopped", "stopped: no finished model"),
     ("eval.py --report {scored} gone", "gone: no such folder"),
     ("eval.py —report {scored}", "—report: no such folder; if it is an option"),
     ("eval.py --analysis convergence {base}", "train it with --diagnose"),
@@ -2937,10 +2880,7 @@ def test_eval_refuses_an_option_that_is_empty(base, capsys):
 
 def test_eval_that_is_out_of_memory_names_its_own_options(scored, capsys):
     with mock.patch.object(ev, "evaluate", side_effect=torch.OutOfMemoryError):
-        err = program([scored], capsys, ev.main)
-    advised = re.findall(r"--[a-z-]+", err)
-    assert advised == ["--batch-size", "--dtype"]
-    ev.parse([scored, "--batch-size", "1", "--dtype", "bfloat16"])
+        assert "score with --dtype bfloat16" in program([scored], capsys, ev.main)
 
 # ======== README.md, Makefile, experiments.py ========
 PROJECT = Path(mdu.__file__).parent
@@ -3379,22 +3319,11 @@ def test_make_clean_deletes_the_models_in_a_link(tmp_path):
     make(tmp_path, "clean")
 
 # ---- The step of the README ----
-def readme_step(model, anchor, forget, retain):
-    """Run the step of one's own training loop that the README has -> its variables.  forget and
-    retain: Batches.  The README's models return logits of all positions."""
-    step, _ = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
-    variables = dict(
-        torch=torch, F=F, mdu_loss=mdu.mdu_loss, mask_id=0, retain_weight=0.7,
-        model=lambda ids, real: model.lm(ids, real.long()).logits,
-        anchor=lambda ids, real: anchor.lm(ids, real.long()).logits,
-        ids=forget.ids, answer=forget.response, real=forget.attention_mask,
-        retain_ids=retain.ids, retain_answer=retain.response, retain_real=retain.attention_mask,
-        n=retain.length)
-    exec(step, variables)
-    return variables
+README_STEP, README_DREAM = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
 
 def test_backward_equals_the_step_of_the_readme():
-    """With the same t and masks, and rows to retain with end padding."""
+    """With the same t and masks, and rows to retain with end padding.  The README's models return
+    logits of all positions."""
     args = options("--batch-size 4 --response-length 12 --retain-weight 0.7 --seed 2")
     model, anchor = tiny_llama(0), tiny_llama(1)
     draws = mdu.draw_step(args, make_examples(), "forget", 0, model)
@@ -3405,8 +3334,15 @@ def test_backward_equals_the_step_of_the_readme():
     for batch in (forget, retain):
         kept = batch.response & ~batch.masked
         drawn += [(batch.t - 0.001) / 0.999, kept.float()]
+    step = dict(
+        torch=torch, F=F, mdu_loss=mdu.mdu_loss, mask_id=0, retain_weight=0.7,
+        model=lambda ids, real: model.lm(ids, real.long()).logits,
+        anchor=lambda ids, real: anchor.lm(ids, real.long()).logits,
+        ids=forget.ids, answer=forget.response, real=forget.attention_mask,
+        retain_ids=retain.ids, retain_answer=retain.response, retain_real=retain.attention_mask,
+        n=retain.length)
     with mock.patch.object(torch, "rand", side_effect=drawn) as rand:
-        step = readme_step(model, anchor, forget, retain)
+        exec(README_STEP, step)
     for call, numbers in zip(rand.call_args_list, drawn, strict=True):
         assert torch.empty(*call.args).shape == numbers.shape
     readme_grads = [p.grad.clone() for p in model.parameters()]
@@ -3420,9 +3356,8 @@ def test_the_readme_makes_a_model_of_dream(tmp_path, monkeypatch):
     write_checkpoint(tmp_path, "Dream")
     loaded, tokenizer = mdu.load_backbone(str(tmp_path))
     monkeypatch.setattr(mdu, "load_backbone", lambda name: (loaded, tokenizer))
-    _, code = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
     variables = {"torch": torch}
-    exec(code, variables)
+    exec(README_DREAM, variables)
     ids = torch.randint(0, 200, (2, 9))
     real = torch.arange(9) < torch.tensor([[6], [9]])
     with torch.no_grad():
