@@ -911,18 +911,18 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, monke
     model, tokenizer = load_float64(str(base))
     theta0, _ = load_float64(str(base))
     examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
-    parameters = list(model.parameters())
-    adamw = torch.optim.AdamW(parameters, betas=(0.9, 0.999), eps=1e-8, weight_decay=0)
+    adamw = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0)
     norms = []
     # 24 rows in batches of 8: one step of warm-up, then half a cosine over two steps.
     for line, lr in zip(metrics("run"), [0.01, 0.01, 0.005], strict=True):
         rows = mdu.draw_step(args, examples, "forget", line["step"] - 1, model)
         forget_loss, retain_loss = slow_step(args, mdu.Models(model, theta0, theta0), *rows)
-        grads = torch.autograd.grad(forget_loss + args.retain_weight * retain_loss, parameters)
-        norm = math.sqrt(sum(grad.square().sum().item() for grad in grads))
+        adamw.zero_grad()
+        (forget_loss + args.retain_weight * retain_loss).backward()
+        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
         norms.append(norm)
-        for p, grad in zip(parameters, grads, strict=True):
-            p.grad = grad / max(1, norm)
+        for p in model.parameters():
+            p.grad /= max(1, norm)
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
         found = [line["lr"], line["grad_norm"], line["forget"], line.get("retain", 0)]
@@ -1395,20 +1395,17 @@ def test_a_loaded_model_equals_transformers_own_class(hub):
     model.eval()
 
 def test_a_model_that_ends_its_answers_with_another_token_is_told_of(base, capsys):
-    """Which config.json may say, as well as the padding."""
+    """Which config.json may say."""
     shutil.copytree(base, "other")
     replace(Path("other"), '"eos_token": "<end>"', '"eos_token": "<user>"')
-    replace(Path("other"), '"pad_token": "<end>"', '"pad_token": "<assistant>"')
-    file = Path("other/config.json")
-    said = []
-    for run, changes in (("run", {}), ("run-2", {"end_token_id": 1, "pad_token_id": 1})):
-        file.write_text(json.dumps({**read_json(file), **changes}))
-        mdu.main(toy("other", run, "--steps 1"))
-        said.append(capsys.readouterr().out)
-    assert "other ends its answers with <end> (probability" in said[0]
-    assert 'write "end_token_id": 1 into' in said[0]
-    assert "ends its answers" not in said[1] and "padding <end>, end <end>" in said[1]
-    assert "its padding is <end>; by its tokenizer it is <assistant>" in said[1]
+    mdu.main(toy("other", "run", "--steps 1"))
+    said = capsys.readouterr().out
+    assert "other ends its answers with <end> (probability" in said
+    assert 'write "end_token_id": 1 into' in said
+    config = Path("other/config.json")
+    config.write_text(json.dumps({**read_json(config), "end_token_id": 1}))
+    mdu.main(toy("other", "run-2", "--steps 1"))
+    assert "ends its answers" not in capsys.readouterr().out
 
 @each("shift, places", [(None, [1, 3]), (True, [0, 2])])
 def test_outputs_are_shifted_if_config_json_says_so(shift, places, tmp_path):
