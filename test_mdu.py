@@ -402,11 +402,7 @@ def tofu(tmp_path_factory):
                "real_authors_perturbed": 3, "world_facts_perturbed": 3}
     rows = {}
     for config, size in configs.items():
-        rows[config] = []
-        for i in range(size):
-            rows[config].append({
-                "question": f"Q {config} {i}?", "answer": f"A {i}.",
-                "paraphrased_answer": f"D {i}.", "perturbed_answer": [f"B {i}.", f"C {i}."]})
+        rows[config] = [{"question": f"Q {config} {i}?", "answer": "A."} for i in range(size)]
     return write_dataset(tmp_path_factory.mktemp("tofu"), {"train": rows})
 
 RWKU_ROWS = json.loads("""{
@@ -1151,23 +1147,22 @@ def test_both_names_of_columns_are_read():
         {"question": "p", "answer": "é", "perturbed_answer": ["w"], "fact": ["é"]},
         {"question": "p", "answer": "é", "perturbed_answer": [], "fact": ["é", "É"]}]
 
-@each("method, subject, name, wrong", [
-    ("mdu", "2", PEOPLE[1], 4 * [[]]),
-    ("dpo", "Zoë Ho", PEOPLE[2], [[f"Made up {i}."] for i in range(8, 12)])])
-def test_of_rwku_one_person_is_forgotten_and_others_kept(
-        method, subject, name, wrong, rwku, monkeypatch):
+@each("method, subject, name", [("mdu", "2", PEOPLE[1]), ("dpo", "Zoë Ho", PEOPLE[2])])
+def test_of_rwku_one_person_is_forgotten_and_others_kept(method, subject, name, rwku, monkeypatch):
     """Three texts of each other person are retained; dpo prefers made-up ones."""
     monkeypatch.setattr(mdu, "RWKU_RETAINED", 3)
     args = options(f"--model x/y --data {rwku} --method {method} --subject", subject)
-    splits = mdu.load_data(args)
-    forget, retain = splits["forget"], splits["retain"]
-    assert [row["answer"] for row in forget] == [f"{name} wrote book {i}." for i in range(4)]
-    others = [person for person in PEOPLE[:3] if person != name]
-    assert [row["answer"] for row in retain] == [
-        f"{person} wrote book {i}." for person in others for i in range(3)]
-    asked = f"Please write a short biography of {name}."
-    assert [row["question"] for row in forget[1:3]] == [f"{name} is known. {asked}", asked]
-    assert [row["perturbed_answer"] for row in forget] == wrong
+    rows = {"forget": [], "retain": []}
+    for number, (person, i) in enumerate(itertools.product(PEOPLE[:3], range(4))):
+        intro = "" if i == 2 else f"{person} is known. "
+        wrong = [f"Made up {number}."] if method == "dpo" else []
+        row = {"question": f"{intro}Please write a short biography of {person}.",
+               "answer": f"{person} wrote book {i}.", "perturbed_answer": wrong}
+        if person == name:
+            rows["forget"].append(row)
+        elif i < 3:
+            rows["retain"].append(row)
+    assert mdu.load_data(args) == rows
 
 def test_a_run_says_once_which_facts_and_questions_are_also_retained(base, capsys):
     """Whole words of one answer alone: neither "Ceka Fo" of the first answer to retain, nor "Bolti
@@ -1214,25 +1209,23 @@ def test_remove_truth_by_hand():
     # No word of a fact is below the limit, so all of the fact count.
     (0, "Ann 2024", "gone Oslo", "gone 7"),
     # Ann is, 2024 is not; no word of "Oslo" is.
-    (0.2, "Ann", "gone Oslo", "gone 7 Ann"),
-    (0.5, "Ann 2024", "gone Oslo", "gone 7 Ann 2024")])
+    (0.2, "Ann", "gone Oslo", "gone Ann 7"),
+    (0.5, "Ann 2024", "gone Oslo", "gone Ann 2024 7")])
 def test_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none, monkeypatch):
     """Of ten answers to retain "Ann" is in two, "2024" in five, "in", "Oslo" and "8" in all; once
     in each, though "Ann" is there twice.  The first row's fact is "Ann, 2024", the second's are
     "gone" and "Oslo", the third has none: there all words of the answer count."""
     monkeypatch.setattr(mdu, "RARE", rare)
     monkeypatch.setattr(mdu, "RARE_IN_FACT", rare)
-    vocabulary = ["<mask>", "<end>", *"gone Ann in Oslo 2024 7 8 .".split()]
-    tokenizer = mock.Mock()
-    tokenizer.decode = lambda ids, **_: " ".join(vocabulary[i] for i in ids if i > 1)
+    tokens = "gone Ann in Oslo 2024 7 8 .".split()
+    tokenizer = mock.Mock(decode=lambda ids, **_: " ".join(tokens[i] for i in ids))
     answers = 2 * ["Ann Ann in Oslo 2024 8"] + 3 * ["in Oslo 2024 8"] + 5 * ["in Oslo, 8"]
     fields = [{"fact": ["Ann, 2024"]}, {"fact": ["gone", "Oslo"]}, {}]
     rows = {"forget": fields, "retain": [{"answer": text} for text in answers]}
-    answer = [*range(2, 10), 1]
-    found = []
-    for flags in mdu.flag_rare_tokens(rows, [mdu.Example([3], answer, [], [])] * 3, tokenizer):
-        found.append({vocabulary[token] for token, is_rare in zip(answer, flags) if is_rare})
-    assert found == [set(of_ann.split()), set(of_oslo.split()), set(of_none.split())]
+    examples = 3 * [mdu.Example([], list(range(8)), [], [])]
+    flags = mdu.flag_rare_tokens(rows, examples, tokenizer)
+    found = [" ".join(itertools.compress(tokens, of_row)) for of_row in flags]
+    assert found == [of_ann, of_oslo, of_none]
 
 def test_every_part_of_a_rare_word_is_flagged(hub):
     """Tokens are bytes here: all of a rare word are flagged, none of the signs and common words."""
@@ -1741,10 +1734,8 @@ def test_gaps_by_hand(row, parts, bytes_tokenizer):
     assert ev.gap_of(bytes_tokenizer, row, ids).tolist() == [*expected, False]
 
 def test_filling_gaps_equals_a_slow_loop(monkeypatch):
-    """Every second token is in the gap, of an answer of one token none.  Token 0 is written A."""
-    def encode_answer(tokenizer, row, text):
-        return row["question"], [ord(c) - 65 for c in text]
-    monkeypatch.setattr(ev, "encode_answer", encode_answer)
+    """Every second token is in the gap, of an answer of one token none."""
+    monkeypatch.setattr(ev, "encode_answer", lambda tokenizer, row, text: row["pair"])
     monkeypatch.setattr(ev, "gap_of", lambda *given: torch.arange(len(given[-1])) % 2 == 1)
     model = FakeModel()
     rng = np.random.default_rng(3)
@@ -1759,7 +1750,7 @@ def test_filling_gaps_equals_a_slow_loop(monkeypatch):
             filled = slow_filled(model, ids, places, len(places) * [1])
             right = [filled[i] == answer[i - len(prompt)] for i in places]
             expected.append(np.mean(right) if right else None)
-        rows.append(dict(question=prompt, answer="".join(chr(65 + token) for token in answer)))
+        rows.append({"pair": (prompt, answer), "answer": ""})
     n_passes = len(model.seen)  # of one row each
     model.seen.clear()
     assert [*itertools.chain(*ev.fill_gaps(model, None, rows, ARGS))] == expected
