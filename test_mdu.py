@@ -619,18 +619,6 @@ LN2, LN3, LN4_3 = log(2), log(3), log(4 / 3)
 FLAT, TILT, STEEP = f64([0, 0]), f64([0, LN3]), f64([0, 2 * LN3])  # p(first) = 1/2, 1/4, 1/10
 TILT_FLAT = torch.cat([TILT, FLAT])
 
-# At random: 5 sequences, in one of which nothing is masked, and a vocabulary of 6.
-MASKED = torch.rand(5, 7, generator=torch.Generator().manual_seed(0)) < 0.5
-MASKED[2] = False
-M = int(MASKED.sum())
-TRUE_TOKENS = torch.arange(M) % 6
-T = f64(0.1, 0.3, 0.5, 0.7, 0.9)
-
-def random_logits(seed):
-    generator = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(M, 6, generator=generator, dtype=torch.float64)
-    return logits.requires_grad_()
-
 @each("logits, anchor_logits, masked, tau, expected", [
     (FLAT, TILT, ONE, 1.0, LN4_3 / 2),  # 1/2 log 2 + 1/2 log 2/3
     (TILT_FLAT, torch.cat([TILT, TILT]), TWO, 1.0, LN4_3 / 4),  # mean with 0
@@ -638,41 +626,6 @@ def random_logits(seed):
     (TILT, None, ONE, 0, 0.75 * LN3 - LN2)])  # 1/4 log 1/2 + 3/4 log 3/2
 def test_mdu_loss_by_hand(logits, anchor_logits, masked, tau, expected):
     assert_close(mdu.mdu_loss(logits, anchor_logits, masked, tau), f64(expected))
-
-# The losses of logits, as functions of logits and true tokens.
-LOSSES_OF_LOGITS = {
-    "mdu": lambda logits, true_tokens: mdu.mdu_loss(logits, random_logits(2), MASKED, 0.3),
-    "mdu-tau0": lambda logits, true_tokens: mdu.mdu_loss(logits, None, MASKED, 0),
-    "sft": partial(mdu.sft_loss, masked=MASKED, t=T.float()),
-    "wga": partial(mdu.wga_loss, masked=MASKED, gamma=0.3)}
-
-@each("name", LOSSES_OF_LOGITS)
-def test_a_loss_refuses_logits_of_more_or_fewer_tokens_than_the_masked_ones(name):
-    """Those of one token would be taken for those of all."""
-    for n in (M + 1, M - 1, 1):
-        with pytest.raises((RuntimeError, ValueError), match="shape"):
-            LOSSES_OF_LOGITS[name](torch.zeros(n, 6), torch.zeros(n, dtype=torch.long))
-
-@each("name", LOSSES_OF_LOGITS)
-def test_a_loss_of_16_bit_logits_is_computed_in_float32(name):
-    loss = LOSSES_OF_LOGITS[name]
-    logits = random_logits(1).bfloat16()
-    assert_close(loss(logits, TRUE_TOKENS), loss(logits.float(), TRUE_TOKENS), 1e-6)
-
-@each("loss, x", [
-    *[(partial(loss, true_tokens=TRUE_TOKENS), random_logits(1))
-      for loss in LOSSES_OF_LOGITS.values()],
-    (lambda nll: mdu.npo_loss(nll, T, 0.2), T), (lambda nll: mdu.dpo_loss(nll, T, T, T, 0.1), T),
-    (lambda nll: mdu.simnpo_loss(nll, torch.arange(1, 6), 2.5), T)])
-def test_a_loss_and_its_gradient_stay_finite(loss, x):
-    """Where the first number (of logits: the first token) is moved far away."""
-    for gap in (1e6, -1e6):
-        extreme = x.detach().float()
-        extreme[..., 0] += gap
-        extreme.requires_grad_()
-        found = loss(extreme)
-        [grad] = torch.autograd.grad(found.sum(), extreme)
-        assert found.isfinite().all() and grad.isfinite().all()
 
 def test_losses_of_the_baselines_by_hand():
     # (log 4 + log 2) / t
@@ -687,15 +640,48 @@ def test_losses_of_the_baselines_by_hand():
     by_hand = mdu.dpo_loss(f64(1), f64(1 + LN3), f64(2 + LN3), f64(2), 0.5)
     assert_close(by_hand, f64(LN4_3))
 
-@each("loss, n", [(lambda t, _: mdu.sft_loss(random_logits(1), TRUE_TOKENS, MASKED, t), 1),
-                  (mdu.npo_loss, 2), (mdu.simnpo_loss, 2), (mdu.dpo_loss, 4)])
-def test_a_loss_refuses_a_column_in_place_of_a_number_for_each_sequence(loss, n):
-    """PyTorch would broadcast it to (5, 5)."""
-    for i in range(n):
-        tensors = n * [T]
-        tensors[i] = T[:, None]
-        with pytest.raises(ValueError, match="the shape"):
-            loss(*tensors, 0.2)
+# At random: 5 sequences, in one of which nothing is masked, and a vocabulary of 6.
+MASKED = torch.rand(5, 7, generator=torch.Generator().manual_seed(0)) < 0.5
+MASKED[2] = False
+M = int(MASKED.sum())
+LOGITS, ANCHOR_LOGITS = 2 * torch.randn(2, M, 6, generator=torch.Generator().manual_seed(1))
+TRUE_TOKENS = torch.arange(M) % 6
+T = f64(0.1, 0.3, 0.5, 0.7, 0.9)
+LOSSES = {  # {name: (loss, its tensors)}
+    "mdu": (partial(mdu.mdu_loss, masked=MASKED, tau=0.3), [LOGITS, ANCHOR_LOGITS]),
+    "mdu-tau0": (partial(mdu.mdu_loss, anchor_logits=None, masked=MASKED, tau=0), [LOGITS]),
+    "sft": (lambda logits, t: mdu.sft_loss(logits, TRUE_TOKENS, MASKED, t), [LOGITS, T]),
+    "wga": (partial(mdu.wga_loss, true_tokens=TRUE_TOKENS, masked=MASKED, gamma=0.3), [LOGITS]),
+    "npo": (partial(mdu.npo_loss, beta=0.2), [T, T]),
+    "simnpo": (partial(mdu.simnpo_loss, beta=2.5), [T, torch.arange(1, 6)]),
+    "dpo": (partial(mdu.dpo_loss, beta=0.1), [T, T, T, T])}
+
+@each("name", LOSSES)
+def test_a_loss_refuses_a_tensor_of_another_shape(name):
+    """PyTorch would broadcast a column, or a tensor with one entry."""
+    loss, tensors = LOSSES[name]
+    for i, tensor in enumerate(tensors):
+        for wrong in (tensor[:, None], tensor[:1], tensor[1:]):
+            with pytest.raises((RuntimeError, ValueError), match="shape|size"):
+                loss(*tensors[:i], wrong, *tensors[i + 1:])
+
+@each("name", LOSSES)
+def test_a_loss_and_its_gradient_stay_finite(name):
+    """Where the first number (of logits: the first token) is moved far away."""
+    loss, (first, *others) = LOSSES[name]
+    for gap in (1e6, -1e6):
+        extreme = first.float().clone()
+        extreme[..., 0] += gap
+        extreme.requires_grad_()
+        found = loss(extreme, *others)
+        [grad] = torch.autograd.grad(found.sum(), extreme)
+        assert found.isfinite().all() and grad.isfinite().all()
+
+@each("name", ["mdu", "mdu-tau0", "sft", "wga"])
+def test_a_loss_of_16_bit_logits_is_computed_in_float32(name):
+    loss, (logits, *others) = LOSSES[name]
+    logits = logits.bfloat16()
+    assert_close(loss(logits, *others), loss(logits.float(), *others), 1e-6)
 
 # ---- Batches ----
 def has_rare_tokens(name):
