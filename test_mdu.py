@@ -514,9 +514,7 @@ HEADERS = (  # LLaDA's template ends with the assistant's header, asked for or n
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-NO_SYSTEM = (
-    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}<assistant>")
+PLAIN = "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}<assistant>"
 THINKING = CHATML + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 TOKENS = {  # special tokens, ids from 256 on, after the bytes
     "llama": "<|startoftext|> <|endoftext|> <|mdm_mask|> <|start_header_id|> <|end_header_id|> "
@@ -554,7 +552,7 @@ def write_tokenizer(folder, kind):
         settings.update(tokenizer_class="PreTrainedTokenizerFast", chat_template=HEADERS,
                         bos_token="<|startoftext|>")
         if kind == "illada":  # no token is named the mask token
-            settings = dict(chat_template=NO_SYSTEM, eos_token="</s>", pad_token="<pad>",
+            settings = dict(chat_template=PLAIN, eos_token="</s>", pad_token="<pad>",
                             unk_token="<unk>")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
@@ -1100,19 +1098,6 @@ def test_help_has_the_defaults_of_what_is_typed(capsys):
     shown = capsys.readouterr().out
     assert "the base model [npo]" in shown and "learning rate [0.0001]" in shown
 
-@each("typed, processes", [
-    ("tofu-llada", 4), ("tofu-dream", 4), ("tofu-qwen", 1), ("tofu-smollm --model x", 1),
-    ("tofu-small --model x", 1),
-    ("rwku-llada --subject 1", 4), ("rwku-dream --subject 1", 2)])
-def test_a_preset_suits_the_processes_that_the_readme_names(typed, processes, monkeypatch):
-    """With every method that it has, whose own options have a meaning in --help."""
-    monkeypatch.setattr(mdu, "WORLD", processes)
-    for method, entry in mdu.METHODS.items():
-        assert entry.options.keys() <= mdu.OPTIONS.keys()
-        if "rwku" in typed and method in ("sft", "gd"):  # refused: see the table of bad input
-            continue
-        mdu.check(options(f"--preset {typed} --method {method}"), mdu.toy_world())
-
 # ---- Data ----
 def test_rows_come_from_files_or_from_data(tofu):
     rows = [{"question": f"F {i}?", "answer": "a", "perturbed_answer": []} for i in range(3)]
@@ -1602,14 +1587,6 @@ def test_checkpoints_that_a_finished_run_has_left_are_deleted_later(again, unlea
     assert not list(Path("run").glob("checkpoint-*"))
 
 # ---- Toy ----
-def test_the_toy_has_five_wrong_answers_to_each_question():
-    for row in itertools.chain(*mdu.toy_world().values()):
-        wrong = set(row["perturbed_answer"])
-        assert len(wrong) == 5
-        right = [text for text in (row["answer"], *wrong)
-                 if mdu.contains_words(text, row["fact"][0])]
-        assert right == [row["answer"]]
-
 def test_no_split_of_the_toy_gives_the_facts_of_the_control_set():
     splits = mdu.toy_world()
     facts = [row["fact"][0] for row in splits.pop("never")]
@@ -2092,10 +2069,10 @@ NEVER = [dict(question="Who is Lemi?", answer="He is Tira.", fact="Tira"),
 @pytest.fixture
 def files(tmp_path):
     """Options of eval.py with a file for each."""
-    forget = write_lines(tmp_path / "forget.jsonl", FORGET)
-    retain = write_lines(tmp_path / "retain.jsonl", RETAIN)
-    never = write_lines(tmp_path / "never.jsonl", NEVER)
-    return ["--forget", forget, "--retain", retain, "--never", never]
+    typed = []
+    for name, rows in (("forget", FORGET), ("retain", RETAIN), ("never", NEVER)):
+        typed += [f"--{name}", write_lines(tmp_path / f"{name}.jsonl", rows)]
+    return typed
 
 # ---- Token ids of a row ----
 def test_both_parts_of_a_row_are_from_one_text(monkeypatch):
