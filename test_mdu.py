@@ -1005,17 +1005,6 @@ def test_trained_weights_are_float32_and_theta0_is_in_bfloat16(hub):
     for lm in (model.lm, theta0.lm):
         assert_close(lm.model.rotary_emb.inv_freq, hub.reference.model.rotary_emb.inv_freq)
 
-def test_compiled_blocks_compute_the_same(base, monkeypatch):
-    """Traced, and not compiled: a compiler would take most of a minute."""
-    compile_ = mock.Mock(wraps=partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(torch, "compile", compile_)
-    typed = "--steps 3 --lr 0.01 --lora 2 --checkpoint-activations"
-    mdu.main(toy(base, "plain", typed))
-    assert not compile_.called
-    mdu.main(toy(base, "compiled", f"{typed} --compile"))
-    assert compile_.call_count == 2  # blocks
-    assert_equal_weights("plain", "compiled", 1e-5)
-
 @each("losses, expected", [
     ([8, 4, 3, 2, 1, 0], (5, 1, 0.2)), ([8, 4, 3, 2, 1], None),
     (10 * [10] + 170 * [7] + 20 * [1], (10, 1, 0.1)),  # the first ten, the last tenth
