@@ -140,7 +140,7 @@ def attack(plan, out, runs, options, scoring):
 
 # ---- The small model ----
 def demo(plan, out, seed):
-    names = ["authors", *BASELINES, "mdu-tau0", "mdu-tau0.5", "mdu-tau1", "mdu-removed"]
+    names = ["authors", *BASELINES, "mdu-tau0", "mdu-tau0.25", "mdu-tau1", "mdu-removed"]
     compare(plan, out, names, dict(seed=seed, method="sft"), dict(seed=seed), dict(samples=32))
 
 def figures(plan, out, seed):
