@@ -2976,7 +2976,7 @@ def test_the_form_on_the_page_is_that_of_today():
 @each("name, content, typed, said", [
     ("forget.jsonl", GOOD, "attack", "forget.jsonl, row 1: needs the field request"),
     ("forget.jsonl", row_text(request="R1"), "attack", "needs a person with two rows"),
-    ("names.csv", "name\nLi", "names retain.jsonl", "names.csv, row 2: needs a name and a request"),
+    ("names.csv", "name\nLi", "names retain.jsonl", "names.csv, row 2: needs a request, and"),
     ("names.csv", "request,name\nR1,Li,Bo", "names retain.jsonl", "not as many cells"),
     ("retain.jsonl", "x", "names retain.jsonl", "retain.jsonl: line 1: JSONDecodeError"),
     ("retain.jsonl", GOOD, "lines retain.csv retain.jsonl", "retain.jsonl exists, and stays"),

@@ -6,9 +6,10 @@
     python .github/own_rows.py refusals              # the questions to forget, with a refusal
     python .github/own_rows.py form out/own          # the record of the case, to fill in
 
-forget.jsonl has the field `request` in each row: the number of the request by which one person's
-data is deleted.  names.csv has the columns request and name.  A fact has the number of its place
-in forget.jsonl, a name of its place in names.csv: so new rows go to the end of either file.
+They read forget.jsonl, retain.jsonl and names.csv in the folder in which they are typed, and write
+into out/own.  A row of forget.jsonl has the field `request`: the number of the request by which one
+person's data is deleted.  names.csv has the columns request and name.  A fact has the number of its
+place in forget.jsonl, a name of its place in names.csv: so new rows go to the end of either file.
 
 `names` prints texts of rows.  What it writes, out/own/count-1.json, then count-2.json, ..., has
 none, and neither has the form: numbers of rows, names, facts and requests stand for them.
@@ -34,6 +35,9 @@ import transformers
 
 import eval as ev
 import mdu
+
+FORGET, RETAIN, NAMES = "forget.jsonl", "retain.jsonl", "names.csv"
+FOLDER = Path("out/own")
 
 
 # ---- Rows of a file ----
@@ -80,11 +84,13 @@ def texts_in(value):
         return " ".join(texts_in(each) for each in value)
     return str(value)
 
+def write(path, text):
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, encoding="utf-8")
+
 def write_lines(path, rows):
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    path.write_text("".join(lines), encoding="utf-8")
+    write(path, "".join(lines))
     print(f"{path}: {len(rows)} rows")
 
 def convert(args):
@@ -92,11 +98,11 @@ def convert(args):
                 f"{args.new} exists, and stays: delete it, or give another name")
     write_lines(args.new, [row for _, row in read_rows(args.file)])
 
-def rows_to_forget(path):
-    """Rows of forget.jsonl: their fields as mdu.py has them, and their request."""
+def rows_to_forget():
+    """Their fields as mdu.py has them, and their request."""
     rows = []
-    for number, row in read_rows(path):
-        with mdu.naming(f"{path}, row {number}", UnicodeError):
+    for number, row in read_rows(FORGET):
+        with mdu.naming(f"{FORGET}, row {number}", UnicodeError):
             fields = mdu.check_row(row)
             mdu.require(row.get("request"), "needs the field request, the number of the request by "
                         "which this person's data is deleted")
@@ -125,35 +131,32 @@ def contains(text, part):
         return f" {' '.join(part)} " in f" {' '.join(text)} "
     return "".join(part) in "".join(text)
 
-def names_and_facts(args):
+def names_and_facts():
     """[(such as "name 1", its request, its text, the question of a fact)]."""
     parts = []
-    for number, row in read_rows(args.names):
-        mdu.require(row.get("name") and row.get("request"),
-                    f"{args.names}, row {number}: needs a name and a request")
-        mdu.require(plain_words(row["name"]), f"{args.names}, row {number}: has no letter")
+    for number, row in read_rows(NAMES):
+        mdu.require(row.get("request") and plain_words(row.get("name") or ""),
+                    f"{NAMES}, row {number}: needs a request, and a name with a letter or digit")
         parts.append((f"name {len(parts) + 1}", row["request"], row["name"], None))
-    n_facts = 0
-    for row in rows_to_forget(args.forget):
+    n_names = len(parts)
+    for row in rows_to_forget():
         for fact in row["fact"]:
-            n_facts += 1
-            parts.append((f"fact {n_facts}", row["request"], fact, row["question"]))
+            label = f"fact {len(parts) - n_names + 1}"
+            parts.append((label, row["request"], fact, row["question"]))
     return parts
 
-def next_file(folder, pattern):
-    """The first of count-1.json, count-2.json, ... that does not exist."""
-    number = 1
-    while Path(folder, pattern.format(number)).exists():
-        number += 1
-    return Path(folder, pattern.format(number))
-
-def sha256_of_weights(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def numbered(folder, pattern):
+    """count-1.json, count-2.json, ... of a folder -> those that exist, and the next one."""
+    existing = []
+    file = Path(folder, pattern.format(1))
+    while file.exists():
+        existing.append(file)
+        file = Path(folder, pattern.format(len(existing) + 1))
+    return existing, file
 
 def count_names(args):
     """Print each row that has a name or a fact, and write their numbers."""
-    parts = names_and_facts(args)
+    parts = names_and_facts()
     found = []
     rows_found = Counter()
     for path in args.files:
@@ -167,12 +170,9 @@ def count_names(args):
             if labels:
                 found.append([path, number, labels])
                 rows_found[path] += 1
-    files = {path: mdu.FILE_HASHES[path] for path in (args.names, args.forget, *args.files)}
-    record = {"date": time.strftime("%Y-%m-%d %H:%M"), "files": files,
-              "n_parts": len(parts), "found": found}
-    file = next_file(args.folder, "count-{}.json")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    files = {path: mdu.FILE_HASHES[path] for path in (NAMES, FORGET, *args.files)}
+    _, file = numbered(FOLDER, "count-{}.json")
+    write(file, json.dumps({"files": files, "found": found}, indent=1))
     for path in args.files:
         print(f"{path}: {len(parts)} names and facts searched, found in {rows_found[path]} rows")
     print(f"the numbers are in {file}")
@@ -183,7 +183,7 @@ def write_attack(args):
     """taught.jsonl: one row of each person who has several.  asked.jsonl: the other rows, without
     facts that a taught row has.  kept.jsonl: as many rows to retain as are taught."""
     of_request = {}
-    for row in rows_to_forget(args.forget):
+    for row in rows_to_forget():
         of_request.setdefault(row["request"], []).append(row)
     taught = []
     for i, rows in enumerate(of_request.values()):
@@ -202,15 +202,14 @@ def write_attack(args):
                 asked.append({**row, "fact": left})
         print(f"request {request}: rows {len(rows)}, taught {len(rows) - len(others)}, facts that "
               f"are not asked because a taught row has them {n_left_out}")
-    mdu.require(taught and asked, f"{args.forget}: the attack needs a person with two rows or more")
-    kept = [row for _, row in read_rows(args.retain)][:len(taught)]
+    mdu.require(taught and asked, f"{FORGET}: the attack needs a person with two rows or more")
+    kept = [row for _, row in read_rows(RETAIN)][:len(taught)]
     for name, rows in (("taught", taught), ("asked", asked), ("kept", kept)):
-        write_lines(Path(args.folder, f"{name}.jsonl"), rows)
+        write_lines(FOLDER / f"attack/{name}.jsonl", rows)
 
 def write_refusals(args):
-    rows = [{"question": row["question"], "answer": args.answer}
-            for row in rows_to_forget(args.forget)]
-    write_lines(Path(args.folder, "refusals.jsonl"), rows)
+    rows = [{"question": row["question"], "answer": args.answer} for row in rows_to_forget()]
+    write_lines(FOLDER / "refusals.jsonl", rows)
 
 
 # ---- The form ----
@@ -257,54 +256,53 @@ relearning attack, Forget has the rows that were asked, and Retain those that we
 def write_form(args):
     """The next record-N.md: what people know, from the record before it, and what the runs know."""
     folder = Path(args.folder)
-    file = next_file(folder, "record-{}.md")
+    records, file = numbered(folder, "record-{}.md")
     by_people = PEOPLE
-    before = folder / f"record-{int(file.stem.removeprefix('record-')) - 1}.md"
-    if before.exists():
-        by_people, mark, _ = before.read_text(encoding="utf-8").partition(MARK)
-        mdu.require(mark, f"{before} has lost the line that begins with <!-- own_rows.py")
-    runs = [found.parent for found in folder.rglob("run.json")]
-    runs.sort(key=lambda run: (mdu.read_run(run)["date"], run))
-    scored = [found.parent.parent for found in folder.rglob("eval/summary.json")]
-    scored.sort(key=lambda run: (ev.read_summary(run)["date"], run))
-    counts = sorted(folder.glob("count-*.json"), key=lambda count: count.stat().st_mtime)
-    outdated = find_outdated(runs, scored, counts)
+    if records:
+        by_people, mark, _ = records[-1].read_text(encoding="utf-8").partition(MARK)
+        mdu.require(mark, f"{records[-1]} has lost the line that begins with <!-- own_rows.py")
+    # {folder of a run: its run.json, or its summary.json}, and {file: its count}.
+    runs = {found.parent: mdu.read_run(found.parent) for found in folder.rglob("run.json")}
+    scores = {found.parent.parent: ev.read_summary(found.parent.parent)
+              for found in folder.rglob("eval/summary.json")}
+    runs, scores = by_date(runs), by_date(scores)
+    counts = {count: mdu.read_json(count) for count in numbered(folder, "count-{}.json")[0]}
+    outdated = find_outdated(runs, scores, counts)
     parts = [by_people.rstrip(), MARK, "## Written by own_rows.py", versions(),
              *section("To do again", ["what", "why"], outdated), *runs_section(runs),
-             *models_section(runs, scored),
-             *files_section(runs, scored, counts), *figures_section(scored)]
-    if Path(args.names).exists() and Path(args.forget).exists():
-        parts += facts_section(names_and_facts(args), counts, scored)
-    folder.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+             *models_section(runs, scores), *files_section(runs, scores, counts),
+             *figures_section(scores)]
+    if Path(NAMES).exists() and Path(FORGET).exists():
+        parts += facts_section(counts, scores)
+    write(file, "\n\n".join(parts) + "\n")
     for what, why in outdated:
         print(f"do again: {what}, because {why}")
     print(f"{file}: fill in each ____")
 
-def find_outdated(runs, scored, counts):
+def by_date(infos):
+    return dict(sorted(infos.items(), key=lambda item: (item[1]["date"], item[0])))
+
+def find_outdated(runs, scores, counts):
     """[what has to be done again, why]: where a model is newer than what was done with it, and
     where the last count did not read the rows on which the retrained model was trained."""
+    done = [("scoring", run, summary["model"], run / "eval/summary.json")
+            for run, summary in scores.items()]
+    done += [("training", run, info["options"]["model"], run / "run.json")
+             for run, info in runs.items()]
     found = []
-    for run in scored:
-        model = ev.read_summary(run)["model"]
-        if written(model) > (run / "eval/summary.json").stat().st_mtime:
-            found.append([f"scoring of {shown_path(run)}", f"{shown_path(model)} is newer"])
-    for run in runs:
-        info = mdu.read_run(run)
-        start = info["options"]["model"]
-        if written(start) > (run / "run.json").stat().st_mtime:
-            found.append([f"training of {shown_path(run)}", f"{shown_path(start)} is newer"])
-        read = info["files"].get("retain")
-        if info["options"].get("retain_only") and counts:
-            counted = mdu.read_json(counts[-1])["files"].values()
-            if read not in counted:
-                found.append(["the count of names", f"{counts[-1].name} read another file than the "
-                              f"retain set of {shown_path(run)}"])
+    for what, run, model, file in done:
+        weights = Path(model).glob("*.safetensors")
+        if any(each.stat().st_mtime > file.stat().st_mtime for each in weights):
+            found.append([f"{what} of {shown_path(run)}", f"{shown_path(model)} is newer"])
+    if not counts:
+        return found
+    last = list(counts)[-1]
+    counted = counts[last]["files"].values()
+    for run, info in runs.items():
+        if info["options"].get("retain_only") and info["files"].get("retain") not in counted:
+            found.append(["the count of names", f"{last.name} read another file than the retain "
+                          f"set of {shown_path(run)}"])
     return found
-
-def written(model):
-    """When the last of a model's weights was written; 0 if they are not here."""
-    return max((file.stat().st_mtime for file in Path(model).glob("*.safetensors")), default=0)
 
 def versions():
     command = "git describe --always --dirty --abbrev=40"  # without git it prints nothing
@@ -314,15 +312,12 @@ def versions():
             f"{git.stdout.strip() or 'not known'}. Python {platform.python_version()}, PyTorch "
             f"{torch.__version__}, transformers {transformers.__version__}.")
 
-def table(header, rows):
-    lines = [header, ["-"] * len(header), *rows]
-    return "\n".join(" | ".join(map(str, line)) for line in lines)
-
 def section(title, header, rows):
     """[its title, a table]; [] if there are no rows."""
     if not rows:
         return []
-    return [f"### {title}", table(header, rows)]
+    lines = [header, ["-"] * len(header), *rows]
+    return [f"### {title}", "\n".join(" | ".join(map(str, line)) for line in lines)]
 
 def shown_path(path):
     """From here, where it is here."""
@@ -333,22 +328,20 @@ def shown_path(path):
 
 def runs_section(runs):
     rows = []
-    for run in runs:
-        info = mdu.read_run(run)
+    for run, info in runs.items():
         options = {name: value for name, value in info["options"].items()
                    if value is not None and name not in ("model", "forget", "retain", "out")}
         text = ", ".join(f"{name} {value}" for name, value in options.items())
         rows.append([shown_path(run), info["date"], shown_path(info["options"]["model"]), text,
                      info["torch"], info["transformers"], f"`{info['code']}`"])
-    header = ["run", "date", "start model", "options", "PyTorch", "transformers",
-              "SHA-256 of mdu.py"]
-    return section("Runs", header, rows)
+    return section("Runs", ["run", "date", "start model", "options", "PyTorch", "transformers",
+                            "SHA-256 of mdu.py"], rows)
 
-def models_section(runs, scored):
+def models_section(runs, scores):
     """Each model that was scored or from which a run started: the SHA-256 of its weights, and the
     revision, if `hf download --local-dir` has left it there."""
-    models = {shown_path(mdu.read_run(run)["options"]["model"]) for run in runs}
-    models |= {shown_path(ev.read_summary(run)["model"]) for run in scored}
+    models = {shown_path(info["options"]["model"]) for info in runs.values()}
+    models |= {shown_path(summary["model"]) for summary in scores.values()}
     rows = []
     for model in sorted(models):
         metadata = Path(model, ".cache/huggingface/download/config.json.metadata")
@@ -357,37 +350,36 @@ def models_section(runs, scored):
             revision = metadata.read_text().split()[0]
         weights = sorted(Path(model).glob("*.safetensors"))
         for file in weights:
-            rows.append([model, revision, file.name, f"`{sha256_of_weights(file)}`"])
+            with open(file, "rb") as content:
+                found = hashlib.file_digest(content, "sha256").hexdigest()
+            rows.append([model, revision, file.name, f"`{found}`"])
         if not weights:
             rows.append([model, revision, "no weights here", "-"])
-    return section("Models", ["model", "revision", "file", "SHA-256"], rows)
+    return section("Models", ["model", "revision", "file", "SHA-256 when this was written"], rows)
 
-def files_section(runs, scored, counts):
+def files_section(runs, scores, counts):
     """The SHA-256 of each file of rows, and who read it."""
+    read = [(f"training of {shown_path(run)}", info["files"]) for run, info in runs.items()]
+    read += [(f"scoring of {shown_path(run)}", info["files"]) for run, info in scores.items()]
+    read += [(count.name, info["files"]) for count, info in counts.items()]
     readers = {}  # {(file or split, hash): who}
-    for run in runs:
-        for name, found in mdu.read_run(run)["files"].items():
-            readers.setdefault((name, found), []).append(f"training of {shown_path(run)}")
-    for run in scored:
-        for name, found in ev.read_summary(run)["files"].items():
-            readers.setdefault((name, found), []).append(f"scoring of {shown_path(run)}")
-    for count in counts:
-        for name, found in mdu.read_json(count)["files"].items():
-            name = Path(name).name
-            readers.setdefault((name, found), []).append(count.name)
+    for who, files in read:
+        for name, found in files.items():
+            readers.setdefault((Path(name).name, found), []).append(who)
     rows = [[name, ", ".join(who), f"`{found}`"] for (name, found), who in readers.items()]
     return section("Files of rows", ["file", "read by", "SHA-256"], rows)
 
 FIGURES = ("fact", "knowledge", "any_decoding", "prob", "infill", "infill_no_question", "new_pairs")
 
-def figures_section(scored):
+def figures_section(scores):
     """A table of figures for each folder of runs, as a report has one."""
     parts = []
-    for folder in dict.fromkeys(run.parent for run in scored):
-        summaries = [ev.read_summary(run) for run in scored if run.parent == folder]
-        rows = [["scored on", *[summary["date"] for summary in summaries]]]
+    for folder in dict.fromkeys(run.parent for run in scores):
+        of_folder = {run.name: scores[run] for run in scores if run.parent == folder}
+        rows = [["scored on", *[summary["date"] for summary in of_folder.values()]]]
         for split, metric in itertools.product(ev.SPLITS, ("n", *FIGURES)):
-            figures = [summary["splits"].get(split, {}).get(metric) for summary in summaries]
+            figures = [summary["splits"].get(split, {}).get(metric)
+                       for summary in of_folder.values()]
             if metric == "n":
                 name, digits = "pairs", ""
             else:
@@ -395,34 +387,31 @@ def figures_section(scored):
             cells = ["-" if figure is None else f"{figure:{digits}}" for figure in figures]
             if set(cells) != {"-"}:
                 rows.append([f"{ev.SPLITS[split].title}, {name}", *cells])
-        names = [Path(summary["folder"]).name for summary in summaries]
-        parts += section(f"Figures in {shown_path(folder)}", ["figure", *names], rows)
+        parts += section(f"Figures in {shown_path(folder)}", ["figure", *of_folder], rows)
     return parts
 
-def facts_section(parts, counts, scored):
+def facts_section(counts, scores):
     """A line for each name and fact: the rows that each count found, and whether each run gives it
     in any decoding."""
-    counted = [mdu.read_json(count) for count in counts]
-    told = []  # for each run {(question, fact): whether the run gives it}
-    for run in scored:
-        given = {}
-        for record in ev.read_records(run, "forget"):
-            for label, _, fact, question in parts:
-                if question == record["question"]:
-                    given[label] = fact in record.get("told", {})
-        told.append(given)
+    records = {run: {record["question"]: record for record in ev.read_records(run, "forget")}
+               for run in scores}
     rows = []
-    for label, request, _, _ in parts:
+    for label, request, text, question in names_and_facts():
         cells = []
-        for count in counted:
+        for count in counts.values():
             found = [f"{Path(path).name} {number}"
                      for path, number, labels in count["found"] if label in labels]
             cells.append(", ".join(found) or "none")
-        for given in told:
-            cells.append({True: "given", False: "not given"}.get(given.get(label), "not asked"))
+        for of_run in records.values():
+            if question not in of_run:
+                cells.append("not asked")
+            elif text in of_run[question].get("told", {}):
+                cells.append("given")
+            else:
+                cells.append("not given")
         rows.append([label, request, *cells])
     header = ["number", "request", *[f"rows in {count.stem}" for count in counts],
-              *map(shown_path, scored)]
+              *map(shown_path, scores)]
     return section("Names and facts", header, rows)
 
 
@@ -431,38 +420,21 @@ def parse(argv=None):
     parser = mdu.Parser(description=__doc__, allow_abbrev=False,
                         formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="lines, names, attack, refusals, form")
-    forget = dict(default="forget.jsonl", help="rows to delete [forget.jsonl]")
-    names = dict(default="names.csv", help="columns request and name [names.csv]")
-
     lines = commands.add_parser("lines", help="write a file as JSON lines")
     lines.add_argument("file", help=".csv, .tsv or .json")
     lines.add_argument("new", help="the new file")
     lines.set_defaults(work=convert)
-
     count = commands.add_parser("names", help="count rows that have a name or a fact")
     count.add_argument("files", nargs="+", metavar="FILE",
                        help=".csv, .tsv, .json, .txt; anything else is read as JSON lines")
-    count.add_argument("--names", **names)
-    count.add_argument("--forget", **forget)
-    count.add_argument("--folder", default="out/own", help="for count-N.json [out/own]")
     count.set_defaults(work=count_names)
-
     attack = commands.add_parser("attack", help="write the files of the relearning attack")
-    attack.add_argument("--forget", **forget)
-    attack.add_argument("--retain", default="retain.jsonl", help="[retain.jsonl]")
-    attack.add_argument("--folder", default="out/own/attack", help="[out/own/attack]")
     attack.set_defaults(work=write_attack)
-
     refusals = commands.add_parser("refusals", help="write the questions to forget, refused")
-    refusals.add_argument("--forget", **forget)
     refusals.add_argument("--answer", default="I do not know.", help="[I do not know.]")
-    refusals.add_argument("--folder", default="out/own", help="[out/own]")
     refusals.set_defaults(work=write_refusals)
-
     form = commands.add_parser("form", help="write the record, to fill in")
     form.add_argument("folder", help="with the runs and counts, such as out/own")
-    form.add_argument("--names", **names)
-    form.add_argument("--forget", **forget)
     form.set_defaults(work=write_form)
     return parser.parse_args(argv)
 
