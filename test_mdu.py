@@ -2649,7 +2649,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --data {rwku} --forget rows", "--forget says what to forget"),
     ("mdu.py --data {rwku} --model x", "give one of them with --subject"),
     ("mdu.py --subject King", "--subject is for RWKU"),
-    ("mdu.py --preset rwku-llada --subject King --data {rwku}", "not among the 12: Ann Lee"),
+    ("mdu.py --preset rwku-llada --subject King --data {rwku}", "not among the 12: ['Ann Lee'"),
     ("mdu.py --data folder --model x", "/folder, forget10_perturbed (README.md in the"),
     ("mdu.py --data toy --model {base} --response-length 2048", "the model takes 2048"),
     # Folders.
