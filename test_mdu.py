@@ -196,7 +196,7 @@ class FakeModel:
     """11 tokens, float64 logits (B, T, 11) that depend on all tokens and their order.  boost: of
     the mask token."""
     mask_id, pad_id, end_id = MASK, PAD, 1
-    lm = SimpleNamespace(config=SimpleNamespace(vocab_size=11))
+    lm = SimpleNamespace(config=SimpleNamespace(vocab_size=11, max_position_embeddings=512))
     table = torch.randn(11, 11, generator=torch.Generator().manual_seed(6)).double()
     boost, sure, by_entropy = -50.0, 1, False
 
