@@ -2151,29 +2151,18 @@ run  p
 ---  -
 a    3
 bb   4"""]
-    assert len(ev.pages([*columns[:2], ["wide", 82 * "x", "-"]])) == 2
-    assert len(ev.pages(columns[:1])) == 1  # of runs without a figure
 
-def test_a_report_does_without_answers_pictures_and_other_folders(capsys, monkeypatch):
+def test_a_report_does_without_answers_pictures_and_other_folders(capsys):
     write_summary("a/mdu", {"forget": {"n": 1, "prob": 0.5}})
     Path("stopped").mkdir()
     Path("a/report.png").write_text(ev.MARK)
-    monkeypatch.setenv("MPLBACKEND", "module://that.a.notebook.has")
-    set_signal = mock.Mock()
-    monkeypatch.setattr(signal, "signal", set_signal)
     with mock.patch.object(ev, "draw_methods", side_effect=ValueError("too large")):
         ev.main(["--report", "stopped", "a/mdu"])
-    # Piped into `head`, it ends without a traceback.
-    set_signal.assert_called_with(signal.SIGPIPE, signal.SIG_DFL)
     screen = capsys.readouterr().out
     assert "left out: stopped: no finished model" in screen
     assert "report.png not drawn: ValueError('too large')" in screen
     assert "report.png" not in Path("a/report.md").read_text()
     assert not Path("a/report.png").exists()  # of an earlier report
-    assert "MPLBACKEND" not in os.environ
-    # A file of answers that was cut short is refused.
-    Path("a/mdu/eval/forget.jsonl").write_text('{"number": 0}\n{"numb')
-    assert "forget.jsonl: JSON" in program(["--report", "a/mdu"], capsys, ev.main)
     # What somebody else wrote is not replaced.
     Path("a/report.md").write_text("my own")
     with unchanged("a"):
@@ -2209,10 +2198,7 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
             "- 2/npo: `''A' 2`" in text)
     assert "](report.png)" in text
     assert Path("report.png").exists()
-    made = text.split("## How this was made")[1]
-    assert "- SHA-256 of the mdu.py that trained the runs: abc\n" in made
     assert read_table(text, "## How the runs were trained")["seeds"] == ("1, 2, 3", "1")
-    assert "'samples': 1" in made
 
 def test_rwku_is_scored_with_a_tokenizer(rwku, tmp_path):
     """Every split, of the first ten people."""
@@ -2252,7 +2238,6 @@ OTHER_SEED = {"seed": 2, "out": "/x/2/mdu", "model": "/x/2/base", "forget": "/x/
 
 @each("changed, said", [
     ({"protocol": {**PROTOCOL, "samples": 2}}, "now samples is 2 and 1"),
-    ({"protocol": {**PROTOCOL, "rows": "x"}}, "now rows is x and abc"),
     ({"format": ev.FORMAT - 1}, "b/mdu: scored by other code; score it again"),
     ({"options": {**OPTIONS, "lr": 1e-4}}, "now lr is 0.001 and 0.0001"),
     ({"options": {**OPTIONS, **OTHER_SEED, "model": "/x/2/new"}}, "now model is base and new"),
@@ -2396,8 +2381,7 @@ def test_any_run_of_a_method_may_be_the_one_from_which_most_started():
     assert ev.find_references(methods) == (methods["base"], [])
 
 @each("marks, mark", [
-    (["", "noise", "noise"], "noise"), (["noise", "", ""], ""), (["", "noise"], "noise"),
-    (["noise", ""], "noise")])
+    (["", "noise", "noise"], "noise"), (["noise", "", ""], ""), (["", "noise"], "noise")])
 def test_a_method_is_noise_if_half_of_its_runs_are(marks, mark):
     assert ev.mark_of([{"mark": of_run} for of_run in marks]) == mark
 
@@ -2446,8 +2430,6 @@ def test_the_screen_of_a_report_is_no_wider_than_a_page(capsys):
     text = Path("report.md").read_text()
     for number in range(6):
         assert f"- 1/npo, pair {number}: `9-9` in `It is 9-9.`\n" in text
-    tables = text.split("```")[1::2]
-    assert max(len(line) for table in tables for line in table.splitlines()) <= 100
 
 # The telephone is told by the usual answer, the date by another one.  "Gdansk" is another word.
 LEAKS = [dict(question="Who has Zoë's telephone?", answer="161 496 0123", fact="161 496 0123"),
@@ -2494,14 +2476,10 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     assert told_in(capsys.readouterr().out) == [
         "- none; other wordings of the questions were not tried"]
 
-    # An attack: a report of one run has no model before unlearning.  Of "clean" the summary alone
-    # was kept.
-    os.remove("clean/eval/forget.jsonl")
+    # An attack: a report of one run has no model before unlearning.
     ev.main(["--report", "after"])
-    screen = capsys.readouterr().out
-    assert told_in(screen) == TOLD
-    assert read_table(screen)["run"] == ("after",)
-    assert read_table(screen)["Retain set: ↑ fact"] == ("1.00",)
+    assert told_in(capsys.readouterr().out) == TOLD
+    os.remove("clean/eval/forget.jsonl")  # the summary alone was kept
     ev.main(["--report", "before", "clean"])
     assert told_in(capsys.readouterr().out) == ["- not known: clean has no eval/forget.jsonl"]
 
@@ -2522,10 +2500,9 @@ def test_the_analysis_of_roles_equals_a_slow_loop(base, unlearned, tmp_path):
     (--seed, number of the row)."""
     theta0, tokenizer = mdu.load_backbone(str(base))
     model, _ = mdu.load_backbone(str(unlearned))
-    rows = mdu.toy_world()["forget"][1:]
     kls = {I: [], S: [], K: []}  # of each masked token of the role, theta0's and the model's
-    for number in [i * 23 // 20 for i in range(20)]:
-        row = rows[number]
+    for number in (0, 6, 12, 18):
+        row = mdu.toy_world()["forget"][number]
         prompt, answer = mdu.encode_pair(tokenizer, row["question"], row["answer"])
         roles = ev.token_roles(tokenizer, row["question"], answer)
         for mask in ev.draw_masks(len(answer), 2, [4, number]):
@@ -2536,9 +2513,8 @@ def test_the_analysis_of_roles_equals_a_slow_loop(base, unlearned, tmp_path):
                 kls[roles[place]].append(pair)
     before, after = np.transpose([np.mean(of_role, axis=0) for of_role in kls.values()])
     run = shutil.copytree(unlearned, tmp_path / "run")
-    file = write_lines(tmp_path / "rows", rows)
-    flags = "--samples 2 --seed 4 --batch-size 4 --limit 20".split()
-    ev.main(["--analysis", "roles", *flags, "--forget", file, str(run)])
+    flags = "--samples 2 --seed 4 --batch-size 4 --limit 4".split()
+    ev.main(["--analysis", "roles", *flags, str(run)])
     [bars] = read_json(tmp_path / "roles.json")["panels"].values()
     assert [bar["role"] for bar in bars] == 2 * [I, S, K]
     assert [bar["kl"] for bar in bars] == approx([*before, *after], rel=1e-4)
