@@ -1042,8 +1042,7 @@ def test_diagnose_equals_one_sequence_at_a_time(monkeypatch):
     ("--method npo", dict(beta=0.2, retain_weight=1.0, tau=None, out="out/toy/npo")),
     ("--preset tofu-llada", dict(batch_size=16, model="{here}/out/tofu-llada/base")),
     ("--preset tofu-llada --method sft --lr 0.5", dict(epochs=1000, lr=0.5, model=mdu.LLADA)),
-    ("--preset rwku-llada --subject 1 --method ga",
-     dict(model=mdu.LLADA, out="out/rwku-llada/1/ga")),
+    ("--preset rwku-llada --subject 1", dict(out="out/rwku-llada/1/mdu-tau1")),
     # Rows of one's own: with mdu four values that fit together, with others none of them.
     ("--model x", dict(preset="own", target="removed", prompt_dropout=0.2, retain_weight=5.0,
                        lr=5e-6, out="out/own/mdu-tau1-removed")),
@@ -1928,6 +1927,7 @@ def test_scores_equal_one_row_at_a_time(split, scored):
     spread = [0, len(rows) // 3, 2 * len(rows) // 3]
     numbers = [0, 1, 2] if "rephrased" in split else spread
     records = ev.read_records(scored, split)
+    assert ev.read_summary(scored)["splits"][split] == {"n": 3, **ev.summarise(records)}
     for place, i, record in zip(spread, numbers, records, strict=True):
         row = rows[place]
         prompt = mdu.encode_prompt(tokenizer, row["question"])
@@ -1954,12 +1954,6 @@ def test_scores_equal_one_row_at_a_time(split, scored):
         written = [*slow_sampler(model, prompt, 4 * [3]), model.end_id]
         written = written[:written.index(model.end_id)]
         assert record["generation"] == tokenizer.decode(written).strip()
-
-def test_a_summary_has_the_figures_of_its_records(scored):
-    summary = ev.read_summary(scored)
-    for split, figures in summary["splits"].items():
-        assert figures == {"n": 3, **ev.summarise(ev.read_records(scored, split))}
-    assert summary["run"] == {"model_utility": ev.model_utility(summary["splits"])}
 
 def test_scores_of_two_processes_equal_those_of_one(scored_copy, scored, on_two_processes):
     """Of summary.json all but the date, whose minute may be another one."""
@@ -2027,13 +2021,12 @@ def test_new_pairs_by_hand(text, share):
     ev.add_new_pairs(records)
     assert records["forget"][0]["new_pairs"] == approx(share)
 
-def test_ask_prints_what_each_run_answers(base, scored, capsys):
-    with mock.patch.object(ev, "write_answers", return_value=[" a\n b"]) as write_answers:
-        ev.main(["--ask", "Who?", str(base), scored])
-    assert write_answers.call_args.args[2][0]["question"] == "Who?"
+def test_ask_prints_what_each_run_answers(base, scored, monkeypatch, capsys):
+    monkeypatch.setattr(ev, "write_answers", lambda model, tokenizer, rows, settings: [
+        f" Not\n {rows[0]['question']}"])
+    ev.main(["--ask", "Who?", str(base), scored])
     screen = capsys.readouterr().out
-    assert f"{base}: a b\n" in screen
-    assert f"{scored}: a b\n" in screen
+    assert f"{base}: Not Who?\n" in screen and f"{scored}: Not Who?\n" in screen
 
 QUICK = "--samples 1 --limit 2 --steps 2 --response-length 6".split()
 
@@ -2396,10 +2389,6 @@ def test_warnings_have_their_figures(capsys):
                           {"target": "paper", "tau": 1.0})]
     ev.main(["--report", *write(1, 0.5, 0.29, 0.2)])
     assert "## Warnings" not in capsys.readouterr().out
-    trained = read_table(Path("1/report.md").read_text(), "## How the runs were trained")
-    assert trained["run"][2:] == ("mdu-tau0", "mdu-model", "mdu-tau1")
-    assert trained["target"] == ("-", "-", "paper", "model", "paper")
-    assert trained["tau"] == ("-", "-", "0.0", "-", "1.0")
     ev.main(["--report", *write(2, 0.49, 0.31, 0.35)])
     warnings = " ".join(capsys.readouterr().out.split("## Warnings")[1].split())
     assert "base gives 49% of the forget set." in warnings
@@ -2464,7 +2453,6 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     assert splits["forget"]["any_decoding"] == approx((1 + 1 / 2 + 0 + 0) / 4)
     assert splits["never"]["any_decoding"] == 0
     assert "any_decoding" not in splits["retain"]
-    assert splits["never"]["new_pairs"] == 1  # "Nobody." is in no row
 
     ev.main(["--report", "before", "clean", "after"])
     screen = capsys.readouterr().out
