@@ -3142,7 +3142,9 @@ def test_a_signal_ends_the_jobs_of_an_experiment(number, tmp_path):
         Path("out/begun").touch()
         time.sleep(99)""")
     script = f"""if True:
-        import sys
+        import signal, sys
+        # Where a shell runs the tests in the background, this signal is ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.path.insert(0, {str(PROJECT / ".github")!r})
         import experiments
         def endless(plan, out, seed):
