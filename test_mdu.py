@@ -2761,7 +2761,7 @@ PROJECT = Path(mdu.__file__).parent
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (PROJECT / "Makefile").read_text(encoding="utf-8")
 PAGES = {"README.md": README}
-for name in ("OWN_ROWS.md", "PAPER.md", "RESULTS.md"):
+for name in ("CODE.md", "OWN_ROWS.md", "PAPER.md", "RESULTS.md"):
     PAGES[name] = (PROJECT / ".github" / name).read_text(encoding="utf-8")
 
 def parse_command(words):
@@ -3177,11 +3177,11 @@ def test_the_small_model_of_tofu_begins_with_the_words_of_its_rows(tmp_path, mon
     model, _ = mdu.load_backbone(str(tmp_path / "start/new"))
     assert_close([*model.parameters()], [*expected.parameters()], 0)
 
-# ---- The step of the README ----
-README_STEP, README_DREAM = re.findall(r"(?ms)^```python\n(.*?)^```$", README)
+# ---- The step of CODE.md ----
+PAGE_STEP, PAGE_DREAM = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGES["CODE.md"])
 
 def test_backward_equals_the_step_of_the_readme():
-    """With the same t and masks, and rows to retain with end padding.  The README's models return
+    """With the same t and masks, and rows to retain with end padding.  The page's models return
     logits of all positions."""
     args = options("--batch-size 4 --response-length 12 --retain-weight 0.7 --seed 2")
     model, anchor = tiny_llama(0), tiny_llama(1)
@@ -3189,7 +3189,7 @@ def test_backward_equals_the_step_of_the_readme():
     forget, retain = [mdu.make_batch(model, rows) for rows in draws]
     assert forget.masked.any(1).all()  # else backward would mask one token
     assert (retain.length < retain.response.sum(1)).any()
-    drawn = []  # by the README's step: for t and for the masks, below t outside of the answers
+    drawn = []  # by the page's step: for t and for the masks, below t outside of the answers
     for batch in (forget, retain):
         kept = batch.response & ~batch.masked
         drawn += [(batch.t - 0.001) / 0.999, kept.float()]
@@ -3201,7 +3201,7 @@ def test_backward_equals_the_step_of_the_readme():
         retain_ids=retain.ids, retain_answer=retain.response, retain_real=retain.attention_mask,
         n=retain.length)
     with mock.patch.object(torch, "rand", side_effect=drawn) as rand:
-        exec(README_STEP, step)
+        exec(PAGE_STEP, step)
     for call, numbers in zip(rand.call_args_list, drawn, strict=True):
         assert torch.empty(*call.args).shape == numbers.shape
     readme_grads = [p.grad.clone() for p in model.parameters()]
@@ -3216,7 +3216,7 @@ def test_the_readme_makes_a_model_of_dream(tmp_path, monkeypatch):
     loaded, tokenizer = mdu.load_backbone(str(tmp_path))
     monkeypatch.setattr(mdu, "load_backbone", lambda name: (loaded, tokenizer))
     variables = {"torch": torch}
-    exec(README_DREAM, variables)
+    exec(PAGE_DREAM, variables)
     ids = torch.randint(0, 200, (2, 9))
     real = torch.arange(9) < torch.tensor([[6], [9]])
     with torch.no_grad():

@@ -44,6 +44,10 @@ SEEDS = {"table": "1 2 3", "rwku": "0 1 2 3 4 5 6 7 8 9 10"}  # others: 1, witho
 SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct@12fd25f77366fa6b3b4b768ec3050bf629380bac"
 BASELINES = [method for method in mdu.METHODS if method not in ("mdu", "sft")]
 TABLE_2 = ["mdu-tau0", "mdu-tau0.25", "mdu-tau0.5", "mdu-tau0.75", "mdu-tau1", *BASELINES]
+# The trial of the small model, with the settings that were chosen for each method; where a name has
+# no ending, they are those of the preset.
+TRIAL = ["mdu-tau0-lr3e-4-w1-s900", "mdu-tau0.25", "mdu-tau0.5-w1", "mdu-tau0.75", "mdu-tau1",
+         *BASELINES, "authors", "mdu-original", "mdu-removed-w25"]
 
 # ---- Jobs ----
 class Job(NamedTuple):
@@ -198,6 +202,7 @@ def tofu(plan, out, seed):
     first = dict(options, method="sft", retain_only=True, model=new, retain=f"{rows}/other.jsonl",
                  prompt_dropout=0.3)
     if plan.PRESET == "tofu-small":
+        names = TRIAL
         start(plan, "start_small", out, plan.TOFU, seed)
         plan.train(original, [new], first)
         options["forget"] = f"{rows}/forget.jsonl"
