@@ -24,8 +24,8 @@ rwku: install  ## Table 3: PRESET=rwku-llada or rwku-dream, GPUS=4 (or 1 with LO
 	$(EXPERIMENT) rwku
 lint: install  ## ruff's checks (.ruff.toml)
 	$(PYTHON) -m ruff check
-test: install  ## the tests, offline: two minutes on two cores
-	@echo "The tests take about two minutes on two cores."
+test: install  ## the tests, offline: a minute on two cores
+	@echo "The tests take about a minute on two cores."
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -q test_mdu.py
 clean:  ## delete what is in out, with every model, also where out is a link
 	if [ -d out ]; then find -H out -mindepth 1 -delete; fi

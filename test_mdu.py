@@ -1,4 +1,4 @@
-"""Tests of mdu.py and eval.py, on a CPU and offline, in two minutes on two cores:
+"""Tests of mdu.py and eval.py, on a CPU and offline, in a minute on two cores:
 
     python -m pytest -q test_mdu.py
     python -m pytest -q test_mdu.py -k mdu_loss    # those with this in their name
