@@ -121,9 +121,10 @@ def compare(plan, out, names, learn, unlearn, scoring, original=""):
     """Train the fine-tuned model, from which other runs start, and the retrained model; unlearn;
     and score these runs and those that are in the folder already -> all these runs."""
     if plan.HIDDEN:
-        learn["prompt_dropout"] = plan.HIDDEN
+        learn = {**learn, "prompt_dropout": plan.HIDDEN}
     if plan.LORA:
-        learn["lora"] = unlearn["lora"] = plan.LORA
+        learn = {**learn, "lora": plan.LORA}
+        unlearn = {**unlearn, "lora": plan.LORA}
     base = plan.train(f"{out}/base", [original], learn)
     runs = [base, plan.train(f"{out}/retain", [original], {**learn, "retain_only": True})]
     for name in plan.METHODS.split() or names:
@@ -193,43 +194,54 @@ def real(plan, out, seed):
 
 # ---- The paper's Table 2 ----
 def tofu(plan, out, seed):
-    rows, new, original = f"{out}/rows", f"{out}/start/new", f"{out}/start/original"
+    functions = {"tofu-small": tofu_small, "tofu-smollm": tofu_smollm}
+    function = functions.get(plan.PRESET, tofu_published)
+    function(plan, out, seed)
+
+def learn_other_pairs(plan, out, seed, **options):
+    """The model before fine-tuning: a start model that has learnt pairs which no other run has,
+    some without the question, as the paper's target is what the model predicts without it."""
+    new = f"{out}/start/new"
+    options = dict(preset=plan.PRESET, seed=seed, method="sft", retain_only=True, model=new,
+                   retain=f"{out}/rows/other.jsonl", prompt_dropout=0.3, **options)
+    return plan.train(f"{out}/start/original", [new], options)
+
+def tofu_small(plan, out, seed):
+    """The trial: a small model that has learnt nothing but pairs of TOFU."""
+    start(plan, "start_small", out, plan.TOFU, seed)
+    original = learn_other_pairs(plan, out, seed)
+    forget, retain = f"{out}/rows/forget.jsonl", f"{out}/rows/retain.jsonl"
+    options = dict(preset=plan.PRESET, seed=seed, forget=forget)
+    learn = dict(options, method="sft", model=original, retain=f"{out}/rows/known.jsonl")
+    if plan.HIDDEN:
+        learn["steps"] = 5000  # answers are learnt later where questions are masked
+    unlearn = dict(options, retain=retain)
+    # --steps 28: three tokens a step.  One a step, as by default, takes three times as long.
+    scoring = dict(limit=40, samples=8, steps=28, forget=forget, retain=retain,
+                   held_out=f"{out}/rows/held_out.jsonl")
+    compare(plan, out, TRIAL, learn, unlearn, scoring, original)
+
+def tofu_smollm(plan, out, seed):
+    """A published model that predicts the next token, made a diffusion model first."""
+    start(plan, "start_published", out, plan.TOFU, plan.MODEL or SMOLLM)
+    original = learn_other_pairs(plan, out, seed, data=plan.TOFU, steps=200, lr="8e-4")
     names = [*TABLE_2, "authors", "mdu-original", "mdu-removed"]
-    options = dict(preset=plan.PRESET, seed=seed)
-    learn, unlearn, scoring = {}, {}, {}
-    # Two presets have a start model of their own, which learns other pairs first, some without the
-    # question, as the paper's target is what the model predicts without it.
-    first = dict(options, method="sft", retain_only=True, model=new, retain=f"{rows}/other.jsonl",
-                 prompt_dropout=0.3)
-    if plan.PRESET == "tofu-small":
-        names = TRIAL
-        start(plan, "start_small", out, plan.TOFU, seed)
-        plan.train(original, [new], first)
-        options["forget"] = f"{rows}/forget.jsonl"
-        learn["retain"] = f"{rows}/known.jsonl"
-        if plan.HIDDEN:
-            learn["steps"] = 5000
-        unlearn["retain"] = f"{rows}/retain.jsonl"
-        # --steps 28: three tokens a step.  One a step, as by default, takes three times as long.
-        scoring = dict(limit=40, samples=8, steps=28, forget=options["forget"], **unlearn,
-                       held_out=f"{rows}/held_out.jsonl")
-    elif plan.PRESET == "tofu-smollm":
-        start(plan, "start_published", out, plan.TOFU, plan.MODEL or SMOLLM)
-        plan.train(original, [new], dict(first, data=plan.TOFU, steps=200, lr="8e-4"))
-        options.update(data=plan.TOFU, limit=400)
-        scoring = dict(limit=100, samples=32, steps=28)
-    else:
-        options["data"] = plan.TOFU
-        names = TABLE_2
-        original = plan.MODEL or mdu.PRESETS[plan.PRESET]["sft"]["model"]
-        if plan.LORA and plan.GPUS == "1":
-            options["compile"] = True  # LLaDA passed 33.8 rows a second, without it 20.8
-    learn = dict(options, method="sft", model=original, **learn)
-    runs = compare(plan, out, names, learn, {**options, **unlearn}, scoring, original)
-    if plan.PRESET == "tofu-smollm":  # a quarter of the forget set is taught again
-        taught, asked = f"{rows}/taught.jsonl", f"{rows}/asked.jsonl"
-        attack(plan, out, runs, dict(batch_size=16, steps=200, forget=taught),
-               dict(scoring, forget=asked, retain=taught))
+    unlearn = dict(preset=plan.PRESET, seed=seed, data=plan.TOFU, limit=400)
+    learn = dict(unlearn, method="sft", model=original)
+    scoring = dict(limit=100, samples=32, steps=28)
+    runs = compare(plan, out, names, learn, unlearn, scoring, original)
+    taught, asked = f"{out}/rows/taught.jsonl", f"{out}/rows/asked.jsonl"  # a quarter, and the rest
+    attack(plan, out, runs, dict(batch_size=16, steps=200, forget=taught),
+           dict(scoring, forget=asked, retain=taught))
+
+def tofu_published(plan, out, seed):
+    """LLaDA, Dream and Qwen3, which are diffusion models."""
+    original = plan.MODEL or mdu.PRESETS[plan.PRESET]["sft"]["model"]
+    unlearn = dict(preset=plan.PRESET, seed=seed, data=plan.TOFU)
+    if plan.LORA and plan.GPUS == "1":
+        unlearn["compile"] = True  # LLaDA passed 33.8 rows a second, without it 20.8
+    learn = dict(unlearn, method="sft", model=original)
+    compare(plan, out, TABLE_2, learn, unlearn, {}, original)
 
 # ---- The paper's Table 3: LLaDA or Dream, on one GPU or several ----
 def rwku(plan, out, person):
