@@ -2128,6 +2128,17 @@ def test_runs_after_one_that_is_not_finite_are_scored(base, files, capsys):
     assert not Path("bad/eval/summary.json").exists()
     assert ev.read_summary("good")["splits"]["forget"]["n"] == 2
 
+def test_a_model_whose_predictions_overflow_is_not_scored(base, files, capsys):
+    """Its weights are finite, as of a model that needs more than 16 bits."""
+    def nan(model, tokenizer, rows, texts, settings):
+        of_rows = [[math.nan] * len(row_texts) for row_texts in texts]
+        return of_rows, of_rows
+    shutil.copytree(base, "bad")
+    with mock.patch.object(ev, "texts_nll", nan):
+        err = program([*files, *QUICK, "bad"], capsys, ev.main)
+    assert "forget: not scored, because p is nan" in err
+    assert not Path("bad/eval/summary.json").exists()
+
 # ---- Report ----
 def test_a_table_is_as_wide_as_a_page_and_goes_on_below():
     columns = [["run", "a", "bb"], ["Forget set: ↓ infilling, no question", "1", "2"],
