@@ -309,7 +309,7 @@ def without_truth(anchor_logits, true_tokens):
 
 def slow_row_loss(args, row, models):
     """The loss of a row to forget (sft: to train on)."""
-    model, theta0, anchor = models
+    model, theta0, other = models
     beta = args.beta
     if args.method == "sft":
         return slow_row_sft(model, row)
@@ -329,6 +329,7 @@ def slow_row_loss(args, row, models):
         return -(1 / (1 + (-beta * (win - lose)).exp())).log()
     assert args.method == "mdu"
     masked = slow_masked(row, "mdu", args.target, model)
+    anchor = {"MODEL": other, "paper": theta0}.get(args.target, model)
     prompt = [0] * len(row.prompt)
     if args.target in ("MODEL", "removed"):
         prompt = row.prompt
@@ -813,21 +814,14 @@ def step_to_try(typed):
     if args.lora:
         slow_model = with_adapters(slow_theta0, trained_weights(model))
 
-    # 3. The anchor.
-    anchor = theta0
-    slow_anchor = slow_theta0
-    if args.target in ("authors", "removed"):
-        anchor = model
-        slow_anchor = slow_model
-    elif args.target == "MODEL":
-        anchor = slow_anchor = tiny_llama(2, likely)
+    other = tiny_llama(2, likely)  # that of --target MODEL
 
-    # 4. Ten rows of a step of 3 x 4: micro-batches of 3, 3, 3 and 1.
+    # 3. Ten rows of a step of 3 x 4: micro-batches of 3, 3, 3 and 1.
     split = "train" if args.method == "sft" else "forget"
     forget, retain = mdu.draw_step(args, make_examples(args.target), split, 3, model)
     return SimpleNamespace(
-        args=args, models=mdu.Models(model, theta0, anchor), forget=forget[:10],
-        retain=retain[:10], slow_models=mdu.Models(slow_model, slow_theta0, slow_anchor))
+        args=args, models=mdu.Models(model, theta0, other), forget=forget[:10],
+        retain=retain[:10], slow_models=mdu.Models(slow_model, slow_theta0, other))
 
 def backward(step):
     return mdu.backward(step.args, step.models, step.forget, step.retain)
@@ -850,10 +844,10 @@ def test_backward_equals_one_sequence_at_a_time(typed):
         assert_close(p.grad, grad, 1e-9)
 
 @each("typed", ["--method mdu", "--method mdu --target MODEL", "--method npo", "--method dpo"])
-def test_passes_through_theta0_and_the_anchor_keep_nothing_for_gradients(typed):
+def test_passes_through_frozen_models_keep_nothing_for_gradients(typed):
     step = step_to_try(typed)
     kept = []
-    for frozen in step.models[1:]:  # theta0 and the anchor
+    for frozen in step.models[1:]:  # theta0 and the MODEL of --target
         frozen.register_forward_hook(lambda *_: kept.append(torch.is_grad_enabled()))
     backward(step)
     assert set(kept) == {False}
@@ -889,7 +883,7 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, monke
     # 24 rows in batches of 8: one step of warm-up, then half a cosine over two steps.
     for line, lr in zip(metrics("run"), [0.01, 0.01, 0.005], strict=True):
         rows = mdu.draw_step(args, examples, "forget", line["step"] - 1, model)
-        forget_loss, retain_loss = slow_step(args, mdu.Models(model, theta0, theta0), *rows)
+        forget_loss, retain_loss = slow_step(args, mdu.Models(model, theta0), *rows)
         adamw.zero_grad()
         (forget_loss + args.retain_weight * retain_loss).backward()
         norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
@@ -1032,7 +1026,7 @@ def test_diagnose_equals_one_sequence_at_a_time(monkeypatch):
     for rank in range(3):
         monkeypatch.setattr(mdu, "RANK", rank)
         theta = mock.Mock(wraps=model, mask_id=0, pad_id=1)
-        shares.append([*mdu.diagnose(args, mdu.Models(theta, frozen, None), examples).values()])
+        shares.append([*mdu.diagnose(args, mdu.Models(theta, frozen), examples).values()])
         assert theta.call_count == 4
     assert np.sum(shares, axis=0) == approx(kls, rel=1e-9)
 
@@ -3218,7 +3212,7 @@ def test_backward_equals_the_step_of_the_readme():
         assert torch.empty(*call.args).shape == numbers.shape
     readme_grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    losses = mdu.backward(args, mdu.Models(model, None, anchor), *draws)
+    losses = mdu.backward(args, mdu.Models(model, anchor), *draws)
     assert losses == approx([step["loss"].item(), step["retain_loss"].item()], rel=1e-5)
     assert_close(readme_grads, [p.grad for p in model.parameters()], 1e-5)
 
