@@ -2642,10 +2642,6 @@ def test_mdu_refuses_processes_that_cannot_share_a_step(base, monkeypatch):
     with pytest.raises(mdu.BadInput, match="3 processes need a --batch-size x --grad-accum"):
         mdu.main(toy(base, "run"))
 
-def test_mdu_refuses_a_rank_that_is_none_of_the_processes(monkeypatch, capsys):
-    monkeypatch.setattr(mdu, "RANK", 1)
-    assert "which torchrun has not set" in program([], capsys)
-
 BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
     "malformed": (f"{GOOD}\n{GOOD[:-3]}", "line 2 (a JSON object with question and answer"),
     "none": ("\n", "/none: no rows"),
