@@ -485,12 +485,10 @@ LLADA = json.loads("""{
 "mlp_ratio": 2, "max_sequence_length": 256, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2,
 "pad_token_id": 257, "rms_norm_eps": 1e-5, "rope": true, "rope_theta": 5e5, "scale_logits": false,
 "vocab_size": 264}""")
-ILLADA = dict(NATIVE, rope_theta=5e5, layer_norm_eps=None, resid_pdrop=0.5, pad_token_id=256,
-              rope_scaling={"factor": 1.0, "rope_type": "default", "type": "default"})
 QWEN2 = dict(NATIVE, mask_token_id=258, pad_token_id=256)
 QWEN3 = dict(NATIVE, head_dim=16, attention_bias=False)  # its special tokens: the tokenizer's
 CONFIGS = {  # model_type: config.json
-    "llada": LLADA, "illada": ILLADA, "Dream": dict(QWEN2, **WINDOW), "a2d-qwen2": QWEN2,
+    "llada": LLADA, "Dream": dict(QWEN2, **WINDOW), "a2d-qwen2": QWEN2,
     "qwen2": dict(QWEN2, is_causal=False), "qwen3": dict(QWEN3, is_causal=False),
     "a2d-qwen3": dict(QWEN3, **WINDOW),
     "a2d-llama": dict(NATIVE, rope_theta=5e5, mask_token_id=258),
@@ -508,18 +506,14 @@ HEADERS = (  # LLaDA's template ends with the assistant's header, asked for or n
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-PLAIN = "{% for m in messages %}<user>{{ m['content'] }}{% endfor %}<assistant>"
 THINKING = CHATML + "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 TOKENS = {  # special tokens, ids from 256 on, after the bytes
     "llama": "<|startoftext|> <|endoftext|> <|mdm_mask|> <|start_header_id|> <|end_header_id|> "
              "<|eot_id|>".split(),
-    "illada": "<pad> </s> <[MASK]> <unk> <user> <assistant>".split(),
     "qwen": "<|endoftext|> <|beginoftext|> <|mask|> <|im_start|> <|im_end|> <think> "
             "</think>".split()}
 
 def family(kind):
-    if kind == "illada":
-        return kind
     return "qwen" if kind == "Dream" or "qwen" in kind else "llama"
 
 def write_tokenizer(folder, kind):
@@ -545,9 +539,6 @@ def write_tokenizer(folder, kind):
         bpe.save(str(folder / "tokenizer.json"))
         settings.update(tokenizer_class="PreTrainedTokenizerFast", chat_template=HEADERS,
                         bos_token="<|startoftext|>")
-        if kind == "illada":  # no token is named the mask token
-            settings = dict(chat_template=PLAIN, eos_token="</s>", pad_token="<pad>",
-                            unk_token="<unk>")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 @pytest.fixture
@@ -563,14 +554,11 @@ def write_checkpoint(folder, kind, tied=False, **changes):
     for field, value in changes.items():
         if value is None:
             del config[field]
-    if kind == "illada" and tied:
-        del config[tie]  # the published one has none
     (folder / "config.json").write_text(json.dumps(config, indent=3))
     (folder / "modeling.py").write_text("raise RuntimeError('code of the folder was run')\n")
     (folder / "notes.json").touch()  # which belongs to no model
     write_tokenizer(folder, kind)
-    native = {"Dream": "qwen2", "llada": "llama", "illada": "llama"}.get(
-        kind, kind.removeprefix("a2d-"))
+    native = {"Dream": "qwen2", "llada": "llama"}.get(kind, kind.removeprefix("a2d-"))
     shapes = transformers.AutoConfig.for_model(
         native, **SIZES, head_dim=config.get("head_dim", 8), rope_theta=config["rope_theta"],
         rms_norm_eps=config["rms_norm_eps"], tie_word_embeddings=tied, is_causal=False)
@@ -592,7 +580,7 @@ def write_checkpoint(folder, kind, tied=False, **changes):
     return lm
 
 @pytest.fixture(scope="session", params=[
-    *itertools.product(CONFIGS, [False]), ("llada", True), ("a2d-qwen3", True), ("illada", True)])
+    *itertools.product(CONFIGS, [False]), ("llada", True), ("a2d-qwen3", True)])
 def hub(request, tmp_path_factory):
     kind, tied = request.param
     folder = tmp_path_factory.mktemp("hub")
@@ -1196,17 +1184,16 @@ def test_word_tokens_have_a_letter_or_digit_or_part_of_one(bytes_tokenizer):
 # ---- Token ids ----
 TURN = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
 AROUND = {  # a prompt's text before and after the question
-    "illada": ("<user>", "<assistant>"),
     "llama": ("<|startoftext|><|start_header_id|>user<|end_header_id|>\n\n",
               "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"),
     "Dream": TURN, "qwen": (TURN[0], f"{TURN[1]}<think>\n\n</think>\n\n")}
-END = {"llada": 261, "illada": 257, "a2d-llama": 261, "llama": 257, "Dream": 260, "a2d-qwen2": 260,
+END = {"llada": 261, "a2d-llama": 261, "llama": 257, "Dream": 260, "a2d-qwen2": 260,
        "a2d-qwen3": 260, "qwen2": 256, "qwen3": 256}  # the end-of-turn token
 
 def test_prompts_have_the_control_tokens_of_the_template_alone(hub):
     kind, model, tokenizer = hub.kind, hub.model, hub.tokenizer
     tokens = [model.mask_id, model.pad_id, model.end_id]
-    assert tokens == [258, {"llama": 257, "illada": 256, "qwen": 256}[family(kind)], END[kind]]
+    assert tokens == [258, {"llama": 257, "qwen": 256}[family(kind)], END[kind]]
     assert model.shift == model.by_entropy == (kind == "Dream")
     before, after = AROUND.get(kind, AROUND[family(kind)])
     prompt = tokenizer(f"{before}<|é{after}").input_ids
