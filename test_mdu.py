@@ -2671,7 +2671,7 @@ def save_as_pickle(folder):
     ("a-bd3lm-b", "a2d-qwen3", {}, "a-bd3lm-b: bd3lm in its name"),
     ("blocks", "Dream", dict(block_size=32), "says block diffusion"),
     ("adapted", "llama", lambda folder: (folder / "adapter_config.json").touch(),
-     "adapted has adapter_config.json: merge the adapters"),
+     "adapted: it has adapter_config.json: merge the adapters"),
     ("causal", "llama", dict(is_causal=None), "a causal model: no token sees a later one"),
     # Tensors that are missing, too many, of other sizes or types.
     # embedding_size and mlp_hidden_size count, where vocab_size and mlp_ratio say something else.
