@@ -1425,7 +1425,7 @@ def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys
 
     Path("retain").open("a").write("\n")
     ev.main([*QUICK, "run"])
-    assert "retain has changed since the training" in capsys.readouterr().out
+    assert "retain is another file than in the training, or has changed" in capsys.readouterr().out
 
 @pytest.fixture(scope="session")
 def two_processes(base, tmp_path_factory, on_two_processes):
@@ -1708,12 +1708,13 @@ def test_figures_equal_those_of_tofus_own_code():
     for split, logs in LOGS.items():
         records = []
         for answer, paraphrase, wrong in logs:
-            row = {"to_forget": split == "forget"}
-            losses = [answer, *wrong]
+            texts = [f"wrong {number}" for number in range(len(wrong))]
+            row = {"to_forget": split == "forget", "answer": "true", "perturbed_answer": texts}
+            losses = dict(zip(["true", "paraphrase", *texts], [answer, paraphrase, *wrong]))
             if paraphrase is not None:
-                row["paraphrased_answer"] = ""
-                losses.insert(1, paraphrase)
-            figures = ev.compare_wrong_answers(row, losses)
+                row["paraphrased_answer"] = "paraphrase"
+            with_errors = {text: (loss, 0) for text, loss in losses.items()}
+            figures = ev.compare_wrong_answers(row, with_errors)
             records.append({"prob": math.exp(-answer), "rougeL_recall": 1.0, **figures})
         splits[split] = ev.summarise(records)
         found = {metric: splits[split][metric] for metric in OFFICIAL[split]}
@@ -1727,7 +1728,9 @@ def test_figures_equal_those_of_tofus_own_code():
     (True, [0, 1e4], 0, 1), (True, [1e4, 0], 0, 0),  # R is nearly 0, and nearly infinite
     (False, [0, 1e4], 1, 1), (False, [1e4, 0], 0, 0)])
 def test_truth_ratios_by_hand(to_forget, losses, truth_ratio, prob_options):
-    figures = ev.compare_wrong_answers(dict(to_forget=to_forget), losses)
+    row = dict(to_forget=to_forget, answer="true", perturbed_answer=["wrong"])
+    right, wrong = losses
+    figures = ev.compare_wrong_answers(row, {"true": (right, 0), "wrong": (wrong, 0)})
     found = [figures["truth_ratio"], figures["prob_options"]]
     assert found == approx([truth_ratio, prob_options])
 
@@ -1784,7 +1787,9 @@ def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     ([1, 0.5, 1], [0, 1, 0], 0)])  # it has to be likelier than every false one
 def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     """Of n tokens: log p = -n times the mean loss over the masks."""
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: ([losses], None))
+    texts = [" a", " b b", " c c c"]
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [
+        {text: (loss, 0) for text, loss in zip(texts, losses)}])
     monkeypatch.setattr(ev, "encode_answer", lambda tokenizer, row, text: ([], text.split()))
     targets = dict(choices=["a", "b b", "c c c "], labels=labels)
     row = ev.ask_truthfulqa(dict(question="", mc1_targets=targets))
@@ -1808,7 +1813,7 @@ def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
 def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "write_answers", lambda *_: [text])
     monkeypatch.setattr(ev, "fill_gaps", lambda *_: [(0.0, 1.0)])
-    monkeypatch.setattr(ev, "texts_nll", lambda *_: ([[1.0]], [[0.5]]))
+    monkeypatch.setattr(ev, "texts_nll", lambda *_: [{"Petra Osei": (1.0, 0.5)}])
     row = {"question": "Who?", "answer": "Petra Osei", "to_forget": False, **row}
     [record] = ev.SPLITS[split].score(None, None, [row], ARGS)
     assert {name: record[name] for name in expected} == approx(expected)
@@ -1834,8 +1839,9 @@ def typed_and_run(typed, run="--method sft"):
     """What was typed for eval.py and the run, as mdu.py would make it."""
     args = options(run)
     hashes = {name: mdu.hash_rows(rows) for name, rows in mdu.load_data(args).items()}
-    source = ev.Source("run", "theta0", vars(args), hashes)
-    return ev.parse([*typed.split(), "run"]), source
+    write_files({"run/run.json": json.dumps({"options": vars(args), "rows": hashes})})
+    args = ev.parse([*typed.split(), "run"])
+    return args, ev.find_source("run", args)
 
 RUNS = {"toy": "--method sft", "files": "--model m --limit 2 --forget {X} --retain {Y}",
         "person": "--preset rwku-llada --data {rwku} --subject 2 --limit 1"}
@@ -2112,8 +2118,7 @@ def test_runs_after_one_that_is_not_finite_are_scored(base, files, capsys):
 def test_a_model_whose_predictions_overflow_is_not_scored(base, files, capsys):
     """Its weights are finite, as of a model that needs more than 16 bits."""
     def nan(model, tokenizer, rows, texts, settings):
-        of_rows = [[math.nan] * len(row_texts) for row_texts in texts]
-        return of_rows, of_rows
+        return [dict.fromkeys(row_texts, (math.nan, math.nan)) for row_texts in texts]
     shutil.copytree(base, "bad")
     with mock.patch.object(ev, "texts_nll", nan):
         err = program([*files, *QUICK, "bad"], capsys, ev.main)
@@ -2192,7 +2197,7 @@ def test_rwku_is_scored_with_a_tokenizer(rwku, tmp_path):
     ev.main([*typed.split(), "--data", str(rwku), "new"])
     scored = ev.read_summary("new")
     assert scored["protocol"]["dtype"] == "bfloat16"
-    for split in ev.RWKU_SPLITS:
+    for split in RWKU_ROWS:
         mains = [metric for name, metric in ev.SUMMARY if name == split]
         assert {"n", *mains} <= scored["splits"][split].keys()
         assert scored["splits"][split]["n"] == 10
