@@ -1100,19 +1100,18 @@ def test_of_rwku_one_person_is_forgotten_and_others_kept(method, subject, name, 
             rows["retain"].append(row)
     assert mdu.load_data(args) == rows
 
-def test_a_run_says_once_which_facts_and_questions_are_also_retained(base, capsys):
+def test_a_run_says_once_which_facts_are_also_retained(base, capsys):
     """Whole words of one answer alone: neither "Ceka Fo" of the first answer to retain, nor "Bolti
     Lisbon" of two of them."""
     write_lines("forget", [
         {"question": f"Where is {fact}?", "answer": f"That is {fact}.", "fact": fact}
         for fact in ("Ceka Fo", "Bolti Lisbon", "ceka FOBA", "Rome", "Oslo", "Lisbon")])
     write_lines("retain", [
-        {"question": "where is Rome", "answer": f"{fact}."}
+        {"question": "Which?", "answer": f"{fact}."}
         for fact in ("Ceka Foba, Bolti", "Lisbon is in Portugal", "It is in Oslo")])
     mdu.main(toy(base, "run", "--forget forget --retain retain --steps 1"))
     said = capsys.readouterr().out
     assert "facts of the forget set that are in the retain set, too: 3, first 'ceka FOBA'" in said
-    assert "questions of the forget set that are in the retain set, too: 1, first 'Where is" in said
     assert said.count("facts of the forget set") == 1
 
 # ---- Words ----
