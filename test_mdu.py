@@ -2126,9 +2126,10 @@ def test_a_model_whose_predictions_overflow_is_not_scored(base, files, capsys):
 
 # ---- Report ----
 def test_a_table_is_as_wide_as_a_page_and_goes_on_below():
-    columns = [["run", "a", "bb"], ["Forget set: ↓ infilling, no question", "1", "2"],
-               ["wide", 81 * "x", "-"], ["p", "3", "4"]]
-    assert list(map(ev.table_text, ev.pages(columns))) == [f"""\
+    table = [(["run"], ["a", "bb"]),
+             (["Forget", "set:", "↓ infilling,", "no question"], ["1", "2"]),
+             (["wide"], [81 * "x", "-"]), (["p"], ["3", "4"])]
+    assert list(map(ev.table_text, ev.pages(table))) == [f"""\
      Forget
      set:
      ↓ infilling,
@@ -2144,7 +2145,7 @@ bb   4"""]
 def test_a_report_does_without_answers_pictures_and_other_folders(capsys):
     write_summary("a/mdu", {"forget": {"n": 1, "prob": 0.5}})
     Path("stopped").mkdir()
-    Path("a/report.png").write_text(ev.MARK)
+    Path("a/report.png").write_text(ev.SIGNATURE)
     with mock.patch.object(ev, "draw_methods", side_effect=ValueError("too large")):
         ev.main(["--report", "stopped", "a/mdu"])
     screen = capsys.readouterr().out
@@ -2171,6 +2172,8 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
         record = dict(question="Who is Bolti?", answer="Gado.", number=7,
                       generation=f"``A`\n {seed}", told={})
         write_lines(Path(f"{seed}/npo/eval/forget.jsonl"), [record])
+        steps = [dict(step=1, epoch=0.1), dict(step=30 * seed, epoch=2.0)]
+        write_lines(f"{seed}/npo/metrics.jsonl", steps)
     for person in ("1", "2"):  # each of RWKU's people has other pairs
         runs.append(write_summary(f"{person}/base", {"forget": {"n": 1, "prob": 0.9}},
                                   options={**OPTIONS, "subject": person}, trained_on=person))
@@ -2179,15 +2182,25 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
         "run": ("npo", "base (2 of 3 runs)"), "Forget set: ↓ p": ("-", "0.90"),
         "↑ forget quality": ("0.25", "-")}
     text = Path("report.md").read_text()
-    assert read_table(text, "### Forget set: 1 pairs") == {
-        "run": ("npo", "base (2 of 3 runs)"),
-        "↓ rL": ("0.533 (0.300–0.800)", "-"), "↓ p": ("-", "0.900 (0.900–0.900)")}
+    assert read_table(text, "### Forget set") == {
+        "run": ("npo", "base (2 of 3 runs)"), "pairs": ("1", "1"),
+        "↓ rL": ("0.533 (0.300–0.800)", "-"), "↓ p": ("-", "0.900")}
     assert read_table(text, "### Whole runs")["↑ forget quality"][0] == "0.25 (1e-09–0.75)"
-    assert ("### Pair 7: `Who is Bolti?`\n\n- True answer: `Gado.`\n- 1/npo: `''A' 1`\n"
+    assert ("### Forget set, pair 7: `Who is Bolti?`\n\n- True answer: `Gado.`\n- 1/npo: `''A' 1`\n"
             "- 2/npo: `''A' 2`" in text)
     assert "](report.png)" in text
     assert Path("report.png").exists()
-    assert read_table(text, "## How the runs were trained")["seeds"] == ("1, 2, 3", "1")
+    trained = read_table(text, "## How the runs were trained")
+    assert [trained["steps"], trained["seeds"]] == [("30, 60, 90", "-"), ("1, 2, 3", "1")]
+
+@each("typed", [
+    "--method sft --retain-only", "--tau 0 --out new", "--model m --forget f --retain r",
+    "--model m --forget f --lora 4 --lr 1e-5 --steps 9 --prompt-dropout 0"])
+def test_a_report_has_the_command_that_repeats_a_run(typed):
+    run_options = vars(options(typed))
+    python, program, *words = ev.command(run_options).split()
+    assert [python, program] == ["python", "mdu.py"]
+    assert vars(options("", *words)) == run_options
 
 def test_rwku_is_scored_with_a_tokenizer(rwku, tmp_path):
     """Every split, of the first ten people."""
@@ -2283,9 +2296,10 @@ def test_deviations_by_hand(capsys):
         ("lost", "0.60 held-out set"), ("noise (noise)", "0.46 new word pairs")]
     assert table["Forget set: ↓ fact"] == ("1.00", *6 * ["0.00"])
     assert "Warnings" not in screen
-    text = Path("1/report.md").read_text()
-    assert read_table(text, "### Held-out set: 40 pairs")["↑ fact of 20 pairs"] == (
-        "0.900", "-", "0.900", "-", "0.900", "0.300", "1.000")
+    held_out = read_table(Path("1/report.md").read_text(), "### Held-out set")
+    assert held_out["↑ fact"] == ("0.900", "-", "0.900", "-", "0.900", "0.300", "1.000")
+    assert held_out["pairs with facts"][0] == "20"
+    assert "noise: a run whose new word pairs are more than 0.55, half" in screen
 
 def test_without_a_retrained_model_runs_are_compared_with_pairs_that_no_model_learnt(capsys):
     """But new word pairs with the fine-tuned model's.  Without these pairs there is no deviation,
@@ -2332,8 +2346,7 @@ def test_the_seeds_of_a_report_may_have_pairs_of_their_own(capsys):
     screen = capsys.readouterr().out
     table = read_table(screen)
     assert table["run"] == ("fine-tuned (run base)", "retrained (run retain)", "npo (2 of 3 runs)")
-    assert table["deviation"] == ("0.92 (0.92–0.92) any decoding", "-",
-                                  "0.30 (0.10–0.50) fact")
+    assert table["deviation"] == ("0.92 any decoding", "-", "0.30 (0.10–0.50) fact")
     assert table["Forget set: ↓ fact"] == ("1.00", "0.20", "0.45")
     assert "report.md" in os.listdir()
     # A seed without the fine-tuned model.
@@ -2369,10 +2382,11 @@ def test_any_run_of_a_method_may_be_the_one_from_which_most_started():
     methods = {"npo": [run("npo")], "base": [run("other/base"), run("out/base")]}
     assert ev.find_references(methods) == (methods["base"], [])
 
-@each("marks, mark", [
-    (["", "noise", "noise"], "noise"), (["noise", "", ""], ""), (["", "noise"], "noise")])
-def test_a_method_is_noise_if_half_of_its_runs_are(marks, mark):
-    assert ev.mark_of([{"mark": of_run} for of_run in marks]) == mark
+@each("verdicts, verdict", [(["unlearned", "noise", "noise"], "noise"),
+                            (["noise", "unlearned", "unlearned"], "unlearned"),
+                            (["unlearned", "noise"], "noise")])
+def test_a_method_is_noise_if_half_of_its_runs_are(verdicts, verdict):
+    assert ev.verdict_of([{"verdict": of_run} for of_run in verdicts]) == verdict
 
 def test_warnings_have_their_figures(capsys):
     def write(seed, fact, infill_no_question, left):
@@ -2388,18 +2402,14 @@ def test_warnings_have_their_figures(capsys):
     ev.main(["--report", *write(2, 0.49, 0.31, 0.35)])
     warnings = " ".join(capsys.readouterr().out.split("## Warnings")[1].split())
     assert "base gives 49% of the forget set." in warnings
-    assert ("masked base fills in 31% of the answers' masked words, a model that does not know "
-            "them 10%." in warnings)
-    assert "paper may keep answers (here: mdu-tau1)." in warnings
-    assert "- Of MDU's forget loss is left: mdu-tau1 35%." in warnings
-    never = {"n": 3, "fact": 0.0, "new_pairs": 0.1}  # a control set without the figure
-    ev.main(["--report", write_base(3, splits={"never": never}), write_run("ga", UNKNOWN, 3)])
-    screen = " ".join(capsys.readouterr().out.split())
-    assert "masked words. What it predicts so, the anchor," in screen
+    assert "- mdu-tau1: the target itself may keep answers." in warnings
+    assert ("it fills in 31% of the answers' masked words (a model that does not know the answers: "
+            "10%)." in warnings)
+    assert "- mdu-tau1: 35% of its forget loss is left, more than 20%, so" in warnings
 
 def test_the_screen_of_a_report_is_no_wider_than_a_page(capsys):
-    """Nor has it more than eight lines of facts; report.md has all, also two of one pair."""
-    all_figures = {metric: 0.5 for metric in ev.METRICS}
+    """Nor has it more than seven lines of facts; report.md has all, also two of one pair."""
+    all_figures = {metric: 0.5 for metric in ev.METRICS if metric != "n"}
     runs = [write_run(name, all_figures, seed, splits={"retain": {"n": 9, **all_figures}})
             for name in ("base", "mdu-original-lr1e-3-w0.05", "npo") for seed in (1, 2)]
     for number in range(6):
@@ -2411,8 +2421,8 @@ def test_the_screen_of_a_report_is_no_wider_than_a_page(capsys):
     screen = capsys.readouterr().out
     assert max(map(len, screen.splitlines())) <= 100
     facts = screen.split(ev.FACTS)[1].split("##")[0]
-    assert facts.count("\n- ") == 9
-    assert "\n- and 9 more\n" in facts
+    assert facts.count("\n- ") == 8
+    assert "\n- and 10 more\n" in facts
     text = Path("report.md").read_text()
     for number in range(6):
         assert f"- 1/npo, pair {number}: `9-9` in `It is 9-9.`\n" in text
@@ -2455,7 +2465,7 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     screen = capsys.readouterr().out
     text = Path("report.md").read_text()
     assert told_in(screen) == told_in(text) == TOLD
-    assert "↓ fact of 3 pairs" in read_table(text, "### Forget set: 4 pairs")
+    assert read_table(text, "### Forget set")["pairs with facts"] == ("3", "3", "3")
     assert "- after, by another decoding: `Since 3 MAY 1984 in Gdansk`" in text
     ev.main(["--report", "before", "clean"])
     assert told_in(capsys.readouterr().out) == [
