@@ -2228,8 +2228,8 @@ PROTOCOL = {"response_length": 6, "samples": 1, "rows": "abc"}
 def write_summary(folder, splits=(), run=(), options=OPTIONS, **changed):
     summary = {"format": ev.FORMAT, "options": options,
                "trained_on": {"forget": "f", "retain": "r"}, "theta0": "/x/1/base",
-               "model": str(folder), "code": "abc", "protocol": PROTOCOL, "splits": dict(splits),
-               "run": dict(run), **changed}
+               "model": str(folder), "code": "abc", "protocol": PROTOCOL, "limit": None,
+               "splits": dict(splits), "run": dict(run), **changed}
     file = Path(folder, "eval/summary.json")
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(summary))
@@ -2378,7 +2378,7 @@ def test_of_runs_on_the_same_pairs_those_of_the_same_seed_are_compared(capsys):
 
 def test_any_run_of_a_method_may_be_the_one_from_which_most_started():
     def run(folder):
-        return dict(model=folder, theta0="out/base", options={}, trained_on={})
+        return SimpleNamespace(model=folder, theta0="out/base", options={}, trained_on={})
     methods = {"npo": [run("npo")], "base": [run("other/base"), run("out/base")]}
     assert ev.find_references(methods) == (methods["base"], [])
 
@@ -2386,7 +2386,8 @@ def test_any_run_of_a_method_may_be_the_one_from_which_most_started():
                             (["noise", "unlearned", "unlearned"], "unlearned"),
                             (["unlearned", "noise"], "noise")])
 def test_a_method_is_noise_if_half_of_its_runs_are(verdicts, verdict):
-    assert ev.verdict_of([{"verdict": of_run} for of_run in verdicts]) == verdict
+    runs = [SimpleNamespace(verdict=of_run) for of_run in verdicts]
+    assert ev.verdict_of(runs) == verdict
 
 def test_warnings_have_their_figures(capsys):
     def write(seed, fact, infill_no_question, left):
@@ -3045,7 +3046,7 @@ def test_the_runs_of_each_report_of_two_seeds_can_be_compared(preset):
     folders = []
     for runs in plan.reports.values():
         folders.append(os.path.commonpath([Path(run).parent for run in runs]))
-        ev.group_runs(runs, folders[-1])
+        ev.group_runs([ev.read_run(run, folders[-1]) for run in runs])
     assert len(folders) == len(set(folders)) == {"tofu-small": 1, "tofu-smollm": 3}[preset]
 
 @each("words, said", [
