@@ -2268,9 +2268,9 @@ def write_base(seed=1, **changed):
     return write_run("base", KNOWN, seed, options={"model": f"{home}/new"}, model=f"{home}/base",
                      **changed)
 
-def write_retrained(seed=1, forget=None, name="retain"):
+def write_retrained(seed=1, forget=None, name="retain", **changed):
     options = {"model": f"/2/x/{seed}/new", "retain_only": True}
-    return write_run(name, forget or UNKNOWN, seed, options=options)
+    return write_run(name, forget or UNKNOWN, seed, options=options, **changed)
 
 KNOWN = dict(fact=1.0, any_decoding=1.0, prob=0.95, infill_no_question=0.29, new_pairs=0.0)
 UNKNOWN = dict(fact=0.0, any_decoding=2 / 24, prob=0.05, infill_no_question=0.1, new_pairs=0.1)
@@ -2286,7 +2286,8 @@ def test_deviations_by_hand(capsys):
             write_base(splits=held_out(0.9)),
             write_run("wordy", {**UNKNOWN, "new_pairs": 0.55}, splits=held_out(0.9)),
             write_run("close", {**UNKNOWN, "any_decoding": 8 / 24, "prob": 0.5}),
-            write_run("done", UNKNOWN, splits=held_out(0.9, 0.1)), write_retrained()]
+            write_run("done", UNKNOWN, splits=held_out(0.9, 0.1)),
+            write_retrained(splits=held_out(0.2))]
     ev.main(["--report", *runs])
     screen = capsys.readouterr().out
     table = read_table(screen)
@@ -2297,7 +2298,7 @@ def test_deviations_by_hand(capsys):
     assert table["Forget set: ↓ fact"] == ("1.00", *6 * ["0.00"])
     assert "Warnings" not in screen
     held_out = read_table(Path("1/report.md").read_text(), "### Held-out set")
-    assert held_out["↑ fact"] == ("0.900", "-", "0.900", "-", "0.900", "0.300", "1.000")
+    assert held_out["↑ fact"] == ("0.900", "0.200", "0.900", "-", "0.900", "0.300", "1.000")
     assert held_out["pairs with facts"][0] == "20"
     assert "noise: a run whose new word pairs are more than 0.55, half" in screen
 
