@@ -84,6 +84,7 @@ def start(words, rank, port):
     if pid > 0:
         return pid
     signal.alarm(200)  # seconds, after which it is killed: both may wait for each other
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
     os.dup2(2, 1)  # what it prints: stdout is for exit codes
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     sys.argv = words
