@@ -936,10 +936,13 @@ def test_one_program_at_a_time_gets_into_a_folder(base, capsys):
     assert mdu.read_run("run")
 
 def test_a_missing_base_is_trained_with_what_was_typed_for_it():
+    typed = "--seed 7 --dtype bfloat16 --response-length 9 --retain rows"
+    write_lines("rows", mdu.toy_world()["retain"][:20])
     with mock.patch.dict(mdu.PRESETS["toy"]["sft"], epochs=0.2):
-        mdu.main("--epochs 0.3 --seed 7 --dtype bfloat16 --response-length 9 --out run".split())
+        mdu.main(f"--epochs 0.3 {typed} --out run".split())
     made = mdu.read_run("base")["options"]
     assert (made["seed"], made["dtype"], made["response_length"]) == (7, "bfloat16", 9)
+    assert made["retain"] == str(Path("rows").resolve())
 
 def test_a_bug_keeps_its_traceback(base, capsys):
     """Also where rows are encoded: a KeyError is no bad input."""
