@@ -1301,6 +1301,14 @@ def test_run_json_names_the_commit_that_was_fetched(base, monkeypatch):
     made = mdu.read_run("run")["options"]
     assert (made["model"], made["target"]) == ("a/b@c0ffee", "c/d@c0ffee")
 
+def test_a_response_length_of_0_becomes_that_of_the_longest_answer(base):
+    mdu.main(toy(base, "run", "--response-length 0 --steps 1"))
+    world = mdu.toy_world()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    lengths = [len(tokenizer(row["answer"]).input_ids) for row in world["forget"] + world["retain"]]
+    made = mdu.read_run("run")["options"]
+    assert made["response_length"] == max(lengths) + 1  # the end token
+
 def test_a_loaded_model_equals_transformers_own_class(hub):
     """Losses and their gradients.  In training: config.json asks for dropout, which is off.  The
     padding token is among the tokens to read and to predict: its embedding is trained."""
