@@ -2082,6 +2082,7 @@ def test_a_model_without_run_json_is_scored(base, files, capsys):
     os.remove("bare/run.json")
     shutil.copytree(base, "run")
     ev.main(["--data", "toy", *files, *QUICK, "bare", "run"])
+    assert "Forget set: pairs 2; rL" in capsys.readouterr().out
     assert ev.read_records("bare", "forget") == ev.read_records("run", "forget")
     bare, run = [ev.read_summary(name) for name in ("bare", "run")]
     assert [bare["options"], run["options"]] == [{}, mdu.read_run(base)["options"]]
