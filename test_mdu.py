@@ -2394,17 +2394,17 @@ def test_of_runs_on_the_same_pairs_those_of_the_same_seed_are_compared(capsys):
         ("refusals (1 of 2 runs)", "0.55 fact")]
 
 def test_any_run_of_a_method_may_be_the_one_from_which_most_started():
-    def run(folder):
-        return SimpleNamespace(model=folder, theta0="out/base", options={}, trained_on={})
-    methods = {"npo": [run("npo")], "base": [run("other/base"), run("out/base")]}
-    assert ev.find_references(methods) == (methods["base"], [])
+    runs = [SimpleNamespace(name=Path(folder).name, model=folder, theta0="out/base", options={},
+                            trained_on={}) for folder in ("npo", "other/base", "out/base")]
+    assert ev.find_references(runs) == (runs[1:], [])
 
 @each("verdicts, verdict", [(["unlearned", "noise", "noise"], "noise"),
                             (["noise", "unlearned", "unlearned"], "unlearned"),
                             (["unlearned", "noise"], "noise")])
 def test_a_method_is_noise_if_half_of_its_runs_are(verdicts, verdict):
-    runs = [SimpleNamespace(verdict=of_run) for of_run in verdicts]
-    assert ev.verdict_of(runs) == verdict
+    runs = [SimpleNamespace(name="npo", verdict=of_run, figures={}) for of_run in verdicts]
+    [method] = ev.group_runs(runs)
+    assert method.verdict == verdict
 
 def test_warnings_have_their_figures(capsys):
     def write(seed, fact, infill_no_question, left):
@@ -3063,7 +3063,7 @@ def test_the_runs_of_each_report_of_two_seeds_can_be_compared(preset):
     folders = []
     for runs in plan.reports.values():
         folders.append(os.path.commonpath([Path(run).parent for run in runs]))
-        ev.group_runs([ev.read_run(run, folders[-1]) for run in runs])
+        ev.require_comparable([ev.read_run(run, folders[-1]) for run in runs])
     assert len(folders) == len(set(folders)) == {"tofu-small": 1, "tofu-smollm": 3}[preset]
 
 @each("words, said", [
