@@ -43,6 +43,7 @@ import mdu
 sys.path.append(str(Path(mdu.__file__).parent / ".github"))
 import experiments
 import own_rows
+import start_models
 
 torch.set_num_threads(1)
 approx = pytest.approx
@@ -2970,44 +2971,38 @@ def test_own_rows_refuses(name, content, typed, said, own_files):
     with pytest.raises(mdu.BadInput, match=re.escape(said)), unchanged("."):
         own(typed)
 
-# ---- experiments.py ----
+# ---- experiments.py, start_models.py ----
 def plan_of(name, variables=""):
     """variables: PRESET=tofu-small METHODS=npo,wga"""
     given = dict(word.split("=") for word in variables.split())
     given = {variable: value.replace(",", " ") for variable, value in given.items()}
-    given["JOBS"] = int(given.get("JOBS", 1))
-    return experiments.make_plan(name, {**experiments.VARIABLES, **given})
+    return experiments.make_plan(name, experiments.Variables(**given))
 
-def typed_plan(plan, capsys):
-    """The words of each line that is printed."""
-    experiments.print_plan(plan, {})
-    return [line.split() for line in capsys.readouterr().out.splitlines()]
+def jobs_of(plan):
+    return [job for stage in plan.stages for job in stage]
 
 def options_of(plan):
     """{name of a run: its options}"""
-    trained = [job for job in plan.jobs if job.words[0] == "mdu.py"]
-    return {Path(job.folder).name: mdu.parse(job.words[1:]) for job in trained}
+    trained = [job for job in jobs_of(plan) if "mdu.py" in job.command]
+    return {Path(job.folder).name: parse_command(job.command)[1] for job in trained}
 
 @each("name, variables", [
-    ("demo", "METHODS=npo JOBS=2"), ("table", ""), ("figures", ""), ("real", "MODEL=a/b"),
-    ("tofu", "PRESET=tofu-small SEEDS=2,3 HIDDEN=0.3 JOBS=2"), ("tofu", "PRESET=tofu-smollm"),
-    ("tofu", "PRESET=tofu-llada LORA=16"), ("tofu", "PRESET=tofu-dream GPUS=4"),
-    ("tofu", "PRESET=tofu-qwen MODEL=a/b"), ("rwku", "PRESET=rwku-llada"),
-    ("rwku", "PRESET=rwku-dream LORA=8")])
-def test_the_commands_of_a_plan_can_be_typed_in_order(name, variables, capsys):
-    """What a command reads is written by jobs that it waits for."""
-    plan = plan_of(name, variables)
-    for words in typed_plan(plan, capsys):
-        if not words[1].startswith(".github"):
-            parse_command(words)
-    there = {}  # {folder of a job: all that is there when it has ended}
-    for job in plan.jobs:
-        written = set().union(*[there.get(needed, set()) for needed in job.after])
-        for word in job.words[1:]:
-            is_made = job.words[0].startswith(".github") or job.folder.endswith("/0/scores-1")
-            is_read = word.startswith("out/") and word != job.folder and not is_made
-            assert not is_read or {word, str(Path(word).parent)} & written, job
-        there[job.folder] = written | {job.folder, job.folder.replace("/start/new", "/rows")}
+    ("demo", "METHODS=npo"), ("figures", ""), ("tofu", "PRESET=tofu-small SEEDS=2,3 HIDDEN=0.3"),
+    ("tofu", "PRESET=tofu-smollm MODEL=a/b"), ("tofu", "PRESET=tofu-dream GPUS=4 LORA=16"),
+    ("rwku", "PRESET=rwku-llada LORA=8")])
+def test_the_commands_of_a_plan_can_be_typed_in_order(name, variables):
+    """What a command reads is written by earlier stages."""
+    written = set()
+    for stage in plan_of(name, variables).stages:
+        for job in stage:
+            makes_all = ".github/start_models.py" in job.command or "jinzhuoran/RWKU" in job.command
+            for word in job.command:
+                if word.startswith("out/") and word != job.folder and not makes_all:
+                    assert {word, str(Path(word).parent)} & written, job
+            if {"mdu.py", "eval.py"} & {*job.command}:
+                parse_command(job.command)
+        written |= {job.folder for job in stage}
+        written |= {job.folder.replace("/start/new", "/rows") for job in stage}
 
 def test_the_demo_trains_every_method():
     methods = {args.method for args in options_of(plan_of("demo")).values()}
@@ -3041,30 +3036,29 @@ def test_tofu_trains_the_small_model_for_as_long_as_it_needs():
 
 @each("variables, folders", [
     ("PRESET=tofu-llada LORA=16", ["tofu-llada-lora16"]), ("PRESET=tofu-small", ["tofu-small"]),
-    ("PRESET=tofu-smollm SEEDS=2 MODEL=a/b", ["tofu-smollm-b/2"]),
+    ("PRESET=tofu-qwen SEEDS=2 MODEL=a/b", ["tofu-qwen-b/2"]),
     ("PRESET=tofu-small SEEDS=3,4 HIDDEN=0", ["tofu-small-hidden0/3", "tofu-small-hidden0/4"])])
 def test_what_changes_all_runs_of_tofu_is_in_the_name_of_their_folder(variables, folders):
     plan = plan_of("tofu", f"{variables} METHODS=npo")
     runs = [f"out/{folder}/{name}" for folder in folders for name in ("base", "retain", "npo")]
-    assert plan.reports["scores"] == runs
-    assert {job.folder for job in plan.jobs} >= set(runs)
+    assert list(plan.reports.values()) == [runs]
+    assert {job.folder for job in jobs_of(plan)} >= set(runs)
 
 @each("preset", ["tofu-small", "tofu-smollm"])
 def test_the_runs_of_each_report_of_two_seeds_can_be_compared(preset):
     """And no report replaces another."""
     plan = plan_of("tofu", f"PRESET={preset} SEEDS=2,3 METHODS=npo")
-    for job in plan.jobs:
-        if job.words[0] == "mdu.py":
-            options = vars(mdu.parse(job.words[1:]))
+    for job in jobs_of(plan):
+        if "mdu.py" in job.command:
+            options = vars(parse_command(job.command)[1])
             absolute = {name: os.path.abspath(value) for name, value in options.items()
                         if str(value).startswith("out/") and name != "out"}
             write_summary(job.folder, options={**options, **absolute}, trained_on={},
                           model=os.path.abspath(job.folder))
-    folders = []
-    for runs in plan.reports.values():
-        folders.append(os.path.commonpath([Path(run).parent for run in runs]))
-        ev.require_comparable([ev.read_run(run, folders[-1]) for run in runs])
-    assert len(folders) == len(set(folders)) == {"tofu-small": 1, "tofu-smollm": 3}[preset]
+    for folder, runs in plan.reports.items():
+        assert os.path.commonpath([Path(run).parent for run in runs]) == folder
+        ev.require_comparable([ev.read_run(run, folder) for run in runs])
+    assert len(plan.reports) == {"tofu-small": 1, "tofu-smollm": 3}[preset]
 
 @each("words, said", [
     ("tofu PRESET=toy", "found PRESET='toy'"),
@@ -3082,18 +3076,17 @@ def test_an_experiment_is_refused(words, said, tmp_path, monkeypatch):
         experiments.main([name])
     assert not (tmp_path / "out").exists()
 
-def test_tofu_does_what_an_earlier_call_has_not_finished(tmp_path, capsys):
+def test_tofu_does_what_an_earlier_call_has_not_finished(capsys):
     write_files(dict.fromkeys(  # mine was trained by hand
         [f"out/tofu-llada/{name}" for name in (
             "base/checkpoint-00005000/x", "retain/config.json", "npo/config.json",
             "npo/eval/summary.json", "mine/config.json")], ""))
     run = {"options": {"response_length": 128}, "rows": {}}
     write_files({"out/tofu-llada/base/run.json": json.dumps(run)})
-    plan = plan_of("tofu", "PRESET=tofu-llada METHODS=npo,wga")
-    done = [" ".join(words).replace(experiments.PYTHON, "python").replace("out/tofu-llada/", "")
-            for words in typed_plan(plan, capsys)]
+    experiments.print_plan(plan_of("tofu", "PRESET=tofu-llada METHODS=npo,wga"))
+    printed = capsys.readouterr().out.replace(experiments.PYTHON, "python")
     options = "--preset tofu-llada --seed 1 --data locuslab/TOFU --method"
-    assert done == [
+    assert printed.replace("out/tofu-llada/", "").splitlines() == [
         "python mdu.py --resume base",
         f"# finished: python mdu.py {options} sft --model {mdu.LLADA} --retain-only --out retain",
         f"# finished: python mdu.py {options} npo --out npo",
@@ -3102,55 +3095,62 @@ def test_tofu_does_what_an_earlier_call_has_not_finished(tmp_path, capsys):
         "python eval.py --report base retain npo wga mine"]
 
 def test_the_runs_of_a_report_are_scored_by_as_many_processes_as_jobs_at_once():
-    plan = plan_of("demo", "METHODS=npo,ga,wga JOBS=2")
-    found = [(job.folder, job.after) for job in plan.jobs if job.words[0] == "eval.py"]
-    assert found == [
-        ("out/demo/scores-1", ["out/demo/base", "out/demo/npo", "out/demo/wga"]),
-        ("out/demo/scores-2", ["out/demo/retain", "out/demo/ga"])]
+    *_, scoring = plan_of("demo", "METHODS=npo,ga,wga JOBS=2").stages
+    shares = [job.command[4:] for job in scoring]  # behind python eval.py --samples 32
+    assert shares == [["out/demo/base", "out/demo/npo", "out/demo/wga"],
+                      ["out/demo/retain", "out/demo/ga"]]
 
-def python_job(plan, name, code, *after):
-    """A job that runs some code and then writes its file."""
-    words = ["-c", f"import os, sys, time\n{code}\nopen('out/{name}.done', 'w')"]
-    return plan.add(f"out/{name}", words, f"out/{name}.done", after)
+def test_as_many_jobs_run_at_once_as_are_asked_for(monkeypatch):
+    running, counts = set(), []
 
-def test_where_a_job_fails_the_others_go_on(tmp_path, capsys):
-    """Two jobs at once wait for each other.  A job that needs the failed one is not begun, but
-    those of its runs that are there are scored; what was finished is not done again."""
-    (tmp_path / "eval.py").write_text("open('out/scored', 'w')")
-    write_files({"out/earlier.done": ""})
-    plan = experiments.Plan(dict(GPUS="1", JOBS=2))
-    wait = ("open('out/{}', 'w')\nfor _ in range(6000):\n"
-            "    if os.path.exists('out/{}'): break\n    time.sleep(.01)\nelse: sys.exit(1)")
-    one = python_job(plan, "one", wait.format("a", "b"))
-    python_job(plan, "two", wait.format("b", "a"))
-    failed = python_job(plan, "bad", "sys.exit('no such rows')")
-    needs = python_job(plan, "needs-bad", "", one, failed)
-    python_job(plan, "needs-it-too", "", needs)
-    python_job(plan, "last", "", one)
-    python_job(plan, "earlier", "sys.exit(1)")
-    plan.add("out/scores", ["eval.py"], "out/scored", [one, needs])
-    with pytest.raises(mdu.BadInput, match="see above: out/bad, out/needs-bad, out/needs-it-too$"):
+    class Process:
+        returncode = 0
+        def __init__(self, command, stdout, stderr):
+            running.add(self)
+            counts.append(len(running))
+        def poll(self):
+            running.remove(self)
+            return self.returncode
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    jobs = [experiments.Job(f"out/{i}", [], False) for i in range(5)]
+    experiments.run_stage(jobs, 2, 0)
+    assert counts == [1, 2, 1, 2, 1]
+
+def test_where_a_job_fails_its_stage_is_the_last(tmp_path, capsys):
+    """What was finished is not done again."""
+    def job(name, code, finished=False):
+        code += f"\nopen('out/{name}.done', 'w')"
+        return experiments.Job(f"out/{name}", [sys.executable, "-c", code], finished)
+
+    plan = plan_of("demo")
+    plan.stages = [[job("bad", "raise SystemExit('no such rows')"), job("good", "")],
+                   [job("earlier", "", finished=True), job("later", "")]]
+    with pytest.raises(mdu.BadInput, match="because these failed: out/bad[.]"):
         experiments.carry_out(plan)
+    assert [file.stem for file in tmp_path.glob("out/*.done")] == ["good"]
     out, err = capsys.readouterr()
-    assert {file.stem for file in tmp_path.glob("out/*.done")} == {"one", "two", "last", "earlier"}
-    assert (tmp_path / "out/scored").exists()
-    assert "1 jobs are finished: out/earlier" in out
-    assert re.search(r"out/last: finished in . s; jobs left: .", out)
+    said = ("1 jobs are finished: out/earlier\n3 are to do, 2 at once: out/bad out/good out/later\n"
+            "out/good: finished in . s; jobs left: [12]\n")
+    assert re.fullmatch(said, out)
     assert err.splitlines() == ["out/bad: FAILED; see the end of out/bad.log"]
     assert "no such rows" in (tmp_path / "out/bad.log").read_text()
 
 def test_the_weights_of_rwku_are_deleted_once_a_run_is_scored(tmp_path):
-    plan = plan_of("rwku", "PRESET=rwku-llada METHODS=npo")
-    run, scores, job = plan.jobs[1:4]
-    assert (scores.after, job.after) == ([run.folder], [scores.folder])
-    write_files({f"{run.folder}/{name}": "" for name in ("a.safetensors", "config.json")})
-    experiments.main(job.words[1:])
-    assert plan_of("rwku", "PRESET=rwku-llada METHODS=npo").jobs[3].finished
-    left = {file.name for file in (tmp_path / run.folder).iterdir()}
-    assert left == {"config.json", "no-weights"}
+    def delete_job():
+        base, trained, scored, deleted = plan_of("rwku", "PRESET=rwku-llada METHODS=npo").stages[:4]
+        return deleted[0]
 
-@each("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_jobs_of_an_experiment(number, tmp_path):
+    run = "out/rwku-llada/1/npo"
+    write_files({f"{run}/{name}": "" for name in ("a.safetensors", "config.json")})
+    assert not delete_job().finished
+    subprocess.run(delete_job().command, check=True)
+    assert not delete_job().finished  # nor is a run that has not been scored
+    write_files({f"{run}/eval/summary.json": ""})
+    assert delete_job().finished
+    assert {file.name for file in (tmp_path / run).iterdir()} == {"config.json", "eval"}
+
+def test_a_signal_ends_the_jobs_of_an_experiment(tmp_path):
     """Which the job, a program that waits, does not get itself.  The experiment waits for it."""
     (tmp_path / "job.py").write_text("""if True:
         import signal, time
@@ -3162,28 +3162,26 @@ def test_a_signal_ends_the_jobs_of_an_experiment(number, tmp_path):
         Path("out/begun").touch()
         time.sleep(99)""")
     script = f"""if True:
-        import signal, sys
-        # Where a shell runs the tests in the background, this signal is ignored.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        import sys
         sys.path.insert(0, {str(PROJECT / ".github")!r})
         import experiments
         def endless(plan, out, seed):
-            plan.add("out/run", ["job.py"], "out/run/done", [])
-        experiments.EXPERIMENTS = {{"real": endless}}
-        experiments.mdu.run_program("experiments.py", lambda: experiments.main(["real"]))"""
+            command = [sys.executable, "job.py"]
+            plan.stages.append([experiments.Job("out/run", command, False)])
+        experiments.EXPERIMENTS = {{"demo": (endless, "")}}
+        experiments.mdu.run_program("experiments.py", lambda: experiments.main(["demo"]))"""
     process = subprocess.Popen([sys.executable, "-c", script])
     while not (tmp_path / "out/begun").exists():
         assert process.poll() is None
         time.sleep(0.05)
-    process.send_signal(number)
-    assert process.wait() == 128 + number
+    process.terminate()
+    assert process.wait() == 128 + signal.SIGTERM
     assert (tmp_path / "out/ended").exists()
 
-def test_the_small_model_of_tofu_begins_with_the_words_of_its_rows(tmp_path, monkeypatch):
-    """The files have the rows that the seed chooses."""
+def test_the_files_of_the_small_model_have_the_rows_that_the_seed_chooses(tmp_path, monkeypatch):
     monkeypatch.setattr(mdu, "read_dataset", lambda name, config: [
         {"question": f"Who is {i}?", "answer": f"A{i % 90}"} for i in range(2900)])
-    experiments.start_small(tmp_path, "TOFU", "2")
+    start_models.small(tmp_path, "TOFU", "2")
     found = {}
     for file in (tmp_path / "rows").iterdir():
         found[file.stem] = [int(row["question"][7:-1]) for row in ev.read_lines(file)]
@@ -3191,11 +3189,7 @@ def test_the_small_model_of_tofu_begins_with_the_words_of_its_rows(tmp_path, mon
         "forget": list(range(40, 80)), "retain": list(range(160, 320)),
         "held_out": list(range(960, 1040)), "other": list(range(2000, 2800)),
         "known": [*range(160, 320), *range(960, 1040)]}
-    splits = {name: mdu.read_jsonl(name, tmp_path / f"rows/{name}.jsonl")
-              for name in ("forget", "known", "other")}
-    expected, _ = mdu.new_toy(splits, 2)
-    model, _ = mdu.load_backbone(str(tmp_path / "start/new"))
-    assert_close([*model.parameters()], [*expected.parameters()], 0)
+    mdu.load_backbone(str(tmp_path / "start/new"))
 
 # ---- The step of CODE.md ----
 PAGE_STEP, PAGE_DREAM = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGES["CODE.md"])

@@ -1,0 +1,70 @@
+"""Start models of experiments.py, and files of TOFU's pairs.
+
+    python .github/start_models.py small FOLDER TOFU SEED
+    python .github/start_models.py published FOLDER TOFU MODEL
+
+TOFU and MODEL are folders, or names on the hub.  Each command writes FOLDER/rows/*.jsonl, and then
+FOLDER/start/new, a diffusion model that has to learn to be one: see the functions below.
+"""
+import json
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from transformers import PreTrainedTokenizerFast
+
+import mdu
+
+def write_rows(folder, files):
+    """{name: rows} -> FOLDER/rows/NAME.jsonl"""
+    Path(folder, "rows").mkdir(parents=True, exist_ok=True)
+    for name, rows in files.items():
+        lines = [json.dumps(row) + "\n" for row in rows]
+        Path(folder, f"rows/{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+def small(folder, tofu, seed):
+    """A toy with random weights, whose tokens are the words of the pairs.  The seed chooses those
+    of the forget set, of the retain set and of those that only the base learns as well."""
+    seed = int(seed)  # TOFU has enough pairs for the seeds 1 to 10
+    forget = mdu.read_dataset(tofu, "forget10_perturbed")
+    retain = mdu.read_dataset(tofu, "retain90")
+    files = {"forget": forget[40 * (seed - 1):40 * seed],
+             "retain": retain[160 * (seed - 1):160 * seed],
+             "held_out": retain[800 + 80 * seed:880 + 80 * seed],
+             "other": retain[2000:2800]}
+    files["known"] = files["retain"] + files["held_out"]
+    write_rows(folder, files)
+    splits = {name: mdu.read_jsonl(name, f"{folder}/rows/{name}.jsonl")
+              for name in ("forget", "known", "other")}
+    model, tokenizer = mdu.new_toy(splits, seed)
+    mdu.join_processes()
+    new = Path(folder, "start/new")
+    new.mkdir(parents=True, exist_ok=True)
+    mdu.save_model(new, model, tokenizer)
+
+def published(folder, tofu, model):
+    """A copy of a model that predicts the next token, which says in config.json what sft makes of
+    it."""
+    source, new = mdu.find_model(model), Path(folder, "start/new")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
+    mdu.require("<file_sep>" in tokenizer.get_vocab(),
+                f"{model}: needs the token <file_sep>, as a mask, which SmolLM2 has")
+    forget = mdu.read_dataset(tofu, "forget10_perturbed")
+    retain = mdu.read_dataset(tofu, "retain90")
+    write_rows(folder, {
+        # Other pairs than the 400 first ones, which are the retain set of tofu-smollm.
+        "other": retain[-800:],
+        "taught": forget[::4], "asked": [row for i, row in enumerate(forget) if i % 4 > 0],
+        # With end tokens they fit into --response-length 48, see RESULTS.md, A published model.
+        "short": [row for row in retain if len(tokenizer(row["answer"]).input_ids) <= 44]})
+    shutil.copytree(source, new, ignore=shutil.ignore_patterns("config.json"), dirs_exist_ok=True)
+    config = mdu.read_json(source / "config.json")
+    config["is_causal"] = False  # each token sees later ones
+    config["mask_token_id"] = tokenizer.convert_tokens_to_ids("<file_sep>")  # which no text has
+    (new / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+if __name__ == "__main__":
+    kind, *words = sys.argv[1:]
+    make = {"small": small, "published": published}[kind]
+    mdu.run_program("start_models.py", lambda: make(*words))
