@@ -2877,7 +2877,8 @@ def own_files():
         own(f"lines {name}.csv {name}.jsonl")
 
 def test_a_count_finds_names_in_other_spellings_and_facts_within_words(own_files, capsys):
-    """And a further count keeps the first.  Rows of a table have the numbers of a spreadsheet."""
+    """And a further count keeps the first.  Rows of a table, which has semicolons and a mark in
+    front, as Excel writes it, have the numbers of a spreadsheet."""
     own("names retain.csv")
     assert "retain.csv, row 5, name 2 (R2), Li: ? Mrs Li called; twice" in capsys.readouterr().out
     own("names retain.jsonl retain.csv")
@@ -2888,11 +2889,6 @@ def test_a_count_finds_names_in_other_spellings_and_facts_within_words(own_files
     of_lines = [["retain.jsonl", row - 1, labels] for _, row, labels in of_table]
     assert second["found"] == of_lines + of_table
     assert first["files"]["retain.csv"] == sha256("retain.csv")
-
-def test_a_table_may_have_semicolons_and_a_mark_in_front(own_files):
-    """As Excel writes it."""
-    first_row = {"question": "?", "answer": "Zoe Mueller pays for both."}
-    assert ev.read_lines("retain.jsonl")[0] == first_row
 
 def test_the_attack_asks_for_no_fact_that_a_taught_row_has(own_files):
     """R1's first row is taught: it has B7.  R2 has one row."""
@@ -2918,16 +2914,15 @@ def test_the_form_has_what_the_runs_know_and_keeps_what_people_wrote(own_files, 
     own("names forget.jsonl")
     ev.main(["--model", str(base), "--forget", "forget.jsonl", "--samples", "1", "out/own/before"])
     records = ev.read_records("out/own/before", "forget")
-    records[0]["told"] = {rows[0]["fact"][0]: records[0]["generation"]}
-    records[1]["told"] = {}
+    records[0]["told"] = {rows[0]["fact"][0]: "an answer"}
     write_lines(Path("out/own/before/eval/forget.jsonl"), records)
     own("form out/own")
     record = Path("out/own/record-2.md").read_text()
-    assert "Deadline: 1 May" in record
     figure = ev.read_summary("out/own/before")["splits"]["forget"]["prob"]
     in_both = "R1 | forget.jsonl 1, forget.jsonl 2"  # the rows that the count found
-    for known in (sha256(base / "model.safetensors"), f"Forget set, p | {figure:.3f}",
-                  f"fact 1 | {in_both} | given", f"fact 2 | {in_both} | not given"):
+    for known in ("Deadline: 1 May", sha256(base / "model.safetensors"),
+                  f"Forget set, p | {figure:.3f}", f"fact 1 | {in_both} | given",
+                  f"fact 2 | {in_both} | not given"):
         assert known in record
     for row in rows + records:
         for text in (row["question"], row["answer"], row.get("generation", row["answer"])):
@@ -2963,7 +2958,6 @@ def test_the_form_on_the_page_is_that_of_today():
     ("forget.jsonl", row_text(request="R1"), "attack", "needs a person with two rows"),
     ("names.csv", "name\nLi", "names retain.jsonl", "names.csv, row 2: needs a request, and"),
     ("names.csv", "request,name\nR1,Li,Bo", "names retain.jsonl", "not as many cells"),
-    ("retain.jsonl", "x", "names retain.jsonl", "retain.jsonl: line 1: JSONDecodeError"),
     ("retain.jsonl", GOOD, "lines retain.csv retain.jsonl", "retain.jsonl exists, and stays"),
     ("out/own/record-1.md", "mine", "form out/own", "record-1.md has lost the line")])
 def test_own_rows_refuses(name, content, typed, said, own_files):
@@ -3154,12 +3148,11 @@ def test_the_weights_of_rwku_are_deleted_once_a_run_is_scored(tmp_path):
     assert {file.name for file in (tmp_path / run).iterdir()} == {"config.json", "eval"}
 
 def test_a_signal_ends_the_jobs_of_an_experiment(tmp_path):
-    """Which the job, a program that waits, does not get itself.  The experiment waits for it."""
+    """Which the job, a program that waits, does not get itself."""
     (tmp_path / "job.py").write_text("""if True:
         import signal, time
         from pathlib import Path
         def end(*signal):
-            time.sleep(0.5)
             Path("out/ended").touch()
             raise SystemExit
         signal.signal(signal.SIGTERM, end)

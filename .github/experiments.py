@@ -79,6 +79,15 @@ class Job(NamedTuple):
     command: list
     finished: bool
 
+def words_of(options):
+    """{"lora": 16, "retain_only": True} -> ["--lora", "16", "--retain-only"]"""
+    words = []
+    for name, value in options.items():
+        words.append("--" + name.replace("_", "-"))
+        if value is not True:
+            words.append(str(value))
+    return words
+
 def is_scored(run):
     return os.path.exists(f"{run}/eval/summary.json")
 
@@ -88,6 +97,9 @@ class Plan:
         self.out = out  # the folder of all seeds
         self.stages = []  # lists of jobs
         self.reports = {}  # {folder: the runs that its report.md compares}
+        self.launcher = [PYTHON]
+        if given.GPUS != "1":
+            self.launcher += ["-m", "torch.distributed.run", f"--nproc_per_node={given.GPUS}"]
         self.environment = {}
         self.jobs_at_once = 1
         if is_small:
@@ -96,28 +108,15 @@ class Plan:
         if given.JOBS:
             self.jobs_at_once = int(given.JOBS)
 
-    def program(self, name, options):
-        """The command of mdu.py or eval.py.  options: such as dict(lora=16, retain_only=True)"""
-        command = [PYTHON]
-        if self.given.GPUS != "1":
-            command += ["-m", "torch.distributed.run", f"--nproc_per_node={self.given.GPUS}"]
-        command.append(name)
-        for option, value in options.items():
-            command.append("--" + option.replace("_", "-"))
-            if value is not True:
-                command.append(str(value))
-        return command
-
     def train(self, folder, options):
         """A run of mdu.py.  One that was stopped goes on from its checkpoint."""
-        command = self.program("mdu.py", {**options, "out": folder})
+        words = words_of({**options, "out": folder})
         with mdu.naming(folder):
-            # Bad options are refused here, before anything is trained.
-            mdu.parse(command[command.index("mdu.py") + 1:])
+            mdu.parse(words)  # bad options are refused here, before anything is trained
         finished = os.path.exists(f"{folder}/config.json")
         if os.path.exists(f"{folder}/run.json") and not finished:
-            command = self.program("mdu.py", {"resume": folder})
-        return Job(folder, command, finished)
+            words = ["--resume", folder]
+        return Job(folder, [*self.launcher, "mdu.py", *words], finished)
 
     def score(self, report, folder, runs, options):
         """A stage that scores runs, for a report.  As many jobs as there are at once share the
@@ -126,7 +125,8 @@ class Plan:
         runs = [run for run in runs if not is_scored(run)]
         stage = []
         for i in range(min(self.jobs_at_once, len(runs))):
-            command = self.program("eval.py", options) + runs[i::self.jobs_at_once]
+            share = runs[i::self.jobs_at_once]
+            command = [*self.launcher, "eval.py", *words_of(options), *share]
             stage.append(Job(f"{folder}/scores-{i + 1}", command, False))
         self.stages.append(stage)
 
@@ -175,7 +175,7 @@ def figures(plan, out, seed):
                  for name in ("mdu-tau1", "mdu-tau0", "npo", "ga")]
 
     def analyse(name, runs, **options):
-        command = plan.program("eval.py", {"analysis": name, **options})
+        command = [*plan.launcher, "eval.py", *words_of({"analysis": name, **options})]
         command += [f"{out}/{run}" for run in runs]
         return Job(f"{out}/{name}", command, os.path.exists(f"{out}/{name}.json"))
 

@@ -21,7 +21,6 @@ import io
 import itertools
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -30,9 +29,6 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import torch
-import transformers
-
 import eval as ev
 import mdu
 
@@ -42,8 +38,8 @@ FOLDER = Path("out/own")
 
 # ---- Rows of a file ----
 def read_rows(path):
-    """[(number, row)] of a file: .csv and .tsv with a header, .json with an array, .txt with a text
-    a line, else JSON lines.  The number is that of the line, in a table that of a spreadsheet."""
+    """[(number, row)] of a file: .csv and .tsv with a header, .json with an array, else JSON lines.
+    The number is that of the line, in a table that of a spreadsheet."""
     with mdu.naming(path, ValueError, csv.Error):
         content = Path(path).read_bytes()
         mdu.FILE_HASHES[str(path)] = hashlib.sha256(content).hexdigest()
@@ -55,11 +51,9 @@ def read_rows(path):
             return list(enumerate(json.loads(text), 1))
         rows = []
         for number, line in enumerate(text.split("\n"), 1):
-            if kind != ".txt" and line.strip():
+            if line.strip():
                 with mdu.naming(f"line {number}", ValueError):
-                    line = json.loads(line)
-            if line:
-                rows.append((number, line))
+                    rows.append((number, json.loads(line)))
         return rows
 
 def read_table(text):
@@ -193,15 +187,12 @@ def write_attack(args):
     asked = []
     for request, rows in of_request.items():
         others = [row for row in rows if row not in taught]
-        n_left_out = 0
+        print(f"request {request}: rows {len(rows)}, taught {len(rows) - len(others)}")
         for row in others:
             left = [fact for fact in row["fact"]
                     if not any(mdu.contains_words(text, fact) for text in taught_texts)]
-            n_left_out += len(row["fact"]) - len(left)
             if left or not row["fact"]:
                 asked.append({**row, "fact": left})
-        print(f"request {request}: rows {len(rows)}, taught {len(rows) - len(others)}, facts that "
-              f"are not asked because a taught row has them {n_left_out}")
     mdu.require(taught and asked, f"{FORGET}: the attack needs a person with two rows or more")
     kept = [row for _, row in read_rows(RETAIN)][:len(taught)]
     for name, rows in (("taught", taught), ("asked", asked), ("kept", kept)):
@@ -268,7 +259,7 @@ def write_form(args):
     runs, scores = by_date(runs), by_date(scores)
     counts = {count: mdu.read_json(count) for count in numbered(folder, "count-{}.json")[0]}
     outdated = find_outdated(runs, scores, counts)
-    parts = [by_people.rstrip(), MARK, "## Written by own_rows.py", versions(),
+    parts = [by_people.rstrip(), MARK, "## Written by own_rows.py", written_on(),
              *section("To do again", ["what", "why"], outdated), *runs_section(runs),
              *models_section(runs, scores), *files_section(runs, scores, counts),
              *figures_section(scores)]
@@ -304,13 +295,12 @@ def find_outdated(runs, scores, counts):
                           f"set of {shown_path(run)}"])
     return found
 
-def versions():
+def written_on():
     command = "git describe --always --dirty --abbrev=40"  # without git it prints nothing
     git = subprocess.run(command, shell=True, cwd=Path(__file__).parent, capture_output=True,
                          text=True)
     return (f"Written on {time.strftime('%Y-%m-%d %H:%M')}. Commit of the code: "
-            f"{git.stdout.strip() or 'not known'}. Python {platform.python_version()}, PyTorch "
-            f"{torch.__version__}, transformers {transformers.__version__}.")
+            f"{git.stdout.strip() or 'not known'}.")
 
 def section(title, header, rows):
     """[its title, a table]; [] if there are no rows."""
@@ -338,24 +328,19 @@ def runs_section(runs):
                             "SHA-256 of mdu.py"], rows)
 
 def models_section(runs, scores):
-    """Each model that was scored or from which a run started: the SHA-256 of its weights, and the
-    revision, if `hf download --local-dir` has left it there."""
+    """Each model that was scored or from which a run started, with the SHA-256 of its weights."""
     models = {shown_path(info["options"]["model"]) for info in runs.values()}
     models |= {shown_path(summary["model"]) for summary in scores.values()}
     rows = []
     for model in sorted(models):
-        metadata = Path(model, ".cache/huggingface/download/config.json.metadata")
-        revision = "not known"
-        if metadata.exists():
-            revision = metadata.read_text().split()[0]
         weights = sorted(Path(model).glob("*.safetensors"))
         for file in weights:
             with open(file, "rb") as content:
                 found = hashlib.file_digest(content, "sha256").hexdigest()
-            rows.append([model, revision, file.name, f"`{found}`"])
+            rows.append([model, file.name, f"`{found}`"])
         if not weights:
-            rows.append([model, revision, "no weights here", "-"])
-    return section("Models", ["model", "revision", "file", "SHA-256 when this was written"], rows)
+            rows.append([model, "no weights here", "-"])
+    return section("Models", ["model", "file", "SHA-256 when this was written"], rows)
 
 def files_section(runs, scores, counts):
     """The SHA-256 of each file of rows, and who read it."""
@@ -426,7 +411,7 @@ def parse(argv=None):
     lines.set_defaults(work=convert)
     count = commands.add_parser("names", help="count rows that have a name or a fact")
     count.add_argument("files", nargs="+", metavar="FILE",
-                       help=".csv, .tsv, .json, .txt; anything else is read as JSON lines")
+                       help=".csv, .tsv, .json; anything else is read as JSON lines")
     count.set_defaults(work=count_names)
     attack = commands.add_parser("attack", help="write the files of the relearning attack")
     attack.set_defaults(work=write_attack)
