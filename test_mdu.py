@@ -2877,8 +2877,7 @@ def own_files():
         own(f"lines {name}.csv {name}.jsonl")
 
 def test_a_count_finds_names_in_other_spellings_and_facts_within_words(own_files, capsys):
-    """And a further count keeps the first.  Rows of a table, which has semicolons and a mark in
-    front, as Excel writes it, have the numbers of a spreadsheet."""
+    """And a further count keeps the first.  Rows of a table have the numbers of a spreadsheet."""
     own("names retain.csv")
     assert "retain.csv, row 5, name 2 (R2), Li: ? Mrs Li called; twice" in capsys.readouterr().out
     own("names retain.jsonl retain.csv")
@@ -2889,6 +2888,11 @@ def test_a_count_finds_names_in_other_spellings_and_facts_within_words(own_files
     of_lines = [["retain.jsonl", row - 1, labels] for _, row, labels in of_table]
     assert second["found"] == of_lines + of_table
     assert first["files"]["retain.csv"] == sha256("retain.csv")
+
+def test_a_table_may_have_semicolons_and_a_mark_in_front(own_files):
+    """As Excel writes it."""
+    first_row = {"question": "?", "answer": "Zoe Mueller pays for both."}
+    assert ev.read_lines("retain.jsonl")[0] == first_row
 
 def test_the_attack_asks_for_no_fact_that_a_taught_row_has(own_files):
     """R1's first row is taught: it has B7.  R2 has one row."""
