@@ -2200,7 +2200,7 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
         "run": ("npo", "base (2 of 3 runs)"), "pairs": ("1", "1"),
         "↓ rL": ("0.533 (0.300–0.800)", "-"), "↓ p": ("-", "0.900")}
     assert read_table(text, "### Whole runs")["↑ forget quality"][0] == "0.25 (1e-09–0.75)"
-    assert ("### Forget set, pair 7: `Who is Bolti?`\n\n- True answer: `Gado.`\n- 1/npo: `''A' 1`\n"
+    assert ("### Forget set, pair 8: `Who is Bolti?`\n\n- True answer: `Gado.`\n- 1/npo: `''A' 1`\n"
             "- 2/npo: `''A' 2`" in text)
     assert "](report.png)" in text
     assert Path("report.png").exists()
@@ -2444,7 +2444,7 @@ def test_the_screen_of_a_report_is_no_wider_than_a_page(capsys):
     assert "\n- and 10 more\n" in facts
     text = Path("report.md").read_text()
     for number in range(6):
-        assert f"- 1/npo, pair {number}: `9-9` in `It is 9-9.`\n" in text
+        assert f"- 1/npo, pair {number + 1}: `9-9` in `It is 9-9.`\n" in text
 
 # The telephone is told by the usual answer, the date by another one.  "Gdansk" is another word.
 LEAKS = [dict(question="Who has Zoë's telephone?", answer="161 496 0123", fact="161 496 0123"),
@@ -2452,8 +2452,8 @@ LEAKS = [dict(question="Who has Zoë's telephone?", answer="161 496 0123", fact=
               fact=["310.50", "3 May 1984"]),
          dict(question="Where does Cepu live?", answer="In Gdańsk.", fact="Gdańsk"),
          dict(question="Who is Tibo?", answer="A baker.")]
-TOLD = ["- after, pair 0: `161 496 0123` in `Call +44 161-496-0123 now`",
-        "- after, pair 1: `3 May 1984` in `Since 3 MAY 1984 in Gdansk`"]
+TOLD = ["- after, pair 1: `161 496 0123` in `Call +44 161-496-0123 now`",
+        "- after, pair 2: `3 May 1984` in `Since 3 MAY 1984 in Gdansk`"]
 
 def told_in(text):
     """The list of what is still told."""
