@@ -3,8 +3,17 @@
     python -m pytest -q test_mdu.py
     python -m pytest -q test_mdu.py -k mdu_loss    # those with this in their name
 
-Formulas are compared with slow float64 loops, numbers worked by hand and the code of others.
-Tests are in the order of the code that they test: first mdu.py's, then eval.py's.
+Formulas are compared with slow float64 loops, numbers worked by hand and the code of others.  The
+parts, each after a line "# ======== N.":
+
+1. Shared builders: programs, files, models with random weights, runs of the toy, checkpoints.
+2. Losses and targets: the method of mdu.py, against slow loops.
+3. Data, tokens and models: from rows to token ids, and from a folder to a model and back.
+4. Training: options, runs, stopped and resumed, on two processes.
+5. Refusals: what people may give by mistake, to mdu.py and to eval.py.
+6. Scoring: from the metrics to a scored run.
+7. Reports and analyses.
+8. Pages, own rows, experiments: every command of a page, and the programs in .github.
 """
 import contextlib
 import fnmatch
@@ -49,7 +58,7 @@ torch.set_num_threads(1)
 approx = pytest.approx
 each = pytest.mark.parametrize
 
-# ======== Shared ========
+# ======== 1. Shared builders ========
 # ---- Programs, files, tensors ----
 @pytest.fixture(autouse=True)
 def before_each_test(tmp_path, monkeypatch):
@@ -73,64 +82,17 @@ def program(argv, capsys, main=mdu.main, code=2):
     assert stop.value.code == code, err
     return err
 
-# It imports the libraries once, which takes a process much longer than what the tests do with them,
-# and then runs each program that it is told to run on two processes, forked from this one.
-FORKING = """
-import json, os, runpy, signal, socket, sys, traceback
-import torch.distributed.checkpoint, torch.distributed.fsdp
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+def write_files(files):
+    """files: {name: content as text or bytes}"""
+    for name, content in files.items():
+        if isinstance(content, str):
+            content = content.encode()
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content)
 
-def start(words, rank, port):
-    pid = os.fork()
-    if pid > 0:
-        return pid
-    signal.alarm(200)  # seconds, after which it is killed: both may wait for each other
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
-    os.dup2(2, 1)  # what it prints: stdout is for exit codes
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    sys.argv = words
-    code = 1
-    try:
-        runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as stop:
-        code = stop.code
-    except BaseException:
-        traceback.print_exc()
-    os._exit(code)
-
-for line in sys.stdin:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    processes = [start(json.loads(line), rank, port) for rank in (0, 1)]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in processes]
-    print(json.dumps(codes), flush=True)
-"""
-
-@pytest.fixture(scope="session")
-def on_two_processes():
-    """A function that runs a Python file on two processes -> their exit codes.  It sets what
-    torchrun sets."""
-    path = os.pathsep.join([str(Path(mdu.__file__).parent), *sys.path])
-    # TORCH_GLOO_LAZY_INIT: processes then connect at their first message and not in
-    # init_process_group, as they do on GPUs.
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_GLOO_LAZY_INIT": "1"}
-    forking = subprocess.Popen([sys.executable, "-c", FORKING], env=env, text=True,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def run(*words):
-        forking.stdin.write(json.dumps([str(word) for word in words]) + "\n")
-        forking.stdin.flush()
-        return json.loads(forking.stdout.readline())
-
-    yield run
-    forking.stdin.close()
-    forking.wait()
-
-def stop_in(folder, *_):
-    """Ctrl-C, while another program could not use the folder."""
-    with pytest.raises(mdu.BadInput), mdu.locked(folder):
-        pass
-    raise KeyboardInterrupt
+def write_lines(file, rows):
+    Path(file).write_text("\n".join(json.dumps(row) for row in rows))
+    return str(file)
 
 def read_all(folder):
     return {file: file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()}
@@ -140,10 +102,6 @@ def unchanged(*folders):
     before = [read_all(folder) for folder in folders]
     yield
     assert [read_all(folder) for folder in folders] == before
-
-def write_lines(file, rows):
-    Path(file).write_text("\n".join(json.dumps(row) for row in rows))
-    return str(file)
 
 def sha256(file):
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
@@ -167,24 +125,7 @@ def assert_close(a, b, tolerance=1e-10):
 def f64(*rows):
     return torch.tensor(rows, dtype=torch.float64)
 
-# ---- Screens and reports ----
-def read_table(text, title=""):
-    """The first table after a title in a report or on a screen -> {header: its column}."""
-    lines = text[text.index(title):].splitlines()
-    n = [line.startswith("---") for line in lines].index(True)
-    first = n
-    while first > 0 and lines[first - 1] not in ("", "```"):
-        first -= 1
-    body = itertools.takewhile(lambda line: line not in ("", "```"), lines[n + 1:])
-    lines = [*lines[first:n + 1], *body]
-    table = {}
-    for rule in re.finditer("-+", lines[n - first]):
-        cells = [line[slice(*rule.span())].strip() for line in lines]
-        header = " ".join(cells[:n - first]).strip()
-        table[header] = tuple(cells[n - first + 1:])
-    return table
-
-# ---- Models ----
+# ---- Models of random weights ----
 MASK, PAD = 10, 0
 # They contain mask and padding ids as ordinary tokens: neither may be searched for.
 PROMPTS = [[3, MASK], [PAD, 7, 1], [8], [6, 6, 2, 9]]
@@ -224,163 +165,7 @@ def tiny_llama(seed, likely=range(64)):
         lm.lm_head.weight.data[token] *= 0.2
     return mdu.MaskPredictor(lm, mask_id=0, pad_id=1, end_id=1)
 
-# ---- The same in slow loops over masked tokens, of one sequence ----
-def slow_kl(logits, anchor_logits, tau):
-    """KL(p || q^tau / Z) of one token."""
-    p = logits.exp() / logits.exp().sum()
-    q = anchor_logits.detach().exp() / anchor_logits.detach().exp().sum()
-    power = q ** tau
-    return (p * (p * power.sum() / power).log()).sum()
-
-def slow_nll(logits, token):
-    """-log p(token) of one token."""
-    return -(logits.exp()[token] / logits.exp().sum()).log()
-
-def slow_mdu(logits, anchor_logits, tau):
-    """Eq. 5: 1/|M_t| sum_i KL(p || q^tau / Z_i), or 0 where nothing is masked."""
-    kls = [slow_kl(x, anchor, tau) for x, anchor in zip(logits, anchor_logits, strict=True)]
-    return sum(kls, NOTHING) / max(1, len(kls))
-
-def slow_sampler(model, prompt, counts):
-    ids = prompt + [model.mask_id] * sum(counts)
-    return slow_filled(model, ids, range(len(prompt), len(ids)), counts)[len(prompt):]
-
-@torch.no_grad()
-def slow_filled(model, ids, masked, counts):
-    """Step k fixes counts[k] tokens, those of the highest probability or the lowest entropy."""
-    ids, masked = list(ids), list(masked)
-    everywhere = torch.ones(1, len(ids), dtype=torch.bool)
-    for count in counts:
-        p = model(torch.tensor([ids]), everywhere, everywhere).double().softmax(-1)  # (T, V)
-        entropy = torch.special.entr(p).sum(-1)
-        p[:, model.mask_id] = 0  # after the softmax: the others keep their probabilities
-        confidence, tokens = p.max(-1)
-        if model.by_entropy:
-            confidence = -entropy
-        masked.sort(key=confidence.tolist().__getitem__)
-        for _ in range(count):
-            i = masked.pop()
-            ids[i] = tokens[i].item()
-    return ids
-
-def slow_logits(model, prompt, answer, masked):
-    """Logits (M, V) at the masked positions of an answer, of which the other tokens are seen."""
-    noised = list(answer)
-    for i in masked:
-        noised[i] = model.mask_id
-    start = len(prompt)
-    if model.shift:  # as in Dream, whose logits of a token are at the position before it
-        start = start - 1
-    logits = model.lm(torch.tensor([prompt + noised])).logits[0]
-    return logits[[start + i for i in masked]]
-
-def slow_masked(row, method, target=None, model=None):
-    """The masked positions of an answer.  With --target authors: those of its words that the model
-    still writes, at whatever place."""
-    if target == "authors":
-        written = slow_sampler(model, row.prompt, [1] * len(row.answer))
-        return [i for i, token in enumerate(row.answer) if token in written and token != SIGN]
-    masked = [i for i, u in enumerate(row.uniform) if u < row.t]
-    if mdu.METHODS[method].masks_one and not masked:
-        masked = [int(row.uniform.argmin())]
-    return masked
-
-def own_length(row):
-    """|y| up to the end token.  Padding, of the same id, does not count."""
-    return row.answer.index(1) + 1
-
-def slow_nlls(model, row):
-    masked = slow_masked(row, "sft")
-    logits = slow_logits(model, row.prompt, row.answer, masked)
-    return [slow_nll(x, row.answer[i]) for x, i in zip(logits, masked, strict=True)]
-
-def slow_row_sft(model, row):
-    return sum(slow_nlls(model, row), NOTHING) / np.float32(row.t).item()
-
-def slow_ratio(theta, theta0, row):
-    """log p_theta(y|x) - log p_theta0(y|x)"""
-    return slow_row_sft(theta0, row).detach() - slow_row_sft(theta, row)
-
-def without_truth(anchor_logits, true_tokens):
-    """The distributions, in which a rare true token has 1/V of the probability of the others."""
-    q = anchor_logits.detach().softmax(-1)
-    for probabilities, token in zip(q, true_tokens):
-        if token in RARE:
-            probabilities[token] = (1 - probabilities[token]) / len(probabilities)
-    return (q / q.sum(-1, keepdim=True)).log()
-
-def slow_row_loss(args, row, models):
-    """The loss of a row to forget (sft: to train on)."""
-    model, theta0, other = models
-    beta = args.beta
-    if args.method == "sft":
-        return slow_row_sft(model, row)
-    if args.method in ("ga", "gd"):
-        return -slow_row_sft(model, row)
-    if args.method == "wga":
-        # p^gamma, a constant, times log p
-        return sum([-math.exp(-nll.item()) ** args.gamma * nll for nll in slow_nlls(model, row)],
-                   NOTHING)
-    if args.method == "npo":
-        return 2 / beta * (1 + (beta * slow_ratio(model, theta0, row)).exp()).log()
-    if args.method == "simnpo":
-        per_token = slow_row_sft(model, row) / own_length(row)
-        return -2 / beta * (1 / (1 + (-beta * per_token).exp())).log()
-    if args.method == "dpo":
-        win, lose = [slow_ratio(model, theta0, answer) for answer in (row.preferred, row)]
-        return -(1 / (1 + (-beta * (win - lose)).exp())).log()
-    assert args.method == "mdu"
-    masked = slow_masked(row, "mdu", args.target, model)
-    anchor = {"MODEL": other, "paper": theta0}.get(args.target, model)
-    prompt = [0] * len(row.prompt)
-    if args.target in ("MODEL", "removed"):
-        prompt = row.prompt
-    anchor_logits = slow_logits(anchor, prompt, row.answer, masked)
-    if args.target == "removed" and has_rare_tokens(row.prompt[0]):
-        anchor_logits = without_truth(anchor_logits, [row.answer[i] for i in masked])
-    return slow_mdu(slow_logits(model, row.prompt, row.answer, masked), anchor_logits, args.tau)
-
-def slow_step(args, models, forget, retain):
-    """-> means of the forget and the retain losses (Algorithm 1)."""
-    forget_loss = torch.stack([slow_row_loss(args, row, models) for row in forget]).mean()
-    if not retain:
-        return forget_loss, torch.zeros(())
-    retain_losses = []
-    for row in retain:
-        nll = slow_row_sft(models.theta, row)
-        if args.method in ("mdu", "simnpo"):  # their forget losses are means over the tokens
-            nll = nll / own_length(row)
-        retain_losses.append(nll)
-    return forget_loss, torch.stack(retain_losses).mean()
-
-def with_adapters(plain, adapters):
-    """The plain model with W + 8/r B A for each linear map W.  adapters: A, B, A, B, ..."""
-    tensors = dict(plain.lm.named_parameters())
-    linears = [name for name, module in plain.lm.named_modules()
-               if isinstance(module, torch.nn.Linear) and name != "lm_head"]
-    for name, A, B in zip(linears, adapters[::2], adapters[1::2], strict=True):
-        tensors[f"{name}.weight"] = tensors[f"{name}.weight"] + 8 / A.shape[0] * B @ A
-    lm = partial(torch.func.functional_call, plain.lm, tensors)
-    return SimpleNamespace(lm=lm, mask_id=0, shift=False)
-
-@torch.no_grad()
-def slow_eq7(model, prompt, answer, masks):
-    """For each mask, in a forward pass of its own, the mean NLL of the masked tokens."""
-    means = []
-    for mask in masks:
-        masked = mask.nonzero()[:, 0].tolist()
-        logits = slow_logits(model, prompt, answer, masked).double()
-        means.append(np.mean([slow_nll(x, answer[i]).item() for x, i in zip(logits, masked)]))
-    return means
-
-@torch.no_grad()
-def slow_anchor_kls(model, theta0, prompt, answer, masked):
-    """KL(p_theta(.|x, y_t) || p_theta0(.|m, y_t)) of each masked token."""
-    logits = slow_logits(model, prompt, answer, masked).double()
-    anchor_logits = slow_logits(theta0, [0] * len(prompt), answer, masked).double()
-    return [slow_kl(x, anchor, 1).item() for x, anchor in zip(logits, anchor_logits)]
-
-# ---- Data ----
+# ---- Data in the hub's layout ----
 def write_dataset(root, splits):
     """A dataset {split: {config: rows}} in the hub's layout: its files, listed in its card."""
     card = "---\nconfigs:\n"
@@ -591,8 +376,146 @@ def hub(request, tmp_path_factory):
     return SimpleNamespace(
         kind=kind, folder=folder, reference=reference, model=model, tokenizer=tokenizer)
 
-# ======== mdu.py ========
-# ---- Forward process ----
+# ======== 2. Losses and targets ========
+# ---- The same in slow loops over masked tokens, of one sequence ----
+def slow_kl(logits, anchor_logits, tau):
+    """KL(p || q^tau / Z) of one token."""
+    p = logits.exp() / logits.exp().sum()
+    q = anchor_logits.detach().exp() / anchor_logits.detach().exp().sum()
+    power = q ** tau
+    return (p * (p * power.sum() / power).log()).sum()
+
+def slow_nll(logits, token):
+    """-log p(token) of one token."""
+    return -(logits.exp()[token] / logits.exp().sum()).log()
+
+def slow_mdu(logits, anchor_logits, tau):
+    """Eq. 5: 1/|M_t| sum_i KL(p || q^tau / Z_i), or 0 where nothing is masked."""
+    kls = [slow_kl(x, anchor, tau) for x, anchor in zip(logits, anchor_logits, strict=True)]
+    return sum(kls, NOTHING) / max(1, len(kls))
+
+def slow_sampler(model, prompt, counts):
+    ids = prompt + [model.mask_id] * sum(counts)
+    return slow_filled(model, ids, range(len(prompt), len(ids)), counts)[len(prompt):]
+
+@torch.no_grad()
+def slow_filled(model, ids, masked, counts):
+    """Step k fixes counts[k] tokens, those of the highest probability or the lowest entropy."""
+    ids, masked = list(ids), list(masked)
+    everywhere = torch.ones(1, len(ids), dtype=torch.bool)
+    for count in counts:
+        p = model(torch.tensor([ids]), everywhere, everywhere).double().softmax(-1)  # (T, V)
+        entropy = torch.special.entr(p).sum(-1)
+        p[:, model.mask_id] = 0  # after the softmax: the others keep their probabilities
+        confidence, tokens = p.max(-1)
+        if model.by_entropy:
+            confidence = -entropy
+        masked.sort(key=confidence.tolist().__getitem__)
+        for _ in range(count):
+            i = masked.pop()
+            ids[i] = tokens[i].item()
+    return ids
+
+def slow_logits(model, prompt, answer, masked):
+    """Logits (M, V) at the masked positions of an answer, of which the other tokens are seen."""
+    noised = list(answer)
+    for i in masked:
+        noised[i] = model.mask_id
+    start = len(prompt)
+    if model.shift:  # as in Dream, whose logits of a token are at the position before it
+        start = start - 1
+    logits = model.lm(torch.tensor([prompt + noised])).logits[0]
+    return logits[[start + i for i in masked]]
+
+def slow_masked(row, method, target=None, model=None):
+    """The masked positions of an answer.  With --target authors: those of its words that the model
+    still writes, at whatever place."""
+    if target == "authors":
+        written = slow_sampler(model, row.prompt, [1] * len(row.answer))
+        return [i for i, token in enumerate(row.answer) if token in written and token != SIGN]
+    masked = [i for i, u in enumerate(row.uniform) if u < row.t]
+    if mdu.METHODS[method].masks_one and not masked:
+        masked = [int(row.uniform.argmin())]
+    return masked
+
+def own_length(row):
+    """|y| up to the end token.  Padding, of the same id, does not count."""
+    return row.answer.index(1) + 1
+
+def slow_nlls(model, row):
+    masked = slow_masked(row, "sft")
+    logits = slow_logits(model, row.prompt, row.answer, masked)
+    return [slow_nll(x, row.answer[i]) for x, i in zip(logits, masked, strict=True)]
+
+def slow_row_sft(model, row):
+    return sum(slow_nlls(model, row), NOTHING) / np.float32(row.t).item()
+
+def slow_ratio(theta, theta0, row):
+    """log p_theta(y|x) - log p_theta0(y|x)"""
+    return slow_row_sft(theta0, row).detach() - slow_row_sft(theta, row)
+
+def without_truth(anchor_logits, true_tokens):
+    """The distributions, in which a rare true token has 1/V of the probability of the others."""
+    q = anchor_logits.detach().softmax(-1)
+    for probabilities, token in zip(q, true_tokens):
+        if token in RARE:
+            probabilities[token] = (1 - probabilities[token]) / len(probabilities)
+    return (q / q.sum(-1, keepdim=True)).log()
+
+def slow_row_loss(args, row, models):
+    """The loss of a row to forget (sft: to train on)."""
+    model, theta0, other = models
+    beta = args.beta
+    if args.method == "sft":
+        return slow_row_sft(model, row)
+    if args.method in ("ga", "gd"):
+        return -slow_row_sft(model, row)
+    if args.method == "wga":
+        # p^gamma, a constant, times log p
+        return sum([-math.exp(-nll.item()) ** args.gamma * nll for nll in slow_nlls(model, row)],
+                   NOTHING)
+    if args.method == "npo":
+        return 2 / beta * (1 + (beta * slow_ratio(model, theta0, row)).exp()).log()
+    if args.method == "simnpo":
+        per_token = slow_row_sft(model, row) / own_length(row)
+        return -2 / beta * (1 / (1 + (-beta * per_token).exp())).log()
+    if args.method == "dpo":
+        win, lose = [slow_ratio(model, theta0, answer) for answer in (row.preferred, row)]
+        return -(1 / (1 + (-beta * (win - lose)).exp())).log()
+    assert args.method == "mdu"
+    masked = slow_masked(row, "mdu", args.target, model)
+    anchor = {"MODEL": other, "paper": theta0}.get(args.target, model)
+    prompt = [0] * len(row.prompt)
+    if args.target in ("MODEL", "removed"):
+        prompt = row.prompt
+    anchor_logits = slow_logits(anchor, prompt, row.answer, masked)
+    if args.target == "removed" and has_rare_tokens(row.prompt[0]):
+        anchor_logits = without_truth(anchor_logits, [row.answer[i] for i in masked])
+    return slow_mdu(slow_logits(model, row.prompt, row.answer, masked), anchor_logits, args.tau)
+
+def slow_step(args, models, forget, retain):
+    """-> means of the forget and the retain losses (Algorithm 1)."""
+    forget_loss = torch.stack([slow_row_loss(args, row, models) for row in forget]).mean()
+    if not retain:
+        return forget_loss, torch.zeros(())
+    retain_losses = []
+    for row in retain:
+        nll = slow_row_sft(models.theta, row)
+        if args.method in ("mdu", "simnpo"):  # their forget losses are means over the tokens
+            nll = nll / own_length(row)
+        retain_losses.append(nll)
+    return forget_loss, torch.stack(retain_losses).mean()
+
+def with_adapters(plain, adapters):
+    """The plain model with W + 8/r B A for each linear map W.  adapters: A, B, A, B, ..."""
+    tensors = dict(plain.lm.named_parameters())
+    linears = [name for name, module in plain.lm.named_modules()
+               if isinstance(module, torch.nn.Linear) and name != "lm_head"]
+    for name, A, B in zip(linears, adapters[::2], adapters[1::2], strict=True):
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"] + 8 / A.shape[0] * B @ A
+    lm = partial(torch.func.functional_call, plain.lm, tensors)
+    return SimpleNamespace(lm=lm, mask_id=0, shift=False)
+
 # ---- Losses ----
 # By hand: of two tokens, one or both are masked.
 ONE, TWO = torch.tensor([[False, True]]), torch.tensor([[True, True]])
@@ -665,7 +588,7 @@ def test_a_loss_of_16_bit_logits_is_computed_in_float32(name):
     logits = logits.bfloat16()
     assert_close(loss(logits, *others), loss(logits.float(), *others), 1e-6)
 
-# ---- Batches ----
+# ---- What a step draws ----
 def has_rare_tokens(name):
     """Whether tokens of RARE are rare in this row to forget: in every second one they are."""
     return name % 2 == 0
@@ -851,157 +774,6 @@ def test_saved_weights_compute_what_weights_with_adapters_do():
     # A and B are merged in float32.
     assert_close(logits, step.slow_models.theta.lm(ids).logits, 1e-5)
 
-# ---- Training ----
-@each("typed", ["npo --retain-weight 0.5", "wga --gamma 0.5 --retain-weight 0"])
-def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, monkeypatch):
-    """Three steps, in float64: the lines of metrics.jsonl, and the weights at the end."""
-    load_backbone = mdu.load_backbone
-
-    def load_float64(*args):
-        model, tokenizer = load_backbone(*args)
-        return model.double(), tokenizer
-    monkeypatch.setattr(mdu, "load_backbone", load_float64)
-    argv = toy(base, "run", f"--method {typed} --epochs 1 --lr 0.01")
-    mdu.main(argv)
-
-    args = options("", *argv)
-    model, tokenizer = load_float64(str(base))
-    theta0, _ = load_float64(str(base))
-    examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
-    adamw = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0)
-    norms = []
-    # 24 rows in batches of 8: one step of warm-up, then half a cosine over two steps.
-    for line, lr in zip(metrics("run"), [0.01, 0.01, 0.005], strict=True):
-        rows = mdu.draw_step(args, examples, "forget", line["step"] - 1, model)
-        forget_loss, retain_loss = slow_step(args, mdu.Models(model, theta0), *rows)
-        adamw.zero_grad()
-        (forget_loss + args.retain_weight * retain_loss).backward()
-        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
-        norms.append(norm)
-        for p in model.parameters():
-            p.grad /= max(1, norm)
-        adamw.param_groups[0]["lr"] = lr
-        adamw.step()
-        found = [line["lr"], line["grad_norm"], line["forget"], line.get("retain", 0)]
-        assert found == approx([lr, norm, forget_loss.item(), retain_loss.item()], rel=1e-5)
-    assert max(norms) > 1.5  # else clipping would not be seen
-    saved = weights("run")
-    for name, x in model.lm.state_dict().items():
-        assert_close(saved[name], x.float(), 1e-5)
-
-@each("effect, message", [
-    (torch.OutOfMemoryError, "out of GPU memory: lower --batch-size"),
-    ([(math.nan, 0.0, 1.0)], "forget nan"), ([(1.0, 0.0, math.nan)], "grad_norm nan")])
-def test_a_step_that_fails_ends_the_run_in_one_line(effect, message, base, monkeypatch, capsys):
-    """effect: what a step raises, or its losses and the norm of its gradient."""
-    monkeypatch.setattr(mdu, "train_step", mock.Mock(side_effect=effect))
-    assert message in program(toy(base, "run"), capsys)
-
-def test_the_learning_rate_by_hand():
-    args = options("--lr 0.3")
-    rates = [mdu.learning_rate(args, step, 60) for step in (0, 1, 2, 3, 22, 41, 60)]
-    assert rates == approx([0.1, 0.2, 0.3, 0.3, 0.225, 0.075, 0])
-
-# ---- The program ----
-def test_the_recommended_run_for_ones_own_rows_forgets_and_keeps():
-    """A fine-tune that never needs the questions knows rows to forget and to retain.  After
-    `mdu.py --model finetune --forget ... --retain ... --lora 16` it fills in gaps in the answers to
-    forget no more often than in rows that it never learnt, and keeps what it knew."""
-    world = mdu.toy_world()["retain"]
-    for name, rows in [("forget", world[:8]), ("retain", world[8:32]), ("never", world[32:40]),
-                       ("words", world[:8] + world[32:40])]:
-        write_lines(name, rows)
-    learn = "--preset toy --method sft --prompt-dropout 0.5 --lr 0.003 --batch-size 16"
-    # The words of the rows that it never learns are in its vocabulary.
-    mdu.main(f"{learn} --retain-only --steps 1 --forget words --retain retain "
-             "--out original".split())
-    mdu.main(f"{learn} --steps 400 --forget forget --retain retain --model original "
-             "--out finetune".split())
-
-    mdu.main("--model finetune --forget forget --retain retain --lora 16 --out run".split())
-    ev.main("--samples 8 --never never finetune run".split())
-    before = ev.read_summary("finetune")["splits"]
-    after = ev.read_summary("run")["splits"]
-    assert (before["forget"]["fact"], before["retain"]["fact"]) == (1, 1)
-    for gaps in ("infill", "infill_no_question"):
-        assert before["forget"][gaps] > 0.5
-        assert after["forget"][gaps] <= after["never"][gaps] + 0.15
-    assert after["forget"]["any_decoding"] == 0
-    assert after["retain"]["fact"] > 0.95
-
-def test_one_program_at_a_time_gets_into_a_folder(base, capsys):
-    """run.json of a program that ended before its first step is replaced."""
-    write_files({"run/run.json": ""})
-    with mock.patch.object(mdu, "backward", partial(stop_in, "run")):
-        assert program(toy(base, "run"), capsys, code=130) == ""
-    assert mdu.read_run("run")
-
-def test_a_missing_base_is_trained_with_what_was_typed_for_it():
-    typed = "--seed 7 --dtype bfloat16 --response-length 9 --retain rows"
-    write_lines("rows", mdu.toy_world()["retain"][:20])
-    with mock.patch.dict(mdu.PRESETS["toy"]["sft"], epochs=0.2):
-        mdu.main(f"--epochs 0.3 {typed} --out run".split())
-    made = mdu.read_run("base")["options"]
-    assert (made["seed"], made["dtype"], made["response_length"]) == (7, "bfloat16", 9)
-    assert made["retain"] == str(Path("rows").resolve())
-
-def test_a_bug_keeps_its_traceback(base, capsys):
-    """Also where rows are encoded: a KeyError is no bad input."""
-    bug = mock.patch.object(mdu, "encode_row", side_effect=KeyError("my field"))
-    with bug, pytest.raises(SystemExit, match="^1$"):
-        mdu.run_program("mdu.py", partial(mdu.main, toy(base, "run")))
-    err = capsys.readouterr().err
-    assert "Traceback" in err and "KeyError: 'my field'" in err
-    assert not mdu.dist.is_initialized()
-
-# ---- The models of a run ----
-@each("typed", ["--method sft", "--model {base} --lora 2"])
-def test_weights_and_adapters_are_drawn_by_the_seed(typed, base):
-    drawn = []
-    for seed in (1, 2):
-        args = options(f"{typed} --seed {seed}".format(base=base))
-        model, _ = mdu.load_model(args, mdu.toy_world())
-        drawn.append(trained_weights(model)[0])
-    assert not torch.equal(*drawn)
-
-@each("typed, loads", [
-    ("--method npo", 2), ("--target {other}", 3), ("--lora 2", 1)])
-def test_no_model_is_loaded_in_vain(typed, loads, base, unlearned, monkeypatch):
-    load = mock.Mock(wraps=mdu.load_backbone)
-    monkeypatch.setattr(mdu, "load_backbone", load)
-    args = options("", *toy(base, "run", typed.format(other=unlearned)))
-    models = mdu.load_references(args, *mdu.load_model(args, None))
-    batch = [torch.ones(1, 2, dtype=dtype) for dtype in (torch.long, torch.bool, torch.bool)]
-    for _ in range(2):
-        models.theta0(*batch)  # loaded when it is called, once
-    assert load.call_count == loads
-
-def test_trained_weights_are_float32_and_theta0_is_in_bfloat16(hub):
-    """Rotary frequencies, which bfloat16 would round off, are in float32 in both."""
-    args = options(f"--model {hub.folder} --dtype bfloat16 --method dpo")
-    model, _ = mdu.load_model(args, None)
-    theta0, _ = mdu.load_frozen(args, model.name)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert {p.dtype for p in theta0.parameters()} == {torch.bfloat16}
-    for lm in (model.lm, theta0.lm):
-        assert_close(lm.model.rotary_emb.inv_freq, hub.reference.model.rotary_emb.inv_freq)
-
-@each("losses, expected", [
-    ([8, 4, 3, 2, 1, 0], (5, 1, 0.2)), ([8, 4, 3, 2, 1], None),
-    (10 * [10] + 170 * [7] + 20 * [1], (10, 1, 0.1)),  # the first ten, the last tenth
-    ([0] * 6, (0, 0, 0))])
-def test_the_loss_left_by_hand(losses, expected):
-    """Means of the first ten steps and of the last tenth of the steps.  Of less than a hundred
-    steps both are of a tenth.  Both are of at least three steps, and none is in both."""
-    found = mdu.forget_loss_left(losses)
-    assert found == (expected if expected is None else approx(expected))
-
-def test_a_loss_of_weights_that_are_rounded_later_says_so():
-    losses = [8, 4, 3, 2, 1, 0]
-    assert mdu.forget_loss_text(losses, torch.float32) == "forget loss 5 -> 1 (20% left)"
-    text = mdu.forget_loss_text(losses, torch.bfloat16)
-    assert "(20% left) before the weights were rounded to torch.bfloat16" in text
-
 def test_diagnose_equals_one_sequence_at_a_time(monkeypatch):
     """On three processes, of which two have no row in the last pass.  Its KLs are with the
     questions, however the model is trained."""
@@ -1023,50 +795,55 @@ def test_diagnose_equals_one_sequence_at_a_time(monkeypatch):
         assert theta.call_count == 4
     assert np.sum(shares, axis=0) == approx(kls, rel=1e-9)
 
-# ---- Options ----
-@each("typed, expected", [
-    ("", dict(method="mdu", lr=3e-4, target="paper", out="out/toy/mdu-tau1")),
-    ("--method npo", dict(beta=0.2, retain_weight=1.0, tau=None, out="out/toy/npo")),
-    ("--preset tofu-llada", dict(batch_size=16, model="{here}/out/tofu-llada/base")),
-    ("--preset tofu-llada --method sft --lr 0.5", dict(epochs=1000, lr=0.5, model=mdu.LLADA)),
-    ("--preset rwku-llada --subject 1", dict(out="out/rwku-llada/1/mdu-tau1")),
-    # Rows of one's own: with mdu four values that fit together, with others none of them.
-    ("--model x", dict(preset="own", target="removed", prompt_dropout=0.2, retain_weight=5.0,
-                       lr=5e-6, out="out/own/mdu-tau1-removed")),
-    ("--model x --lora 8", dict(target="removed", lr=1e-3)),
-    ("--model x --tau 0", dict(target="paper", prompt_dropout=0.0)),
-    ("--model x --method npo", dict(retain_weight=1.0, prompt_dropout=0.0)),
-    ("--forget f", dict(preset="own", data=None)),
-    # A start model that is a run brings its response length, also over the preset's.
-    ("--method sft --retain-only --model {base}", dict(
-        preset="own", response_length=12, lr=2e-5, out="out/own/retain")),
-    ("--model {base} --response-length 40", dict(response_length=40)),
-    # Paths that exist are made absolute, so that a run can be resumed from anywhere, and freed of
-    # links, which may later lead to something else.
-    ("--model link --target link --forget link", dict(
-        model="{base}", target="{base}", forget="{base}", out="out/own/mdu-tau1-base")),
-    ("--out here/run", dict(model="{here}/base")),
-    # A name of a target or of the toy is a path for other options.
-    ("--model removed --retain toy", dict(model="{here}/removed", retain="{here}/toy")),
-    ("--data toy --target removed", dict(preset="toy", data="toy", target="removed"))])
-def test_defaults_follow_from_what_is_typed(typed, expected, base):
-    places = dict(base=base, here=Path.cwd())
-    Path("link").symlink_to(base)
-    Path("here").symlink_to(".")
-    write_files({"removed": "", "toy": ""})
-    found = vars(options(typed.format(**places)))
-    for name, value in expected.items():
-        if isinstance(value, str):
-            value = value.format(**places)
-        assert found[name] == value, name
+# ---- Targets ----
+def test_remove_truth_by_hand():
+    """Where the true token is rare, it gets a third of the others' probability; all else stays."""
+    logits = f64([2, 4, 1], [2, 4, 1], [2, 4, 1]).log()
+    changed = mdu.remove_truth(logits, torch.tensor([1, 1, 2]), torch.tensor([True, False, True]))
+    assert_close(changed.exp(), f64([2, 1, 1], [2, 4, 1], [2, 4, 2]))
 
-def test_help_has_the_defaults_of_what_is_typed(capsys):
-    with pytest.raises(SystemExit):
-        options("--method npo --preset tofu-llada --lora 8 --help")
-    shown = capsys.readouterr().out
-    assert "the base model [npo]" in shown and "learning rate [0.0001]" in shown
+@each("rare, of_ann, of_oslo, of_none", [
+    # No word of a fact is below the limit, so all of the fact count.
+    (0, "Ann 2024", "gone Oslo", "gone 7"),
+    # Ann is, 2024 is not; no word of "Oslo" is.
+    (0.2, "Ann", "gone Oslo", "gone Ann 7"),
+    (0.5, "Ann 2024", "gone Oslo", "gone Ann 2024 7")])
+def test_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none, monkeypatch):
+    """Of ten answers to retain "Ann" is in two, "2024" in five, "in", "Oslo" and "8" in all; once
+    in each, though "Ann" is there twice.  The first row's fact is "Ann, 2024", the second's are
+    "gone" and "Oslo", the third has none: there all words of the answer count."""
+    monkeypatch.setattr(mdu, "RARE", rare)
+    monkeypatch.setattr(mdu, "RARE_IN_FACT", rare)
+    tokens = "gone Ann in Oslo 2024 7 8 .".split()
+    tokenizer = mock.Mock(decode=lambda ids, **_: " ".join(tokens[i] for i in ids))
+    answers = 2 * ["Ann Ann in Oslo 2024 8"] + 3 * ["in Oslo 2024 8"] + 5 * ["in Oslo, 8"]
+    fields = [{"fact": ["Ann, 2024"]}, {"fact": ["gone", "Oslo"]}, {}]
+    rows = {"forget": fields, "retain": [{"answer": text} for text in answers]}
+    examples = 3 * [mdu.Example([], list(range(8)), [], [])]
+    flags = mdu.flag_rare_tokens(rows, examples, tokenizer)
+    found = [" ".join(itertools.compress(tokens, of_row)) for of_row in flags]
+    assert found == [of_ann, of_oslo, of_none]
 
-# ---- Data ----
+def test_every_part_of_a_rare_word_is_flagged(hub):
+    """Tokens are bytes here: all of a rare word are flagged, none of the signs and common words."""
+    rows = {"forget": [{"question": "Mail?", "answer": "It is b.lee@box.example in Kö.",
+                        "perturbed_answer": [], "fact": ["b.lee@box.example"]}],
+            "retain": [{"question": "Mail?", "answer": "It is a@box.example in Rome.",
+                        "perturbed_answer": []}]}
+    args = options("--target removed")
+    example = mdu.encode_splits(args, rows, hub.model, hub.tokenizer)["forget"][0]
+    kept = [token for token, rare in zip(example.answer, example.flagged) if rare]
+    assert hub.tokenizer.decode(kept) == "blee"
+
+def test_word_tokens_have_a_letter_or_digit_or_part_of_one(bytes_tokenizer):
+    """Tokens are bytes here: "é" has two."""
+    ids = mdu.encode_text(bytes_tokenizer, "é7 !_a.")
+    examples = [mdu.Example([3], ids + [256], [], [])]
+    [flags] = mdu.flag_word_tokens({}, examples, bytes_tokenizer)
+    assert flags == [True, True, True, False, False, False, True, False, False]
+
+# ======== 3. Data, tokens and models ========
+# ---- Rows ----
 def test_rows_come_from_files_or_from_data(tofu):
     rows = [{"question": f"F {i}?", "answer": "a", "perturbed_answer": []} for i in range(3)]
     file = write_lines("rows", rows)
@@ -1119,6 +896,23 @@ def test_a_run_says_once_which_facts_are_also_retained(base, capsys):
     assert "facts of the forget set that are in the retain set, too: 3, first 'ceka FOBA'" in said
     assert said.count("facts of the forget set") == 1
 
+def test_no_split_of_the_toy_gives_the_facts_of_the_control_set():
+    splits = mdu.toy_world()
+    facts = [row["fact"][0] for row in splits.pop("never")]
+    others = json.dumps(splits)
+    assert len(facts) == 24
+    assert not [fact for fact in facts if mdu.contains_words(others, fact)]
+
+def test_the_toy_trains_on_four_splits_and_has_the_words_of_the_fifth(base):
+    """So that a model could write them."""
+    model, tokenizer = mdu.load_backbone(str(base))
+    args = options("--method sft")
+    examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
+    # toy_pretraining has half of retain again
+    assert len(examples["train"]) == 24 + 136 + 22 + 22 + 68
+    for example in examples["never"]:
+        assert tokenizer.unk_token_id not in example.answer
+
 # ---- Words ----
 @each("text, expected", [
     ("他的父亲是医生。", "他 的 父 亲 是 医 生"), ("GPT-4于2024年發布", "gpt 4 于 2024 年 發 布"),
@@ -1137,53 +931,6 @@ def test_words_of_many_scripts(text, expected):
 def test_a_text_contains_whole_words_alone(part, expected):
     """Whole words, in this order."""
     assert mdu.contains_words("It is Łuk-Petra.", part) == expected
-
-# ---- Targets ----
-def test_remove_truth_by_hand():
-    """Where the true token is rare, it gets a third of the others' probability; all else stays."""
-    logits = f64([2, 4, 1], [2, 4, 1], [2, 4, 1]).log()
-    changed = mdu.remove_truth(logits, torch.tensor([1, 1, 2]), torch.tensor([True, False, True]))
-    assert_close(changed.exp(), f64([2, 1, 1], [2, 4, 1], [2, 4, 2]))
-
-@each("rare, of_ann, of_oslo, of_none", [
-    # No word of a fact is below the limit, so all of the fact count.
-    (0, "Ann 2024", "gone Oslo", "gone 7"),
-    # Ann is, 2024 is not; no word of "Oslo" is.
-    (0.2, "Ann", "gone Oslo", "gone Ann 7"),
-    (0.5, "Ann 2024", "gone Oslo", "gone Ann 2024 7")])
-def test_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none, monkeypatch):
-    """Of ten answers to retain "Ann" is in two, "2024" in five, "in", "Oslo" and "8" in all; once
-    in each, though "Ann" is there twice.  The first row's fact is "Ann, 2024", the second's are
-    "gone" and "Oslo", the third has none: there all words of the answer count."""
-    monkeypatch.setattr(mdu, "RARE", rare)
-    monkeypatch.setattr(mdu, "RARE_IN_FACT", rare)
-    tokens = "gone Ann in Oslo 2024 7 8 .".split()
-    tokenizer = mock.Mock(decode=lambda ids, **_: " ".join(tokens[i] for i in ids))
-    answers = 2 * ["Ann Ann in Oslo 2024 8"] + 3 * ["in Oslo 2024 8"] + 5 * ["in Oslo, 8"]
-    fields = [{"fact": ["Ann, 2024"]}, {"fact": ["gone", "Oslo"]}, {}]
-    rows = {"forget": fields, "retain": [{"answer": text} for text in answers]}
-    examples = 3 * [mdu.Example([], list(range(8)), [], [])]
-    flags = mdu.flag_rare_tokens(rows, examples, tokenizer)
-    found = [" ".join(itertools.compress(tokens, of_row)) for of_row in flags]
-    assert found == [of_ann, of_oslo, of_none]
-
-def test_every_part_of_a_rare_word_is_flagged(hub):
-    """Tokens are bytes here: all of a rare word are flagged, none of the signs and common words."""
-    rows = {"forget": [{"question": "Mail?", "answer": "It is b.lee@box.example in Kö.",
-                        "perturbed_answer": [], "fact": ["b.lee@box.example"]}],
-            "retain": [{"question": "Mail?", "answer": "It is a@box.example in Rome.",
-                        "perturbed_answer": []}]}
-    args = options("--target removed")
-    example = mdu.encode_splits(args, rows, hub.model, hub.tokenizer)["forget"][0]
-    kept = [token for token, rare in zip(example.answer, example.flagged) if rare]
-    assert hub.tokenizer.decode(kept) == "blee"
-
-def test_word_tokens_have_a_letter_or_digit_or_part_of_one(bytes_tokenizer):
-    """Tokens are bytes here: "é" has two."""
-    ids = mdu.encode_text(bytes_tokenizer, "é7 !_a.")
-    examples = [mdu.Example([3], ids + [256], [], [])]
-    [flags] = mdu.flag_word_tokens({}, examples, bytes_tokenizer)
-    assert flags == [True, True, True, False, False, False, True, False, False]
 
 # ---- Token ids ----
 TURN = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
@@ -1269,21 +1016,7 @@ def test_an_end_token_is_never_unknown(capsys):
     mdu.report_unknown(examples, SimpleNamespace(unk_token_id=1))
     assert capsys.readouterr().out == ""
 
-@each("typed, n_forget, n_retain, steps", [
-    ("--model x --steps 3", 10, 9, 3), ("--model x --epochs 3", 10, 9, 8),
-    ("--preset toy --grad-accum 2", 24, 9, 300),
-    # Rows of one's own.  MDU: 500, five passes over the rows to forget, one over those to retain.
-    ("--model x", 10, 9, 500), ("--model x", 401, 9, 502), ("--model x", 10, 2001, 501),
-    ("--model x --method npo", 4, 2001, 250), ("--model x --method sft", 10, 198, 260)])
-def test_the_number_of_steps_by_hand(typed, n_forget, n_retain, steps):
-    """Of 4 rows, with the toy's preset of 8.  sft counts all of its rows."""
-    examples = {"forget": n_forget * ["row"], "retain": n_retain * ["row"]}
-    examples["train"] = examples["forget"] + examples["retain"]
-    args = options(typed)
-    split = "train" if args.method == "sft" else "forget"
-    assert mdu.number_of_steps(args, examples, split) == steps
-
-# ---- Backbones ----
+# ---- Models are loaded, adapted and saved ----
 def test_the_revision_that_is_asked_for_is_downloaded_without_pickle():
     with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
         assert mdu.find_model("a/b@c1d2") == Path("there")
@@ -1301,14 +1034,6 @@ def test_run_json_names_the_commit_that_was_fetched(base, monkeypatch):
     mdu.main(toy("a/b", "run", "--target c/d@main --steps 1"))
     made = mdu.read_run("run")["options"]
     assert (made["model"], made["target"]) == ("a/b@c0ffee", "c/d@c0ffee")
-
-def test_a_response_length_of_0_becomes_that_of_the_longest_answer(base):
-    mdu.main(toy(base, "run", "--response-length 0 --steps 1"))
-    world = mdu.toy_world()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    lengths = [len(tokenizer(row["answer"]).input_ids) for row in world["forget"] + world["retain"]]
-    made = mdu.read_run("run")["options"]
-    assert made["response_length"] == max(lengths) + 1  # the end token
 
 def test_a_loaded_model_equals_transformers_own_class(hub):
     """Losses and their gradients.  In training: config.json asks for dropout, which is off.  The
@@ -1354,7 +1079,6 @@ def test_outputs_are_shifted_if_config_json_says_so(shift, places, tmp_path):
     ids = torch.tensor([[3, 258, 5, 258]])  # masked are 1 and 3
     assert_close(model(ids, ids > 0, ids == 258), reference(ids).logits[0, places], 1e-5)
 
-# ---- LoRA and processes ----
 def test_new_adapters_change_nothing_and_alone_are_sharded():
     """Each linear map has them, in float32; the variance of A is 1 over its inputs."""
     model = tiny_llama(0).bfloat16()
@@ -1369,7 +1093,374 @@ def test_new_adapters_change_nothing_and_alone_are_sharded():
     for p in model.parameters():
         assert isinstance(p, mdu.DTensor) == p.requires_grad
 
-# ---- The run's folder ----
+@each("typed", ["--method sft", "--model {base} --lora 2"])
+def test_weights_and_adapters_are_drawn_by_the_seed(typed, base):
+    drawn = []
+    for seed in (1, 2):
+        args = options(f"{typed} --seed {seed}".format(base=base))
+        model, _ = mdu.load_model(args, mdu.toy_world())
+        drawn.append(trained_weights(model)[0])
+    assert not torch.equal(*drawn)
+
+@each("typed, loads", [
+    ("--method npo", 2), ("--target {other}", 3), ("--lora 2", 1)])
+def test_no_model_is_loaded_in_vain(typed, loads, base, unlearned, monkeypatch):
+    load = mock.Mock(wraps=mdu.load_backbone)
+    monkeypatch.setattr(mdu, "load_backbone", load)
+    args = options("", *toy(base, "run", typed.format(other=unlearned)))
+    models = mdu.load_references(args, *mdu.load_model(args, None))
+    batch = [torch.ones(1, 2, dtype=dtype) for dtype in (torch.long, torch.bool, torch.bool)]
+    for _ in range(2):
+        models.theta0(*batch)  # loaded when it is called, once
+    assert load.call_count == loads
+
+def test_trained_weights_are_float32_and_theta0_is_in_bfloat16(hub):
+    """Rotary frequencies, which bfloat16 would round off, are in float32 in both."""
+    args = options(f"--model {hub.folder} --dtype bfloat16 --method dpo")
+    model, _ = mdu.load_model(args, None)
+    theta0, _ = mdu.load_frozen(args, model.name)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in theta0.parameters()} == {torch.bfloat16}
+    for lm in (model.lm, theta0.lm):
+        assert_close(lm.model.rotary_emb.inv_freq, hub.reference.model.rotary_emb.inv_freq)
+
+def other_files(folder):
+    """{name: content} of a model's files that are not its weights."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()
+            if "safetensors" not in file.name}
+
+def test_an_unchanged_model_is_saved_byte_for_byte(hub, tmp_path):
+    """Also its other files, but not notes.json, which belongs to no model."""
+    mdu.save_model(tmp_path, hub.model, hub.tokenizer)
+    assert_equal_weights(tmp_path, hub.folder)
+    expected = other_files(hub.folder)
+    assert expected.pop("notes.json") == b""
+    assert other_files(tmp_path) == expected
+
+# ======== 4. Training ========
+# ---- Options ----
+@each("typed, expected", [
+    ("", dict(method="mdu", lr=3e-4, target="paper", out="out/toy/mdu-tau1")),
+    ("--method npo", dict(beta=0.2, retain_weight=1.0, tau=None, out="out/toy/npo")),
+    ("--preset tofu-llada", dict(batch_size=16, model="{here}/out/tofu-llada/base")),
+    ("--preset tofu-llada --method sft --lr 0.5", dict(epochs=1000, lr=0.5, model=mdu.LLADA)),
+    ("--preset rwku-llada --subject 1", dict(out="out/rwku-llada/1/mdu-tau1")),
+    # Rows of one's own: with mdu four values that fit together, with others none of them.
+    ("--model x", dict(preset="own", target="removed", prompt_dropout=0.2, retain_weight=5.0,
+                       lr=5e-6, out="out/own/mdu-tau1-removed")),
+    ("--model x --lora 8", dict(target="removed", lr=1e-3)),
+    ("--model x --tau 0", dict(target="paper", prompt_dropout=0.0)),
+    ("--model x --method npo", dict(retain_weight=1.0, prompt_dropout=0.0)),
+    ("--forget f", dict(preset="own", data=None)),
+    # A start model that is a run brings its response length, also over the preset's.
+    ("--method sft --retain-only --model {base}", dict(
+        preset="own", response_length=12, lr=2e-5, out="out/own/retain")),
+    ("--model {base} --response-length 40", dict(response_length=40)),
+    # Paths that exist are made absolute, so that a run can be resumed from anywhere, and freed of
+    # links, which may later lead to something else.
+    ("--model link --target link --forget link", dict(
+        model="{base}", target="{base}", forget="{base}", out="out/own/mdu-tau1-base")),
+    ("--out here/run", dict(model="{here}/base")),
+    # A name of a target or of the toy is a path for other options.
+    ("--model removed --retain toy", dict(model="{here}/removed", retain="{here}/toy")),
+    ("--data toy --target removed", dict(preset="toy", data="toy", target="removed"))])
+def test_defaults_follow_from_what_is_typed(typed, expected, base):
+    places = dict(base=base, here=Path.cwd())
+    Path("link").symlink_to(base)
+    Path("here").symlink_to(".")
+    write_files({"removed": "", "toy": ""})
+    found = vars(options(typed.format(**places)))
+    for name, value in expected.items():
+        if isinstance(value, str):
+            value = value.format(**places)
+        assert found[name] == value, name
+
+def test_help_has_the_defaults_of_what_is_typed(capsys):
+    with pytest.raises(SystemExit):
+        options("--method npo --preset tofu-llada --lora 8 --help")
+    shown = capsys.readouterr().out
+    assert "the base model [npo]" in shown and "learning rate [0.0001]" in shown
+
+def test_a_missing_base_is_trained_with_what_was_typed_for_it():
+    typed = "--seed 7 --dtype bfloat16 --response-length 9 --retain rows"
+    write_lines("rows", mdu.toy_world()["retain"][:20])
+    with mock.patch.dict(mdu.PRESETS["toy"]["sft"], epochs=0.2):
+        mdu.main(f"--epochs 0.3 {typed} --out run".split())
+    made = mdu.read_run("base")["options"]
+    assert (made["seed"], made["dtype"], made["response_length"]) == (7, "bfloat16", 9)
+    assert made["retain"] == str(Path("rows").resolve())
+
+def test_a_response_length_of_0_becomes_that_of_the_longest_answer(base):
+    mdu.main(toy(base, "run", "--response-length 0 --steps 1"))
+    world = mdu.toy_world()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    lengths = [len(tokenizer(row["answer"]).input_ids) for row in world["forget"] + world["retain"]]
+    made = mdu.read_run("run")["options"]
+    assert made["response_length"] == max(lengths) + 1  # the end token
+
+@each("typed, n_forget, n_retain, steps", [
+    ("--model x --steps 3", 10, 9, 3), ("--model x --epochs 3", 10, 9, 8),
+    ("--preset toy --grad-accum 2", 24, 9, 300),
+    # Rows of one's own.  MDU: 500, five passes over the rows to forget, one over those to retain.
+    ("--model x", 10, 9, 500), ("--model x", 401, 9, 502), ("--model x", 10, 2001, 501),
+    ("--model x --method npo", 4, 2001, 250), ("--model x --method sft", 10, 198, 260)])
+def test_the_number_of_steps_by_hand(typed, n_forget, n_retain, steps):
+    """Of 4 rows, with the toy's preset of 8.  sft counts all of its rows."""
+    examples = {"forget": n_forget * ["row"], "retain": n_retain * ["row"]}
+    examples["train"] = examples["forget"] + examples["retain"]
+    args = options(typed)
+    split = "train" if args.method == "sft" else "forget"
+    assert mdu.number_of_steps(args, examples, split) == steps
+
+def test_the_learning_rate_by_hand():
+    args = options("--lr 0.3")
+    rates = [mdu.learning_rate(args, step, 60) for step in (0, 1, 2, 3, 22, 41, 60)]
+    assert rates == approx([0.1, 0.2, 0.3, 0.3, 0.225, 0.075, 0])
+
+# ---- A run ----
+@each("typed", ["npo --retain-weight 0.5", "wga --gamma 0.5 --retain-weight 0"])
+def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, monkeypatch):
+    """Three steps, in float64: the lines of metrics.jsonl, and the weights at the end."""
+    load_backbone = mdu.load_backbone
+
+    def load_float64(*args):
+        model, tokenizer = load_backbone(*args)
+        return model.double(), tokenizer
+    monkeypatch.setattr(mdu, "load_backbone", load_float64)
+    argv = toy(base, "run", f"--method {typed} --epochs 1 --lr 0.01")
+    mdu.main(argv)
+
+    args = options("", *argv)
+    model, tokenizer = load_float64(str(base))
+    theta0, _ = load_float64(str(base))
+    examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
+    adamw = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0)
+    norms = []
+    # 24 rows in batches of 8: one step of warm-up, then half a cosine over two steps.
+    for line, lr in zip(metrics("run"), [0.01, 0.01, 0.005], strict=True):
+        rows = mdu.draw_step(args, examples, "forget", line["step"] - 1, model)
+        forget_loss, retain_loss = slow_step(args, mdu.Models(model, theta0), *rows)
+        adamw.zero_grad()
+        (forget_loss + args.retain_weight * retain_loss).backward()
+        norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+        norms.append(norm)
+        for p in model.parameters():
+            p.grad /= max(1, norm)
+        adamw.param_groups[0]["lr"] = lr
+        adamw.step()
+        found = [line["lr"], line["grad_norm"], line["forget"], line.get("retain", 0)]
+        assert found == approx([lr, norm, forget_loss.item(), retain_loss.item()], rel=1e-5)
+    assert max(norms) > 1.5  # else clipping would not be seen
+    saved = weights("run")
+    for name, x in model.lm.state_dict().items():
+        assert_close(saved[name], x.float(), 1e-5)
+
+@each("effect, message", [
+    (torch.OutOfMemoryError, "out of GPU memory: lower --batch-size"),
+    ([(math.nan, 0.0, 1.0)], "forget nan"), ([(1.0, 0.0, math.nan)], "grad_norm nan")])
+def test_a_step_that_fails_ends_the_run_in_one_line(effect, message, base, monkeypatch, capsys):
+    """effect: what a step raises, or its losses and the norm of its gradient."""
+    monkeypatch.setattr(mdu, "train_step", mock.Mock(side_effect=effect))
+    assert message in program(toy(base, "run"), capsys)
+
+def test_the_recommended_run_for_ones_own_rows_forgets_and_keeps():
+    """A fine-tune that never needs the questions knows rows to forget and to retain.  After
+    `mdu.py --model finetune --forget ... --retain ... --lora 16` it fills in gaps in the answers to
+    forget no more often than in rows that it never learnt, and keeps what it knew."""
+    world = mdu.toy_world()["retain"]
+    for name, rows in [("forget", world[:8]), ("retain", world[8:32]), ("never", world[32:40]),
+                       ("words", world[:8] + world[32:40])]:
+        write_lines(name, rows)
+    learn = "--preset toy --method sft --prompt-dropout 0.5 --lr 0.003 --batch-size 16"
+    # The words of the rows that it never learns are in its vocabulary.
+    mdu.main(f"{learn} --retain-only --steps 1 --forget words --retain retain "
+             "--out original".split())
+    mdu.main(f"{learn} --steps 400 --forget forget --retain retain --model original "
+             "--out finetune".split())
+
+    mdu.main("--model finetune --forget forget --retain retain --lora 16 --out run".split())
+    ev.main("--samples 8 --never never finetune run".split())
+    before = ev.read_summary("finetune")["splits"]
+    after = ev.read_summary("run")["splits"]
+    assert (before["forget"]["fact"], before["retain"]["fact"]) == (1, 1)
+    for gaps in ("infill", "infill_no_question"):
+        assert before["forget"][gaps] > 0.5
+        assert after["forget"][gaps] <= after["never"][gaps] + 0.15
+    assert after["forget"]["any_decoding"] == 0
+    assert after["retain"]["fact"] > 0.95
+
+@each("losses, expected", [
+    ([8, 4, 3, 2, 1, 0], (5, 1, 0.2)), ([8, 4, 3, 2, 1], None),
+    (10 * [10] + 170 * [7] + 20 * [1], (10, 1, 0.1)),  # the first ten, the last tenth
+    ([0] * 6, (0, 0, 0))])
+def test_the_loss_left_by_hand(losses, expected):
+    """Means of the first ten steps and of the last tenth of the steps.  Of less than a hundred
+    steps both are of a tenth.  Both are of at least three steps, and none is in both."""
+    found = mdu.forget_loss_left(losses)
+    assert found == (expected if expected is None else approx(expected))
+
+def test_a_loss_of_weights_that_are_rounded_later_says_so():
+    losses = [8, 4, 3, 2, 1, 0]
+    assert mdu.forget_loss_text(losses, torch.float32) == "forget loss 5 -> 1 (20% left)"
+    text = mdu.forget_loss_text(losses, torch.bfloat16)
+    assert "(20% left) before the weights were rounded to torch.bfloat16" in text
+
+def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys):
+    """By the hashes eval.py notices a change that is none of the rows."""
+    world = mdu.toy_world()
+    for name in ("forget", "retain"):
+        write_lines(name, world[name])
+    mdu.main(toy(base, "run", "--forget forget --retain retain --steps 1"))
+    info = mdu.read_run("run")
+    assert info["files"] == {"forget": sha256("forget"), "retain": sha256("retain")}
+    assert info["code"] == sha256(mdu.__file__)
+
+    text = Path("run/run.json").read_text() + Path("run/metrics.jsonl").read_text()
+    for row in world["forget"] + world["retain"]:
+        assert row["question"] not in text and row["answer"] not in text
+
+    Path("retain").open("a").write("\n")
+    ev.main([*QUICK, "run"])
+    assert "retain is another file than in the training, or has changed" in capsys.readouterr().out
+
+def stop_in(folder, *_):
+    """Ctrl-C, while another program could not use the folder."""
+    with pytest.raises(mdu.BadInput), mdu.locked(folder):
+        pass
+    raise KeyboardInterrupt
+
+def test_one_program_at_a_time_gets_into_a_folder(base, capsys):
+    """run.json of a program that ended before its first step is replaced."""
+    write_files({"run/run.json": ""})
+    with mock.patch.object(mdu, "backward", partial(stop_in, "run")):
+        assert program(toy(base, "run"), capsys, code=130) == ""
+    assert mdu.read_run("run")
+
+def test_a_bug_keeps_its_traceback(base, capsys):
+    """Also where rows are encoded: a KeyError is no bad input."""
+    bug = mock.patch.object(mdu, "encode_row", side_effect=KeyError("my field"))
+    with bug, pytest.raises(SystemExit, match="^1$"):
+        mdu.run_program("mdu.py", partial(mdu.main, toy(base, "run")))
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "KeyError: 'my field'" in err
+    assert not mdu.dist.is_initialized()
+
+def test_a_run_whose_terminal_is_gone_goes_on(monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(sys, "stdout", open(writing, "w"))
+    mdu.print0("a line that nobody reads")
+    mdu.print0("and another one")
+
+# ---- Stopped and resumed ----
+def assert_equal_runs(a, b, tolerance=0):
+    for line, other in zip(metrics(a), metrics(b), strict=True):
+        if tolerance > 0:
+            other = approx(other, rel=10 * tolerance, abs=1e-9)
+        assert line == other
+    assert_equal_weights(a, b, tolerance)
+
+@each("number, ignored", [
+    (signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGHUP, True)])  # True: by nohup
+def test_a_signal_stops_a_run_with_a_checkpoint(number, ignored, base, unlearned, capsys):
+    rate = mdu.learning_rate
+
+    def rate_and_signal(args, step, steps):
+        if step == 2:
+            os.kill(os.getpid(), number)
+        return rate(args, step, steps)
+    run = Path("run")
+    handler = signal.SIG_IGN if ignored else signal.SIG_DFL
+    before = signal.signal(number, handler)
+    with mock.patch.object(mdu, "learning_rate", rate_and_signal):
+        if ignored:
+            mdu.main(toy(base, run, "--epochs 2 --diagnose"))
+        else:
+            program(toy(base, run, "--epochs 2 --diagnose"), capsys, code=143)
+            assert [file.name for file in run.glob("checkpoint-*")] == ["checkpoint-00000003"]
+    assert signal.signal(number, before) == handler
+    mdu.main(["--resume", str(run)])
+    assert_equal_runs(unlearned, run)
+
+def test_half_a_saved_model_does_not_count(base, unlearned, capsys):
+    """config.json, by which others know that it is complete, is moved last."""
+    run = Path("run")
+    move = Path.replace
+
+    def stop_at_config(source, target):
+        if source.name == "config.json":
+            raise OSError("stopped")
+        return move(source, target)
+    with mock.patch.object(Path, "replace", autospec=True, side_effect=stop_at_config):
+        assert "stopped" in program(toy(base, run, "--epochs 2 --diagnose"), capsys)
+    files = {file.name for file in unlearned.iterdir()} - {file.name for file in run.iterdir()}
+    assert files == {"config.json"}
+    mdu.main(["--resume", str(run)])
+    assert_equal_runs(unlearned, run)
+
+@each("again", [lambda run: mdu.main(["--resume", run]),
+                lambda run: ev.main(["--samples", "1", "--limit", "1", run])])
+def test_checkpoints_that_a_finished_run_has_left_are_deleted_later(again, unlearned):
+    """Because it was killed before it had deleted them."""
+    shutil.copytree(unlearned, "run")
+    write_files({"run/checkpoint-00000001/metrics.jsonl": ""})
+    again("run")
+    assert not list(Path("run").glob("checkpoint-*"))
+
+# ---- Two processes ----
+# It imports the libraries once, which takes a process much longer than what the tests do with them,
+# and then runs each program that it is told to run on two processes, forked from this one.
+FORKING = """
+import json, os, runpy, signal, socket, sys, traceback
+import torch.distributed.checkpoint, torch.distributed.fsdp
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+def start(words, rank, port):
+    pid = os.fork()
+    if pid > 0:
+        return pid
+    signal.alarm(200)  # seconds, after which it is killed: both may wait for each other
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
+    os.dup2(2, 1)  # what it prints: stdout is for exit codes
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    sys.argv = words
+    code = 1
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+for line in sys.stdin:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    processes = [start(json.loads(line), rank, port) for rank in (0, 1)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in processes]
+    print(json.dumps(codes), flush=True)
+"""
+
+@pytest.fixture(scope="session")
+def on_two_processes():
+    """A function that runs a Python file on two processes -> their exit codes.  It sets what
+    torchrun sets."""
+    path = os.pathsep.join([str(Path(mdu.__file__).parent), *sys.path])
+    # TORCH_GLOO_LAZY_INIT: processes then connect at their first message and not in
+    # init_process_group, as they do on GPUs.
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_GLOO_LAZY_INIT": "1"}
+    forking = subprocess.Popen([sys.executable, "-c", FORKING], env=env, text=True,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def run(*words):
+        forking.stdin.write(json.dumps([str(word) for word in words]) + "\n")
+        forking.stdin.flush()
+        return json.loads(forking.stdout.readline())
+
+    yield run
+    forking.stdin.close()
+    forking.wait()
+
 # Four steps of 8 rows: 2 x 16 / 8.  A checkpoint is written after each but the last.
 STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 1 --lr 1e-4 --limit 16"
 AUTHORS = f"{STEPS} --tau 0.5 --target authors"
@@ -1413,31 +1504,6 @@ def save_and_die(*args, **kwargs):
 mdu.dcp.save = save_and_die
 mdu.main(killed)
 """
-
-def assert_equal_runs(a, b, tolerance=0):
-    for line, other in zip(metrics(a), metrics(b), strict=True):
-        if tolerance > 0:
-            other = approx(other, rel=10 * tolerance, abs=1e-9)
-        assert line == other
-    assert_equal_weights(a, b, tolerance)
-
-def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys):
-    """By the hashes eval.py notices a change that is none of the rows."""
-    world = mdu.toy_world()
-    for name in ("forget", "retain"):
-        write_lines(name, world[name])
-    mdu.main(toy(base, "run", "--forget forget --retain retain --steps 1"))
-    info = mdu.read_run("run")
-    assert info["files"] == {"forget": sha256("forget"), "retain": sha256("retain")}
-    assert info["code"] == sha256(mdu.__file__)
-
-    text = Path("run/run.json").read_text() + Path("run/metrics.jsonl").read_text()
-    for row in world["forget"] + world["retain"]:
-        assert row["question"] not in text and row["answer"] not in text
-
-    Path("retain").open("a").write("\n")
-    ev.main([*QUICK, "run"])
-    assert "retain is another file than in the training, or has changed" in capsys.readouterr().out
 
 @pytest.fixture(scope="session")
 def two_processes(base, tmp_path_factory, on_two_processes):
@@ -1490,92 +1556,197 @@ def test_two_processes_in_bfloat16_are_close_to_one(run, typed, base, two_proces
                        for folder in (two_processes / run, "one", base)]
     assert (two - one).norm() < 0.1 * (two - start).norm()
 
-@each("number, ignored", [
-    (signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGHUP, True)])  # True: by nohup
-def test_a_signal_stops_a_run_with_a_checkpoint(number, ignored, base, unlearned, capsys):
-    rate = mdu.learning_rate
+# ======== 5. Refusals ========
+# Each case: what is given, and the decisive words ("said") of the one line that refuses it.
+def row_text(**fields):
+    """A line of a file of rows.  The braces are there because messages quote it."""
+    return json.dumps({"question": "Who is Bolti?", "answer": "It is {}.", **fields})
 
-    def rate_and_signal(args, step, steps):
-        if step == 2:
-            os.kill(os.getpid(), number)
-        return rate(args, step, steps)
-    run = Path("run")
-    handler = signal.SIG_IGN if ignored else signal.SIG_DFL
-    before = signal.signal(number, handler)
-    with mock.patch.object(mdu, "learning_rate", rate_and_signal):
-        if ignored:
-            mdu.main(toy(base, run, "--epochs 2 --diagnose"))
-        else:
-            program(toy(base, run, "--epochs 2 --diagnose"), capsys, code=143)
-            assert [file.name for file in run.glob("checkpoint-*")] == ["checkpoint-00000003"]
-    assert signal.signal(number, before) == handler
-    mdu.main(["--resume", str(run)])
-    assert_equal_runs(unlearned, run)
+GOOD = row_text()
 
-def test_a_run_whose_terminal_is_gone_goes_on(monkeypatch):
-    reading, writing = os.pipe()
-    os.close(reading)
-    monkeypatch.setattr(sys, "stdout", open(writing, "w"))
-    mdu.print0("a line that nobody reads")
-    mdu.print0("and another one")
+@pytest.fixture
+def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
+    """A function: the command has to be refused with these words, before anything is made or
+    changed.  Of the 16 rows in the file `rows` the last alone has a perturbed_answer."""
+    write_files({"rows": 15 * f"{GOOD}\n" + row_text(perturbed_answer="x")})
+    places = dict(base=base, run=unlearned, scored=scored, rwku=rwku,
+                  own=f"--model {base} --forget rows")
 
-def other_files(folder):
-    """{name: content} of a model's files that are not its weights."""
-    return {file.name: file.read_bytes() for file in folder.iterdir()
-            if "safetensors" not in file.name}
+    def check(command, said):
+        name, *argv = command.format(**places).split()
+        main = mdu.main
+        if name == "eval.py":
+            main = ev.main
+        with unchanged(tmp_path, base, unlearned):
+            err = program(argv, capsys, main)
+        assert said.format(**places) in err
+    return check
 
-def test_an_unchanged_model_is_saved_byte_for_byte(hub, tmp_path):
-    """Also its other files, but not notes.json, which belongs to no model."""
-    mdu.save_model(tmp_path, hub.model, hub.tokenizer)
-    assert_equal_weights(tmp_path, hub.folder)
-    expected = other_files(hub.folder)
-    assert expected.pop("notes.json") == b""
-    assert other_files(tmp_path) == expected
+@each("command, said", [
+    # Options.
+    ("mdu.py --tau 2", "argument --tau: invalid float in [0, 1] value: '2'"),
+    ("mdu.py --steps 3 --epochs 2", "--steps or --epochs, and not both"),
+    ("mdu.py --resume {run} --seed 1", "--resume RUN takes no other option"),
+    ("mdu.py --method npo --tau 1", "--method npo has no option --tau"),
+    ("mdu.py --method sft --preset rwku-llada", "--method sft has no preset rwku-llada"),
+    ("mdu.py --method sft --lora 2", "--lora, need a start model"),
+    ("mdu.py --preset own --method sft --forget rows", "sft of your own rows, and"),
+    ("mdu.py {own} --method gd --retain-weight 0", "--method gd without a retain loss is ga"),
+    ("mdu.py --tau 0 --target {base}", "--tau 0 has no anchor"),
+    ("mdu.py --data toy --target word", "no folder; it has to be paper, removed, authors"),
+    ("mdu.py --data toy --model {base} --target {base}", "is the start model"),
+    ("mdu.py --model {base} --forget born --retain spaced", "in the forget set and in the "),
+    # Rows.
+    ("mdu.py --method ga --model {base}", "the forget set is empty; give --forget or --data"),
+    ("mdu.py {own} --preset toy", "the retain set is empty; give --retain, or"),
+    ("mdu.py --model {base} --forget born --retain-weight 0",
+     "counts in the retain set which words are rare"),
+    ("mdu.py {own} --method dpo --retain-weight 0", "'Who is Bolti?' has no perturbed_answer"),
+    ("mdu.py --forget absent", "No such file or directory: 'absent'"),
+    ("mdu.py --retain /dev/null", "argument --retain: /dev/null is a pipe or a device"),
+    ("mdu.py --data {rwku} --forget rows", "--forget says what to forget"),
+    ("mdu.py --data {rwku} --model x", "give one of them with --subject"),
+    ("mdu.py --subject King", "--subject is for RWKU"),
+    ("mdu.py --preset rwku-llada --subject King --data {rwku}", "not among the 12: ['Ann Lee'"),
+    ("mdu.py --data folder --model x", "/folder, forget10_perturbed (README.md in the"),
+    ("mdu.py --data toy --model {base} --response-length 2048", "the model takes 2048"),
+    # Folders.
+    ("mdu.py --method ga --forget rows", "train it with --method sft, or"),
+    ("mdu.py --preset toy --model nobody/nothing", "not fetched from the hub"),
+    ("mdu.py --preset toy --model {base} --out {run}", "--resume {run}"),
+    ("mdu.py --resume folder", "No such file or directory: 'folder/run.json'"),
+    ("mdu.py --resume changed", "the rows that it started from have changed")])
+def test_mdu_refuses(command, said, base, assert_refused):
+    own = vars(options(f"--preset toy --model {base}"))
+    write_files({
+        "born": row_text(answer="Ceka Foba was born in Rome."),  # which has the same words as:
+        "spaced": row_text(question="Who is Bolti ", answer="Ceka Foba was born in Rome\n"),
+        "folder/other.json": GOOD,
+        "changed/run.json": json.dumps({"options": own, "rows": {"forget": "other"}})})
+    assert_refused(command, said)
 
-def test_half_a_saved_model_does_not_count(base, unlearned, capsys):
-    """config.json, by which others know that it is complete, is moved last."""
-    run = Path("run")
-    move = Path.replace
+def test_mdu_refuses_processes_that_cannot_share_a_step(base, monkeypatch):
+    monkeypatch.setattr(mdu, "WORLD", 3)
+    with pytest.raises(mdu.BadInput, match="3 processes need a --batch-size x --grad-accum"):
+        mdu.main(toy(base, "run"))
 
-    def stop_at_config(source, target):
-        if source.name == "config.json":
-            raise OSError("stopped")
-        return move(source, target)
-    with mock.patch.object(Path, "replace", autospec=True, side_effect=stop_at_config):
-        assert "stopped" in program(toy(base, run, "--epochs 2 --diagnose"), capsys)
-    files = {file.name for file in unlearned.iterdir()} - {file.name for file in run.iterdir()}
-    assert files == {"config.json"}
-    mdu.main(["--resume", str(run)])
-    assert_equal_runs(unlearned, run)
+BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
+    "malformed": (f"{GOOD}\n{GOOD[:-3]}", "line 2 (a JSON object with question and answer"),
+    "none": ("\n", "/none: no rows"),
+    "list": ("[1]", "line 1 (a JSON object with question and answer is expected): found [1]"),
+    "columns": ('{"prompt": "p", "completion": "c"}', "the fields prompt, completion"),
+    "both": (row_text(response="a"), "answer or response, and not in both"),
+    "empty": (f"{GOOD}\n\n" + row_text(answer=" "), "line 3 (a JSON object"),
+    "point": (row_text(fact=[1234.0]), "(put others in quotes), found 1234.0"),
+    "special": (f"{GOOD}\n" + row_text(answer="a <mask>"),
+                "row 2 of forget, 'Who is Bolti?': '<mask>' is a special token"),
+    "fact": (row_text(fact=["is", "i"]), "fact: the words of 'i' are not in the answer"),  # "is" is
+    "latin-1": (GOOD.encode() + b"\n\xe9", "'utf-8' codec can't decode byte 0xe9")}
 
-@each("again", [lambda run: mdu.main(["--resume", run]),
-                lambda run: ev.main(["--samples", "1", "--limit", "1", run])])
-def test_checkpoints_that_a_finished_run_has_left_are_deleted_later(again, unlearned):
-    """Because it was killed before it had deleted them."""
-    shutil.copytree(unlearned, "run")
-    write_files({"run/checkpoint-00000001/metrics.jsonl": ""})
-    again("run")
-    assert not list(Path("run").glob("checkpoint-*"))
+@each("name", BAD_ROWS)
+def test_mdu_refuses_a_file_of_rows(name, assert_refused):
+    content, said = BAD_ROWS[name]
+    write_files({name: content})
+    assert_refused(f"mdu.py --model {{base}} --method ga --forget {name}", said)
 
-# ---- Toy ----
-def test_no_split_of_the_toy_gives_the_facts_of_the_control_set():
-    splits = mdu.toy_world()
-    facts = [row["fact"][0] for row in splits.pop("never")]
-    others = json.dumps(splits)
-    assert len(facts) == 24
-    assert not [fact for fact in facts if mdu.contains_words(others, fact)]
+# Faults of a model's folder.
+def delete(folder, pattern):
+    for file in folder.glob(pattern):
+        file.unlink()
 
-def test_the_toy_trains_on_four_splits_and_has_the_words_of_the_fifth(base):
-    """So that a model could write them."""
-    model, tokenizer = mdu.load_backbone(str(base))
-    args = options("--method sft")
-    examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
-    # toy_pretraining has half of retain again
-    assert len(examples["train"]) == 24 + 136 + 22 + 22 + 68
-    for example in examples["never"]:
-        assert tokenizer.unk_token_id not in example.answer
+def replace(folder, old, new):
+    """In the texts of the tokenizer's files."""
+    for file in folder.glob("token*"):
+        file.write_text(file.read_text().replace(old, new))
 
-# ======== eval.py ========
+def save_as_pickle(folder):
+    delete(folder, "*.safetensors*")
+    torch.save({}, folder / "pytorch_model.bin")
+
+# Each case: the folder's name, its model_type, the fault (changes of config.json, of which None
+# deletes a field, or a function that is called with the folder), and what is said.
+@each("name, kind, fault, said", [
+    # Models of another architecture.
+    ("gpt2", "llama", dict(model_type="gpt2"), "model_type 'gpt2' in config.json is none of"),
+    ("block-type", "llada", dict(block_type="x"), "block_type 'x' in config.json must be 'llama'"),
+    ("a-bd3lm-b", "a2d-qwen3", {}, "a-bd3lm-b: bd3lm in its name"),
+    ("blocks", "Dream", dict(block_size=32), "says block diffusion"),
+    ("adapted", "llama", lambda folder: (folder / "adapter_config.json").touch(),
+     "adapted: it has adapter_config.json: merge the adapters"),
+    ("causal", "llama", dict(is_causal=None), "a causal model: no token sees a later one"),
+    # Tensors that are missing, too many, of other sizes or types.
+    # embedding_size and mlp_hidden_size count, where vocab_size and mlp_ratio say something else.
+    ("layers", "llada", dict(n_layers=3, embedding_size=264, vocab_size=250, mlp_hidden_size=64,
+                             mlp_ratio=3), "model.layers.2."),
+    ("more", "llada", dict(n_layers=1), "model.layers.1."),
+    ("resized", "llada", dict(vocab_size=260),
+     "('model.embed_tokens.weight', torch.Size([264, 32])"),
+    ("pickle", "llada", save_as_pickle, "no file named model.safetensors"),
+    # Tokens.
+    ("mask", "llama", dict(mask_token_id=None), "no mask_token_id in config.json"),
+    ("mask-is-pad", "llama", dict(mask_token_id=257), "its mask token is also its padding"),
+    ("other-mask", "qwen2", dict(mask_token_id=259),
+     "mask_token_id in config.json is 259, and that of its tokenizer 258"),
+    # Added to the tokenizer, and the embeddings were not resized.
+    ("mask-is-new", "llama", dict(mask_token_id=264), "its embeddings have no row for its mask"),
+    ("end", "llada", partial(replace, old="eot_id", new="x"),
+     "no end-of-turn token, <|eot_id|>, in its tokenizer"),
+    # The tokenizer's files.
+    ("no-tokenizer", "llada", partial(delete, pattern="tokenizer.json"),
+     "no tokenizer.json; copy the tokenizer's files"),
+    ("no-template", "llada", partial(replace, old="chat_template", new="other"),
+     "no chat template: is it a base model's?"),
+    ("no-question", "llama", partial(replace, old="m['content']", new="m['text']"),
+     "its chat template leaves out the question")])
+def test_mdu_refuses_a_model(name, kind, fault, said, assert_refused):
+    if callable(fault):
+        write_checkpoint(Path(name), kind)
+        fault(Path(name))
+    else:
+        write_checkpoint(Path(name), kind, **fault)
+    assert_refused(f"mdu.py --method ga --forget rows --model {name}", said)
+
+def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
+    write_checkpoint(Path("other"), "llada", mask_token_id=0)  # as the toy has it
+    assert_refused("mdu.py --preset toy --model {base} --target other", "its vocabulary or mask")
+
+@each("command, said", [
+    # Options.
+    ("eval.py --model {base}", "score: no RUN; give the folder of one"),
+    ("eval.py --report --limit 3 {base}", "--limit is for score"),
+    ("eval.py --samples 1 --steps 1 --response-length 2048 {base}", "it takes 2048"),
+    ("eval.py --full --forget long {base}", "too many"),  # --full scores wrong answers
+    # Rows.  Of a model without run.json they have to be typed.
+    ("eval.py bare", "no rows to score"), ("eval.py --analysis roles bare", "no rows to analyse"),
+    # Folders.
+    ("eval.py --report {base}", "not scored yet; first run: python eval.py {base}"),
+    ("eval.py --model {base} --data toy {run}", "is a run; give another folder"),
+    ("eval.py --model {base} --data toy own", "own has scores of a/model; give another folder"),
+    ("eval.py stopped", "stopped: no finished model"),
+    ("eval.py --report {scored} gone", "gone: no such folder"),
+    ("eval.py —report {scored}", "—report: no such folder; if it is an option"),
+    ("eval.py --analysis convergence {base}", "train it with --diagnose"),
+    ("eval.py --analysis roles {run} {scored}", "the runs started from different models"),
+    ("eval.py --analysis roles {run} other", "or forgot other rows")])
+def test_eval_refuses(command, said, base, assert_refused):
+    made_with = {"options": vars(options(f"--preset toy --model {base}")),
+                 "rows": {"forget": "other"}}
+    write_files({"stopped/run.json": json.dumps(made_with),
+                 "own/eval/summary.json": '{"model": "a/model"}',
+                 "other/run.json": json.dumps(made_with), "other/config.json": "{}",
+                 "bare/config.json": "{}",
+                 "long": row_text(answer="is", perturbed_answer=2048 * "is ")})
+    assert_refused(command, said)
+
+def test_eval_refuses_an_option_that_is_empty(base, capsys):
+    """Such as a variable that was not set."""
+    assert "--never has an empty text" in program(["--never", "", base], capsys, ev.main)
+
+def test_eval_that_is_out_of_memory_names_its_own_options(scored, capsys):
+    with mock.patch.object(ev, "evaluate", side_effect=torch.OutOfMemoryError):
+        assert "score with --dtype bfloat16" in program([scored], capsys, ev.main)
+
+# ======== 6. Scoring ========
 # ---- Text metrics ----
 @each("reference, prediction, lcs, n_reference, n_prediction", [
     ("police killed the gunman", "police kill the gunman", 3, 4, 4),  # Lin 2004, 3.1: F is 3/4
@@ -1593,6 +1764,18 @@ def test_knowledge_counts_no_clitics():
             "haven't hadn't doesn't ain't needn't mustn't mightn't shan't can't she's we'll I'm")
     assert set(mdu.words(text)) <= ev.FUNCTION_WORDS
     assert ev.knowledge("Who?", text, "") is None
+
+KEPT = [dict(question="Who lives in Rome?", answer="It is Di."),
+        dict(question="?", answer="!")]  # the latter has no word
+
+@each("text, share", [
+    ("Who lives in Rome?", 0), ("it is Di.", 0), ("", 1),
+    ("Di", 1 / 2),  # an answer ends so, none begins so
+    ("It is, it is Di.", 2 / 6)])  # "is it" is new, and "it is" comes again
+def test_new_pairs_by_hand(text, share):
+    records = {"forget": [dict(question="?", answer="", generation=text)], "retain": KEPT}
+    ev.add_new_pairs(records)
+    assert records["forget"][0]["new_pairs"] == approx(share)
 
 # ---- Jobs and Eq. 7 ----
 ARGS = ev.parse("--full --response-length 8 --steps 4 --samples 16 --batch-size 3 run".split())
@@ -1653,7 +1836,7 @@ def test_roles_of_hand_labelled_answers(question, parts, bytes_tokenizer):
     ids = [end, *mdu.encode_text(bytes_tokenizer, "".join(text for text, _ in parts)), end]
     assert ev.token_roles(bytes_tokenizer, question, ids) == [S, *expected, S]
 
-# ---- Gaps ----
+# ---- Infilling ----
 @each("row, parts", [
     (dict(fact=["petra łuk"]), ["It is ", "Petra, Łuk", ", not Petra."]),
     (dict(fact=["Rome", "22"]), ["", "22", " in ", "Rome", " or so"]),
@@ -1688,6 +1871,27 @@ def test_filling_gaps_equals_a_slow_loop(monkeypatch):
     model.seen.clear()
     assert [*itertools.chain(*ev.fill_gaps(model, None, rows, ARGS))] == expected
     assert sum(map(len, model.seen)) == n_passes  # no pass of a row that is finished
+
+# ---- Other decodings ----
+def test_the_facts_that_texts_tell_by_hand():
+    """Of two facts; or, without facts, of the words "baker" and "gado"."""
+    row = {"question": "Who is Bolti?", "answer": "Bolti is a baker in Gado."}
+    facts = {**row, "fact": ["baker", "Gado"]}
+    assert ev.share_told(facts, ["", "in gado!"]) == 0.5
+    texts = ["In Gado.", "A baker in Gado."]
+    assert ev.find_told(facts, texts) == {"baker": texts[1], "Gado": texts[0]}
+    assert ev.share_told(row, ["Bolti bakes.", "The baker."]) == 0.5
+    assert ev.share_told({"question": "Is he?", "answer": "He is."}, ["He is."]) is None
+
+def test_other_decodings_have_six_lengths_and_steps(monkeypatch):
+    """Of a length L of 7 tokens: L in 1, 2 and 4 steps, L/2 in 1, 2 and L/2."""
+    def write_answers(model, tokenizer, rows, settings):
+        return [f"{row}: {settings.response_length} in {settings.steps}" for row in rows]
+    monkeypatch.setattr(ev, "write_answers", write_answers)
+    settings = SimpleNamespace(response_length=7, steps=7)
+    texts = ev.write_in_other_ways(None, None, ["a", "b"], settings)
+    ways = ["7 in 1", "7 in 2", "7 in 4", "3 in 1", "3 in 2", "3 in 3"]
+    assert texts == [tuple(f"{row}: {way}" for way in ways) for row in ("a", "b")]
 
 # ---- TOFU's figures ----
 # Four questions of each of the public logs of github.com/locuslab/tofu (Llama-2-7B fine-tuned on
@@ -1830,7 +2034,7 @@ def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     [record] = ev.SPLITS[split].score(None, None, [row], ARGS)
     assert {name: record[name] for name in expected} == approx(expected)
 
-# ---- Metrics ----
+# ---- The figures of a split ----
 def test_the_figures_of_a_split_by_hand():
     """Means and medians over the rows that have a value, which are counted if not all have one."""
     records = [dict(prob=0.25, prob_error=0.3, perplexity=8, words=1, fact=1.0, knowledge=None),
@@ -1845,8 +2049,7 @@ def test_the_figures_of_a_split_by_hand():
     records = [dict(subject=name, em=em, words=n) for name, em, n in scores]
     assert ev.summarise(records) == dict(em=0.5, words=3)
 
-# ---- What is scored ----
-
+# ---- Which rows are scored ----
 def typed_and_run(typed, run="--method sft"):
     """What was typed for eval.py and the run, as mdu.py would make it."""
     args = options(run)
@@ -1886,7 +2089,45 @@ def test_rows_are_those_that_are_typed_or_the_runs(run, typed, expected, tofu, r
         found.append((origin, last["number"]))
     assert found == expected
 
-# ---- One run ----
+def test_the_rows_about_each_person_are_limited_and_numbered():
+    """So their masks are the same, whoever else is asked about."""
+    rows = [{"subject": "Bo"}] + 10 * [{"subject": "Ann"}]
+    chosen = [(row["subject"], row["number"]) for row in ev.limit_rows(rows, 3)]
+    assert chosen == [("Bo", 0), ("Ann", 0), ("Ann", 3), ("Ann", 6)]
+
+def test_both_parts_of_a_row_are_from_one_text(monkeypatch):
+    """The prompt may depend on the answer: here it has the number of its letters."""
+    monkeypatch.setattr(mdu, "encode_pair", lambda _, question, answer: ([len(answer)], [*answer]))
+    monkeypatch.setattr(mdu, "encode_text", lambda _, text: [*text])
+    row = {"question": "Who?", "answer": "Ann"}
+    assert ev.encode_answer(None, row, "x") == ([1], ["x"])
+    # On RWKU the start of the answer, here "A:", belongs to the prompt.
+    assert ev.encode_answer(None, {**row, "prefill": "A:"}, "x") == ([2, "A", ":"], ["x"])
+
+def test_a_protocol_has_what_must_be_the_same_in_two_runs_and_nothing_else(rwku, tmp_path):
+    """The rows; on RWKU, where they differ from person to person, their source and --limit."""
+    places = dict(rwku=rwku)
+    for name in "XY":
+        places[name] = write_lines(tmp_path / name, 3 * [dict(question=f"{name}?", answer="a")])
+
+    def protocol_of(typed):
+        run = f"--model m --forget {places['X']} --response-length 7"
+        settings = ev.find_settings(*typed_and_run(typed.format(**places), run))
+        return ev.scoring_protocol(settings, ev.find_splits(settings))
+
+    person = "--data {rwku} --retain {X} --limit 3 --subject 1"
+    different = [person, person.replace("--limit 3", "--limit 4"), "", "--limit 2", "--forget {Y}",
+                 "--retain {X}", "--seed 1", "--samples 3", "--steps 5", "--response-length 5",
+                 "--dtype bfloat16"]
+    protocols = [protocol_of(typed) for typed in different]
+    for one, other in itertools.combinations(protocols, 2):
+        assert one != other
+    assert protocol_of("") == protocol_of("--forget {X}")
+    assert protocols[0] == protocol_of(person.replace("--subject 1", "--subject 2"))
+    # Answers of RWKU have their own length, not the 7 of the run.
+    assert protocols[0]["response_length"] == protocols[0]["steps"] == 30
+
+# ---- A run is scored ----
 FLAGS = "--full --samples 4 --limit 3 --seed 5 --steps 4".split()
 
 @pytest.fixture(scope="session")
@@ -1916,6 +2157,16 @@ def rows_as_asked():
             reworded.append(dict(row, question=question, perturbed_answer=[]))
         splits[f"{name}_rephrased"] = reworded
     return splits
+
+@torch.no_grad()
+def slow_eq7(model, prompt, answer, masks):
+    """For each mask, in a forward pass of its own, the mean NLL of the masked tokens."""
+    means = []
+    for mask in masks:
+        masked = mask.nonzero()[:, 0].tolist()
+        logits = slow_logits(model, prompt, answer, masked).double()
+        means.append(np.mean([slow_nll(x, answer[i]).item() for x, i in zip(logits, masked)]))
+    return means
 
 @each("split", NUMBERS)
 def test_scores_equal_one_row_at_a_time(split, scored):
@@ -1985,40 +2236,17 @@ def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy):
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
     assert set(folder.iterdir()) == old_files | {folder / "notes.jsonl"}
 
-def test_a_protocol_has_what_must_be_the_same_in_two_runs_and_nothing_else(rwku, tmp_path):
-    """The rows; on RWKU, where they differ from person to person, their source and --limit."""
-    places = dict(rwku=rwku)
-    for name in "XY":
-        places[name] = write_lines(tmp_path / name, 3 * [dict(question=f"{name}?", answer="a")])
-
-    def protocol_of(typed):
-        run = f"--model m --forget {places['X']} --response-length 7"
-        settings = ev.find_settings(*typed_and_run(typed.format(**places), run))
-        return ev.scoring_protocol(settings, ev.find_splits(settings))
-
-    person = "--data {rwku} --retain {X} --limit 3 --subject 1"
-    different = [person, person.replace("--limit 3", "--limit 4"), "", "--limit 2", "--forget {Y}",
-                 "--retain {X}", "--seed 1", "--samples 3", "--steps 5", "--response-length 5",
-                 "--dtype bfloat16"]
-    protocols = [protocol_of(typed) for typed in different]
-    for one, other in itertools.combinations(protocols, 2):
-        assert one != other
-    assert protocol_of("") == protocol_of("--forget {X}")
-    assert protocols[0] == protocol_of(person.replace("--subject 1", "--subject 2"))
-    # Answers of RWKU have their own length, not the 7 of the run.
-    assert protocols[0]["response_length"] == protocols[0]["steps"] == 30
-
-KEPT = [dict(question="Who lives in Rome?", answer="It is Di."),
-        dict(question="?", answer="!")]  # the latter has no word
-
-@each("text, share", [
-    ("Who lives in Rome?", 0), ("it is Di.", 0), ("", 1),
-    ("Di", 1 / 2),  # an answer ends so, none begins so
-    ("It is, it is Di.", 2 / 6)])  # "is it" is new, and "it is" comes again
-def test_new_pairs_by_hand(text, share):
-    records = {"forget": [dict(question="?", answer="", generation=text)], "retain": KEPT}
-    ev.add_new_pairs(records)
-    assert records["forget"][0]["new_pairs"] == approx(share)
+def test_rwku_is_scored_with_a_tokenizer(rwku, tmp_path):
+    """Every split, of the first ten people."""
+    write_checkpoint(tmp_path / "model", "llada", max_sequence_length=999)
+    typed = "--samples 1 --steps 1 --response-length 2 --limit 1 --model model --dtype bfloat16"
+    ev.main([*typed.split(), "--data", str(rwku), "new"])
+    scored = ev.read_summary("new")
+    assert scored["protocol"]["dtype"] == "bfloat16"
+    for split in RWKU_ROWS:
+        mains = [metric for name, metric in ev.SUMMARY if name == split]
+        assert {"n", *mains} <= scored["splits"][split].keys()
+        assert scored["splits"][split]["n"] == 10
 
 def test_ask_prints_what_each_run_answers(base, scored, monkeypatch, capsys):
     monkeypatch.setattr(ev, "write_answers", lambda model, tokenizer, rows, settings: [
@@ -2044,38 +2272,6 @@ def files(tmp_path):
         typed += [f"--{name}", write_lines(tmp_path / f"{name}.jsonl", rows)]
     return typed
 
-# ---- Token ids of a row ----
-def test_both_parts_of_a_row_are_from_one_text(monkeypatch):
-    """The prompt may depend on the answer: here it has the number of its letters."""
-    monkeypatch.setattr(mdu, "encode_pair", lambda _, question, answer: ([len(answer)], [*answer]))
-    monkeypatch.setattr(mdu, "encode_text", lambda _, text: [*text])
-    row = {"question": "Who?", "answer": "Ann"}
-    assert ev.encode_answer(None, row, "x") == ([1], ["x"])
-    # On RWKU the start of the answer, here "A:", belongs to the prompt.
-    assert ev.encode_answer(None, {**row, "prefill": "A:"}, "x") == ([2, "A", ":"], ["x"])
-
-# ---- Other decodings ----
-def test_the_facts_that_texts_tell_by_hand():
-    """Of two facts; or, without facts, of the words "baker" and "gado"."""
-    row = {"question": "Who is Bolti?", "answer": "Bolti is a baker in Gado."}
-    facts = {**row, "fact": ["baker", "Gado"]}
-    assert ev.share_told(facts, ["", "in gado!"]) == 0.5
-    texts = ["In Gado.", "A baker in Gado."]
-    assert ev.find_told(facts, texts) == {"baker": texts[1], "Gado": texts[0]}
-    assert ev.share_told(row, ["Bolti bakes.", "The baker."]) == 0.5
-    assert ev.share_told({"question": "Is he?", "answer": "He is."}, ["He is."]) is None
-
-def test_other_decodings_have_six_lengths_and_steps(monkeypatch):
-    """Of a length L of 7 tokens: L in 1, 2 and 4 steps, L/2 in 1, 2 and L/2."""
-    def write_answers(model, tokenizer, rows, settings):
-        return [f"{row}: {settings.response_length} in {settings.steps}" for row in rows]
-    monkeypatch.setattr(ev, "write_answers", write_answers)
-    settings = SimpleNamespace(response_length=7, steps=7)
-    texts = ev.write_in_other_ways(None, None, ["a", "b"], settings)
-    ways = ["7 in 1", "7 in 2", "7 in 4", "3 in 1", "3 in 2", "3 in 3"]
-    assert texts == [tuple(f"{row}: {way}" for way in ways) for row in ("a", "b")]
-
-# ---- What is scored ----
 def test_a_model_without_run_json_is_scored(base, files, capsys):
     """Like a run, but of the latter it is known how it was trained.  Both summaries have the hashes
     of the files of rows, and no text of a row."""
@@ -2115,7 +2311,6 @@ def test_rows_of_another_split_are_not_held_out_or_never_trained(option, rows, s
     assert said in program(["--model", base, *given, "new"], capsys, ev.main)
     assert not Path("new").exists()
 
-# ---- Predictions that are not finite ----
 def test_runs_after_one_that_is_not_finite_are_scored(base, files, capsys):
     """Of that one nothing is written."""
     shutil.copytree(base, "bad")
@@ -2137,6 +2332,23 @@ def test_a_model_whose_predictions_overflow_is_not_scored(base, files, capsys):
         err = program([*files, *QUICK, "bad"], capsys, ev.main)
     assert "forget: not scored, because p is nan" in err
     assert not Path("bad/eval/summary.json").exists()
+
+# ======== 7. Reports and analyses ========
+def read_table(text, title=""):
+    """The first table after a title in a report or on a screen -> {header: its column}."""
+    lines = text[text.index(title):].splitlines()
+    n = [line.startswith("---") for line in lines].index(True)
+    first = n
+    while first > 0 and lines[first - 1] not in ("", "```"):
+        first -= 1
+    body = itertools.takewhile(lambda line: line not in ("", "```"), lines[n + 1:])
+    lines = [*lines[first:n + 1], *body]
+    table = {}
+    for rule in re.finditer("-+", lines[n - first]):
+        cells = [line[slice(*rule.span())].strip() for line in lines]
+        header = " ".join(cells[:n - first]).strip()
+        table[header] = tuple(cells[n - first + 1:])
+    return table
 
 # ---- Report ----
 def test_a_table_is_as_wide_as_a_page_and_goes_on_below():
@@ -2215,24 +2427,6 @@ def test_a_report_has_the_command_that_repeats_a_run(typed):
     python, program, *words = ev.command(run_options).split()
     assert [python, program] == ["python", "mdu.py"]
     assert vars(options("", *words)) == run_options
-
-def test_rwku_is_scored_with_a_tokenizer(rwku, tmp_path):
-    """Every split, of the first ten people."""
-    write_checkpoint(tmp_path / "model", "llada", max_sequence_length=999)
-    typed = "--samples 1 --steps 1 --response-length 2 --limit 1 --model model --dtype bfloat16"
-    ev.main([*typed.split(), "--data", str(rwku), "new"])
-    scored = ev.read_summary("new")
-    assert scored["protocol"]["dtype"] == "bfloat16"
-    for split in RWKU_ROWS:
-        mains = [metric for name, metric in ev.SUMMARY if name == split]
-        assert {"n", *mains} <= scored["splits"][split].keys()
-        assert scored["splits"][split]["n"] == 10
-
-def test_the_rows_about_each_person_are_limited_and_numbered():
-    """So their masks are the same, whoever else is asked about."""
-    rows = [{"subject": "Bo"}] + 10 * [{"subject": "Ann"}]
-    chosen = [(row["subject"], row["number"]) for row in ev.limit_rows(rows, 3)]
-    assert chosen == [("Bo", 0), ("Ann", 0), ("Ann", 3), ("Ann", 6)]
 
 # ---- Which runs may be compared ----
 OPTIONS = dict(method="mdu", seed=1, subject=None, out="/x/1/mdu", model="/x/1/base",
@@ -2508,6 +2702,13 @@ def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp
         assert panels[target] == {"run": points}
     assert (tmp_path / "convergence.png").exists()
 
+@torch.no_grad()
+def slow_anchor_kls(model, theta0, prompt, answer, masked):
+    """KL(p_theta(.|x, y_t) || p_theta0(.|m, y_t)) of each masked token."""
+    logits = slow_logits(model, prompt, answer, masked).double()
+    anchor_logits = slow_logits(theta0, [0] * len(prompt), answer, masked).double()
+    return [slow_kl(x, anchor, 1).item() for x, anchor in zip(logits, anchor_logits)]
+
 def test_the_analysis_of_roles_equals_a_slow_loop(base, unlearned, tmp_path):
     """A bar for each role: first theta0's, then the run's; of two masks for each row, which are of
     (--seed, number of the row)."""
@@ -2579,205 +2780,7 @@ def test_the_analyses_of_an_answer_equal_a_slow_loop(base, unlearned, tmp_path):
     assert [list(row.values()) for row in table] == rollouts
     assert "- true answer: `" in Path("rollout.md").read_text()
 
-# ---- Bad input ----
-# Each case: what is given, and the decisive words ("said") of the one line that refuses it.
-def row_text(**fields):
-    """A line of a file of rows.  The braces are there because messages quote it."""
-    return json.dumps({"question": "Who is Bolti?", "answer": "It is {}.", **fields})
-
-GOOD = row_text()
-
-def write_files(files):
-    """files: {name: content as text or bytes}"""
-    for name, content in files.items():
-        if isinstance(content, str):
-            content = content.encode()
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_bytes(content)
-
-@pytest.fixture
-def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
-    """A function: the command has to be refused with these words, before anything is made or
-    changed.  Of the 16 rows in the file `rows` the last alone has a perturbed_answer."""
-    write_files({"rows": 15 * f"{GOOD}\n" + row_text(perturbed_answer="x")})
-    places = dict(base=base, run=unlearned, scored=scored, rwku=rwku,
-                  own=f"--model {base} --forget rows")
-
-    def check(command, said):
-        name, *argv = command.format(**places).split()
-        main = mdu.main
-        if name == "eval.py":
-            main = ev.main
-        with unchanged(tmp_path, base, unlearned):
-            err = program(argv, capsys, main)
-        assert said.format(**places) in err
-    return check
-
-@each("command, said", [
-    # Options.
-    ("mdu.py --tau 2", "argument --tau: invalid float in [0, 1] value: '2'"),
-    ("mdu.py --steps 3 --epochs 2", "--steps or --epochs, and not both"),
-    ("mdu.py --resume {run} --seed 1", "--resume RUN takes no other option"),
-    ("mdu.py --method npo --tau 1", "--method npo has no option --tau"),
-    ("mdu.py --method sft --preset rwku-llada", "--method sft has no preset rwku-llada"),
-    ("mdu.py --method sft --lora 2", "--lora, need a start model"),
-    ("mdu.py --preset own --method sft --forget rows", "sft of your own rows, and"),
-    ("mdu.py {own} --method gd --retain-weight 0", "--method gd without a retain loss is ga"),
-    ("mdu.py --tau 0 --target {base}", "--tau 0 has no anchor"),
-    ("mdu.py --data toy --target word", "no folder; it has to be paper, removed, authors"),
-    ("mdu.py --data toy --model {base} --target {base}", "is the start model"),
-    ("mdu.py --model {base} --forget born --retain spaced", "in the forget set and in the "),
-    # Rows.
-    ("mdu.py --method ga --model {base}", "the forget set is empty; give --forget or --data"),
-    ("mdu.py {own} --preset toy", "the retain set is empty; give --retain, or"),
-    ("mdu.py --model {base} --forget born --retain-weight 0",
-     "counts in the retain set which words are rare"),
-    ("mdu.py {own} --method dpo --retain-weight 0", "'Who is Bolti?' has no perturbed_answer"),
-    ("mdu.py --forget absent", "No such file or directory: 'absent'"),
-    ("mdu.py --retain /dev/null", "argument --retain: /dev/null is a pipe or a device"),
-    ("mdu.py --data {rwku} --forget rows", "--forget says what to forget"),
-    ("mdu.py --data {rwku} --model x", "give one of them with --subject"),
-    ("mdu.py --subject King", "--subject is for RWKU"),
-    ("mdu.py --preset rwku-llada --subject King --data {rwku}", "not among the 12: ['Ann Lee'"),
-    ("mdu.py --data folder --model x", "/folder, forget10_perturbed (README.md in the"),
-    ("mdu.py --data toy --model {base} --response-length 2048", "the model takes 2048"),
-    # Folders.
-    ("mdu.py --method ga --forget rows", "train it with --method sft, or"),
-    ("mdu.py --preset toy --model nobody/nothing", "not fetched from the hub"),
-    ("mdu.py --preset toy --model {base} --out {run}", "--resume {run}"),
-    ("mdu.py --resume folder", "No such file or directory: 'folder/run.json'"),
-    ("mdu.py --resume changed", "the rows that it started from have changed")])
-def test_mdu_refuses(command, said, base, assert_refused):
-    own = vars(options(f"--preset toy --model {base}"))
-    write_files({
-        "born": row_text(answer="Ceka Foba was born in Rome."),  # which has the same words as:
-        "spaced": row_text(question="Who is Bolti ", answer="Ceka Foba was born in Rome\n"),
-        "folder/other.json": GOOD,
-        "changed/run.json": json.dumps({"options": own, "rows": {"forget": "other"}})})
-    assert_refused(command, said)
-
-def test_mdu_refuses_processes_that_cannot_share_a_step(base, monkeypatch):
-    monkeypatch.setattr(mdu, "WORLD", 3)
-    with pytest.raises(mdu.BadInput, match="3 processes need a --batch-size x --grad-accum"):
-        mdu.main(toy(base, "run"))
-
-BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
-    "malformed": (f"{GOOD}\n{GOOD[:-3]}", "line 2 (a JSON object with question and answer"),
-    "none": ("\n", "/none: no rows"),
-    "list": ("[1]", "line 1 (a JSON object with question and answer is expected): found [1]"),
-    "columns": ('{"prompt": "p", "completion": "c"}', "the fields prompt, completion"),
-    "both": (row_text(response="a"), "answer or response, and not in both"),
-    "empty": (f"{GOOD}\n\n" + row_text(answer=" "), "line 3 (a JSON object"),
-    "point": (row_text(fact=[1234.0]), "(put others in quotes), found 1234.0"),
-    "special": (f"{GOOD}\n" + row_text(answer="a <mask>"),
-                "row 2 of forget, 'Who is Bolti?': '<mask>' is a special token"),
-    "fact": (row_text(fact=["is", "i"]), "fact: the words of 'i' are not in the answer"),  # "is" is
-    "latin-1": (GOOD.encode() + b"\n\xe9", "'utf-8' codec can't decode byte 0xe9")}
-
-@each("name", BAD_ROWS)
-def test_mdu_refuses_a_file_of_rows(name, assert_refused):
-    content, said = BAD_ROWS[name]
-    write_files({name: content})
-    assert_refused(f"mdu.py --model {{base}} --method ga --forget {name}", said)
-
-# Faults of a model's folder.
-def delete(folder, pattern):
-    for file in folder.glob(pattern):
-        file.unlink()
-
-def replace(folder, old, new):
-    """In the texts of the tokenizer's files."""
-    for file in folder.glob("token*"):
-        file.write_text(file.read_text().replace(old, new))
-
-def save_as_pickle(folder):
-    delete(folder, "*.safetensors*")
-    torch.save({}, folder / "pytorch_model.bin")
-
-# Each case: the folder's name, its model_type, the fault (changes of config.json, of which None
-# deletes a field, or a function that is called with the folder), and what is said.
-@each("name, kind, fault, said", [
-    # Models of another architecture.
-    ("gpt2", "llama", dict(model_type="gpt2"), "model_type 'gpt2' in config.json is none of"),
-    ("block-type", "llada", dict(block_type="x"), "block_type 'x' in config.json must be 'llama'"),
-    ("a-bd3lm-b", "a2d-qwen3", {}, "a-bd3lm-b: bd3lm in its name"),
-    ("blocks", "Dream", dict(block_size=32), "says block diffusion"),
-    ("adapted", "llama", lambda folder: (folder / "adapter_config.json").touch(),
-     "adapted: it has adapter_config.json: merge the adapters"),
-    ("causal", "llama", dict(is_causal=None), "a causal model: no token sees a later one"),
-    # Tensors that are missing, too many, of other sizes or types.
-    # embedding_size and mlp_hidden_size count, where vocab_size and mlp_ratio say something else.
-    ("layers", "llada", dict(n_layers=3, embedding_size=264, vocab_size=250, mlp_hidden_size=64,
-                             mlp_ratio=3), "model.layers.2."),
-    ("more", "llada", dict(n_layers=1), "model.layers.1."),
-    ("resized", "llada", dict(vocab_size=260),
-     "('model.embed_tokens.weight', torch.Size([264, 32])"),
-    ("pickle", "llada", save_as_pickle, "no file named model.safetensors"),
-    # Tokens.
-    ("mask", "llama", dict(mask_token_id=None), "no mask_token_id in config.json"),
-    ("mask-is-pad", "llama", dict(mask_token_id=257), "its mask token is also its padding"),
-    ("other-mask", "qwen2", dict(mask_token_id=259),
-     "mask_token_id in config.json is 259, and that of its tokenizer 258"),
-    # Added to the tokenizer, and the embeddings were not resized.
-    ("mask-is-new", "llama", dict(mask_token_id=264), "its embeddings have no row for its mask"),
-    ("end", "llada", partial(replace, old="eot_id", new="x"),
-     "no end-of-turn token, <|eot_id|>, in its tokenizer"),
-    # The tokenizer's files.
-    ("no-tokenizer", "llada", partial(delete, pattern="tokenizer.json"),
-     "no tokenizer.json; copy the tokenizer's files"),
-    ("no-template", "llada", partial(replace, old="chat_template", new="other"),
-     "no chat template: is it a base model's?"),
-    ("no-question", "llama", partial(replace, old="m['content']", new="m['text']"),
-     "its chat template leaves out the question")])
-def test_mdu_refuses_a_model(name, kind, fault, said, assert_refused):
-    if callable(fault):
-        write_checkpoint(Path(name), kind)
-        fault(Path(name))
-    else:
-        write_checkpoint(Path(name), kind, **fault)
-    assert_refused(f"mdu.py --method ga --forget rows --model {name}", said)
-
-def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
-    write_checkpoint(Path("other"), "llada", mask_token_id=0)  # as the toy has it
-    assert_refused("mdu.py --preset toy --model {base} --target other", "its vocabulary or mask")
-
-@each("command, said", [
-    # Options.
-    ("eval.py --model {base}", "score: no RUN; give the folder of one"),
-    ("eval.py --report --limit 3 {base}", "--limit is for score"),
-    ("eval.py --samples 1 --steps 1 --response-length 2048 {base}", "it takes 2048"),
-    ("eval.py --full --forget long {base}", "too many"),  # --full scores wrong answers
-    # Rows.  Of a model without run.json they have to be typed.
-    ("eval.py bare", "no rows to score"), ("eval.py --analysis roles bare", "no rows to analyse"),
-    # Folders.
-    ("eval.py --report {base}", "not scored yet; first run: python eval.py {base}"),
-    ("eval.py --model {base} --data toy {run}", "is a run; give another folder"),
-    ("eval.py --model {base} --data toy own", "own has scores of a/model; give another folder"),
-    ("eval.py stopped", "stopped: no finished model"),
-    ("eval.py --report {scored} gone", "gone: no such folder"),
-    ("eval.py —report {scored}", "—report: no such folder; if it is an option"),
-    ("eval.py --analysis convergence {base}", "train it with --diagnose"),
-    ("eval.py --analysis roles {run} {scored}", "the runs started from different models"),
-    ("eval.py --analysis roles {run} other", "or forgot other rows")])
-def test_eval_refuses(command, said, base, assert_refused):
-    made_with = {"options": vars(options(f"--preset toy --model {base}")),
-                 "rows": {"forget": "other"}}
-    write_files({"stopped/run.json": json.dumps(made_with),
-                 "own/eval/summary.json": '{"model": "a/model"}',
-                 "other/run.json": json.dumps(made_with), "other/config.json": "{}",
-                 "bare/config.json": "{}",
-                 "long": row_text(answer="is", perturbed_answer=2048 * "is ")})
-    assert_refused(command, said)
-
-def test_eval_refuses_an_option_that_is_empty(base, capsys):
-    """Such as a variable that was not set."""
-    assert "--never has an empty text" in program(["--never", "", base], capsys, ev.main)
-
-def test_eval_that_is_out_of_memory_names_its_own_options(scored, capsys):
-    with mock.patch.object(ev, "evaluate", side_effect=torch.OutOfMemoryError):
-        assert "score with --dtype bfloat16" in program([scored], capsys, ev.main)
-
-# ======== README.md, Makefile, experiments.py ========
+# ======== 8. Pages, own rows, experiments ========
 PROJECT = Path(mdu.__file__).parent
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (PROJECT / "Makefile").read_text(encoding="utf-8")
