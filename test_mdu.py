@@ -23,6 +23,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -1103,15 +1104,11 @@ def test_weights_and_adapters_are_drawn_by_the_seed(typed, base):
     assert not torch.equal(*drawn)
 
 @each("typed, loads", [
-    ("--method npo", 2), ("--target {other}", 3), ("--lora 2", 1)])
+    ("--method npo", 2), ("--method wga", 1), ("--target {other}", 2), ("--lora 2", 1)])
 def test_no_model_is_loaded_in_vain(typed, loads, base, unlearned, monkeypatch):
     load = mock.Mock(wraps=mdu.load_backbone)
     monkeypatch.setattr(mdu, "load_backbone", load)
-    args = options("", *toy(base, "run", typed.format(other=unlearned)))
-    models = mdu.load_references(args, *mdu.load_model(args, None))
-    batch = [torch.ones(1, 2, dtype=dtype) for dtype in (torch.long, torch.bool, torch.bool)]
-    for _ in range(2):
-        models.theta0(*batch)  # loaded when it is called, once
+    mdu.main(toy(base, "run", typed.format(other=unlearned) + " --steps 2"))
     assert load.call_count == loads
 
 def test_trained_weights_are_float32_and_theta0_is_in_bfloat16(hub):
@@ -1360,8 +1357,7 @@ def assert_equal_runs(a, b, tolerance=0):
         assert line == other
     assert_equal_weights(a, b, tolerance)
 
-@each("number, ignored", [
-    (signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGHUP, True)])  # True: by nohup
+@each("number, ignored", [(signal.SIGTERM, False), (signal.SIGHUP, True)])  # True: by nohup
 def test_a_signal_stops_a_run_with_a_checkpoint(number, ignored, base, unlearned, capsys):
     rate = mdu.learning_rate
 
@@ -1573,7 +1569,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
                   own=f"--model {base} --forget rows")
 
     def check(command, said):
-        name, *argv = command.format(**places).split()
+        name, *argv = shlex.split(command.format(**places))
         main = mdu.main
         if name == "eval.py":
             main = ev.main
@@ -1630,24 +1626,19 @@ def test_mdu_refuses_processes_that_cannot_share_a_step(base, monkeypatch):
     with pytest.raises(mdu.BadInput, match="3 processes need a --batch-size x --grad-accum"):
         mdu.main(toy(base, "run"))
 
-BAD_ROWS = {  # {name of a file: (what is in it, what is said)}
-    "malformed": (f"{GOOD}\n{GOOD[:-3]}", "line 2 (a JSON object with question and answer"),
-    "none": ("\n", "/none: no rows"),
-    "list": ("[1]", "line 1 (a JSON object with question and answer is expected): found [1]"),
-    "columns": ('{"prompt": "p", "completion": "c"}', "the fields prompt, completion"),
-    "both": (row_text(response="a"), "answer or response, and not in both"),
-    "empty": (f"{GOOD}\n\n" + row_text(answer=" "), "line 3 (a JSON object"),
-    "point": (row_text(fact=[1234.0]), "(put others in quotes), found 1234.0"),
-    "special": (f"{GOOD}\n" + row_text(answer="a <mask>"),
-                "row 2 of forget, 'Who is Bolti?': '<mask>' is a special token"),
-    "fact": (row_text(fact=["is", "i"]), "fact: the words of 'i' are not in the answer"),  # "is" is
-    "latin-1": (GOOD.encode() + b"\n\xe9", "'utf-8' codec can't decode byte 0xe9")}
-
-@each("name", BAD_ROWS)
-def test_mdu_refuses_a_file_of_rows(name, assert_refused):
-    content, said = BAD_ROWS[name]
-    write_files({name: content})
-    assert_refused(f"mdu.py --model {{base}} --method ga --forget {name}", said)
+@each("content, said", [
+    (f"{GOOD}\n{GOOD[:-3]}", "line 2 (a JSON object with question and answer"),
+    ("\n", "/bad: no rows"),
+    ('{"prompt": "p", "completion": "c"}', "the fields prompt, completion"),
+    (f"{GOOD}\n\n" + row_text(answer=" "), "line 3 (a JSON object"),
+    (row_text(fact=[1234.0]), "(put others in quotes), found 1234.0"),
+    (f"{GOOD}\n" + row_text(answer="a <mask>"),
+     "row 2 of forget, 'Who is Bolti?': '<mask>' is a special token"),
+    (row_text(fact=["is", "i"]), "fact: the words of 'i' are not in the answer"),  # "is" is
+    (GOOD.encode() + b"\n\xe9", "'utf-8' codec can't decode byte 0xe9")])
+def test_mdu_refuses_a_file_of_rows(content, said, assert_refused):
+    write_files({"bad": content})
+    assert_refused("mdu.py --model {base} --method ga --forget bad", said)
 
 # Faults of a model's folder.
 def delete(folder, pattern):
@@ -1715,6 +1706,7 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --model {base}", "score: no RUN; give the folder of one"),
     ("eval.py --report --limit 3 {base}", "--limit is for score"),
     ("eval.py --samples 1 --steps 1 --response-length 2048 {base}", "it takes 2048"),
+    ("eval.py --never '' {base}", "--never has an empty text"),  # a variable that was not set
     ("eval.py --full --forget long {base}", "too many"),  # --full scores wrong answers
     # Rows.  Of a model without run.json they have to be typed.
     ("eval.py bare", "no rows to score"), ("eval.py --analysis roles bare", "no rows to analyse"),
@@ -1737,10 +1729,6 @@ def test_eval_refuses(command, said, base, assert_refused):
                  "bare/config.json": "{}",
                  "long": row_text(answer="is", perturbed_answer=2048 * "is ")})
     assert_refused(command, said)
-
-def test_eval_refuses_an_option_that_is_empty(base, capsys):
-    """Such as a variable that was not set."""
-    assert "--never has an empty text" in program(["--never", "", base], capsys, ev.main)
 
 def test_eval_that_is_out_of_memory_names_its_own_options(scored, capsys):
     with mock.patch.object(ev, "evaluate", side_effect=torch.OutOfMemoryError):
@@ -2311,27 +2299,19 @@ def test_rows_of_another_split_are_not_held_out_or_never_trained(option, rows, s
     assert said in program(["--model", base, *given, "new"], capsys, ev.main)
     assert not Path("new").exists()
 
-def test_runs_after_one_that_is_not_finite_are_scored(base, files, capsys):
-    """Of that one nothing is written."""
-    shutil.copytree(base, "bad")
-    shutil.copytree(base, "good")
-    tensors = weights("bad")
-    next(reversed(tensors.values())).view(-1)[-1] = torch.nan
-    safetensors.torch.save_file(tensors, "bad/model.safetensors", {"format": "pt"})
-    err = program([*files, *QUICK, "bad", "good"], capsys, ev.main)
-    assert f"{os.path.abspath('bad')}: not scored, because nan or inf is in its weights" in err
-    assert not Path("bad/eval/summary.json").exists()
-    assert ev.read_summary("good")["splits"]["forget"]["n"] == 2
-
-def test_a_model_whose_predictions_overflow_is_not_scored(base, files, capsys):
-    """Its weights are finite, as of a model that needs more than 16 bits."""
-    def nan(model, tokenizer, rows, texts, settings):
-        return [dict.fromkeys(row_texts, (math.nan, math.nan)) for row_texts in texts]
-    shutil.copytree(base, "bad")
-    with mock.patch.object(ev, "texts_nll", nan):
-        err = program([*files, *QUICK, "bad"], capsys, ev.main)
+def test_runs_after_those_that_are_not_finite_are_scored(base, files, capsys):
+    """One has nan in its weights.  One has finite weights and predictions that overflow, as those
+    of a model that needs more than 16 bits."""
+    for run, change in (("nan", torch.nan), ("large", 1e38), ("good", 1)):
+        shutil.copytree(base, run)
+        tensors = weights(run)
+        tensors["lm_head.weight"] *= change
+        safetensors.torch.save_file(tensors, f"{run}/model.safetensors", {"format": "pt"})
+    err = program([*files, *QUICK, "nan", "large", "good"], capsys, ev.main)
+    assert f"{os.path.abspath('nan')}: not scored, because nan or inf is in its weights" in err
     assert "forget: not scored, because p is nan" in err
-    assert not Path("bad/eval/summary.json").exists()
+    scored = {run for run in ("nan", "large", "good") if Path(run, "eval/summary.json").exists()}
+    assert scored == {"good"}
 
 # ======== 7. Reports and analyses ========
 def read_table(text, title=""):
