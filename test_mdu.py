@@ -2893,7 +2893,7 @@ def test_refusals_have_the_questions_to_forget(own_files):
 
 def test_the_form_has_what_the_runs_know_and_keeps_what_people_wrote(own_files, base):
     """And no text of a row."""
-    rows = mdu.toy_world()["forget"][:2]
+    rows = mdu.toy_world()["forget"][2:4]
     write_lines(Path("forget.jsonl"), [{**row, "request": "R1"} for row in rows])
     own("form out/own")
     first = Path("out/own/record-1.md")
@@ -2906,10 +2906,9 @@ def test_the_form_has_what_the_runs_know_and_keeps_what_people_wrote(own_files, 
     own("form out/own")
     record = Path("out/own/record-2.md").read_text()
     figure = ev.read_summary("out/own/before")["splits"]["forget"]["prob"]
-    in_both = "R1 | forget.jsonl 1, forget.jsonl 2"  # the rows that the count found
     for known in ("Deadline: 1 May", sha256(base / "model.safetensors"),
-                  f"Forget set, p | {figure:.3f}", f"fact 1 | {in_both} | given",
-                  f"fact 2 | {in_both} | not given"):
+                  f"Forget set, p | {figure:.3f}", "fact 1 | R1 | forget.jsonl 1 | given",
+                  "fact 2 | R1 | forget.jsonl 2 | not given"):
         assert known in record
     for row in rows + records:
         for text in (row["question"], row["answer"], row.get("generation", row["answer"])):
