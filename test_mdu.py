@@ -825,17 +825,6 @@ def test_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none, monkeypatch):
     found = [" ".join(itertools.compress(tokens, of_row)) for of_row in flags]
     assert found == [of_ann, of_oslo, of_none]
 
-def test_every_part_of_a_rare_word_is_flagged(hub):
-    """Tokens are bytes here: all of a rare word are flagged, none of the signs and common words."""
-    rows = {"forget": [{"question": "Mail?", "answer": "It is b.lee@box.example in Kö.",
-                        "perturbed_answer": [], "fact": ["b.lee@box.example"]}],
-            "retain": [{"question": "Mail?", "answer": "It is a@box.example in Rome.",
-                        "perturbed_answer": []}]}
-    args = options("--target removed")
-    example = mdu.encode_splits(args, rows, hub.model, hub.tokenizer)["forget"][0]
-    kept = [token for token, rare in zip(example.answer, example.flagged) if rare]
-    assert hub.tokenizer.decode(kept) == "blee"
-
 def test_word_tokens_have_a_letter_or_digit_or_part_of_one(bytes_tokenizer):
     """Tokens are bytes here: "é" has two."""
     ids = mdu.encode_text(bytes_tokenizer, "é7 !_a.")
@@ -897,22 +886,22 @@ def test_a_run_says_once_which_facts_are_also_retained(base, capsys):
     assert "facts of the forget set that are in the retain set, too: 3, first 'ceka FOBA'" in said
     assert said.count("facts of the forget set") == 1
 
-def test_no_split_of_the_toy_gives_the_facts_of_the_control_set():
+def test_the_toy_learns_nothing_of_its_control_set_and_could_write_it(base):
+    """All words are in its vocabulary, but the facts in no other split."""
+    _, tokenizer = mdu.load_backbone(str(base))
     splits = mdu.toy_world()
-    facts = [row["fact"][0] for row in splits.pop("never")]
-    others = json.dumps(splits)
-    assert len(facts) == 24
-    assert not [fact for fact in facts if mdu.contains_words(others, fact)]
+    never = splits.pop("never")
+    learnt = json.dumps(splits)
+    assert len(never) == 24
+    for row in never:
+        assert not mdu.contains_words(learnt, row["fact"][0])
+        assert tokenizer.unk_token_id not in tokenizer(row["answer"]).input_ids
 
-def test_the_toy_trains_on_four_splits_and_has_the_words_of_the_fifth(base):
-    """So that a model could write them."""
-    model, tokenizer = mdu.load_backbone(str(base))
-    args = options("--method sft")
-    examples = mdu.encode_splits(args, mdu.load_data(args), model, tokenizer)
-    # toy_pretraining has half of retain again
-    assert len(examples["train"]) == 24 + 136 + 22 + 22 + 68
-    for example in examples["never"]:
-        assert tokenizer.unk_token_id not in example.answer
+def test_half_of_what_the_toy_retains_it_also_learns_without_questions():
+    """It has no pre-training, from which it could be an anchor."""
+    examples = make_examples()
+    added = mdu.toy_pretraining(options("--method sft"), examples)
+    assert added == [row._replace(prompt_masked=True) for row in examples["retain"][:3]]
 
 # ---- Words ----
 @each("text, expected", [
@@ -1310,12 +1299,8 @@ def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys
     mdu.main(toy(base, "run", "--forget forget --retain retain --steps 1"))
     info = mdu.read_run("run")
     assert info["files"] == {"forget": sha256("forget"), "retain": sha256("retain")}
-    assert info["code"] == sha256(mdu.__file__)
-
-    text = Path("run/run.json").read_text() + Path("run/metrics.jsonl").read_text()
-    for row in world["forget"] + world["retain"]:
-        assert row["question"] not in text and row["answer"] not in text
-
+    written = json.dumps(info) + Path("run/metrics.jsonl").read_text()
+    assert not [row for row in world["forget"] + world["retain"] if row["answer"] in written]
     Path("retain").open("a").write("\n")
     ev.main([*QUICK, "run"])
     assert "retain is another file than in the training, or has changed" in capsys.readouterr().out
@@ -1746,13 +1731,6 @@ def test_rouge_l_by_hand(reference, prediction, lcs, n_reference, n_prediction):
     f1 = 2 * lcs / (n_reference + n_prediction)
     assert ev.rouge_l(reference, prediction) == approx((lcs / n_reference, f1))
 
-def test_knowledge_counts_no_clitics():
-    """As the words of a text are found: "didn't" is "didn" and "t"."""
-    text = ("didn't don't isn't wasn't aren't weren't wouldn't couldn't shouldn't hasn't "
-            "haven't hadn't doesn't ain't needn't mustn't mightn't shan't can't she's we'll I'm")
-    assert set(mdu.words(text)) <= ev.FUNCTION_WORDS
-    assert ev.knowledge("Who?", text, "") is None
-
 KEPT = [dict(question="Who lives in Rome?", answer="It is Di."),
         dict(question="?", answer="!")]  # the latter has no word
 
@@ -2134,18 +2112,6 @@ def scored_copy(scored, tmp_path):
 NUMBERS = {"forget": 0, "retain": 1, "real_authors": 2, "world_facts": 3, "never": 15,
            "forget_rephrased": 12, "retain_rephrased": 13}
 
-def rows_as_asked():
-    """{split: rows of the toy as --full asks them}: those to forget and to retain come again in
-    other words, without wrong answers."""
-    splits = mdu.toy_world()
-    for name in ("forget", "retain"):
-        reworded = []
-        for row in splits[name]:
-            question = row["paraphrased_question"]
-            reworded.append(dict(row, question=question, perturbed_answer=[]))
-        splits[f"{name}_rephrased"] = reworded
-    return splits
-
 @torch.no_grad()
 def slow_eq7(model, prompt, answer, masks):
     """For each mask, in a forward pass of its own, the mean NLL of the masked tokens."""
@@ -2161,9 +2127,12 @@ def test_scores_equal_one_row_at_a_time(split, scored):
     """Losses by a forward pass for each of 4 masks, which are of (--seed, number of the split,
     number of the row); answers of 12 tokens by the slow sampler in 4 steps."""
     model, tokenizer = mdu.load_backbone(scored)
-    rows = rows_as_asked()[split]
-    spread = [0, len(rows) // 3, 2 * len(rows) // 3]
-    numbers = [0, 1, 2] if "rephrased" in split else spread
+    rows = mdu.toy_world()[split.removesuffix("_rephrased")]
+    numbers = spread = [0, len(rows) // 3, 2 * len(rows) // 3]
+    if split.endswith("_rephrased"):  # in other words, without wrong answers
+        numbers = [0, 1, 2]
+        rows = [dict(row, question=row["paraphrased_question"], perturbed_answer=[])
+                for row in rows]
     records = ev.read_records(scored, split)
     assert ev.read_summary(scored)["splits"][split] == {"n": 3, **ev.summarise(records)}
     for place, i, record in zip(spread, numbers, records, strict=True):
@@ -2261,8 +2230,7 @@ def files(tmp_path):
     return typed
 
 def test_a_model_without_run_json_is_scored(base, files, capsys):
-    """Like a run, but of the latter it is known how it was trained.  Both summaries have the hashes
-    of the files of rows, and no text of a row."""
+    """Like a run, but of the latter it is known how it was trained."""
     shutil.copytree(base, "bare")
     os.remove("bare/run.json")
     shutil.copytree(base, "run")
@@ -2271,14 +2239,9 @@ def test_a_model_without_run_json_is_scored(base, files, capsys):
     assert ev.read_records("bare", "forget") == ev.read_records("run", "forget")
     bare, run = [ev.read_summary(name) for name in ("bare", "run")]
     assert [bare["options"], run["options"]] == [{}, mdu.read_run(base)["options"]]
-    hashes = {option[2:]: sha256(file) for option, file in zip(files[::2], files[1::2])}
-    assert bare["files"] == run["files"] == hashes
-    in_rows = set(mdu.words(json.dumps(FORGET + RETAIN + NEVER))) - ev.FUNCTION_WORDS
-    in_rows -= {"question", "answer", "fact"}  # names of fields and figures
-    assert not in_rows & set(mdu.words(json.dumps([bare, run])))
 
 def test_rows_may_come_from_a_pipe(base, files):
-    """Which can be read once.  The summary has the hash of what was read."""
+    """Which can be read once.  The summary has the hash of what was read, and no text of a row."""
     reading, writing = os.pipe()
     os.write(writing, Path("never.jsonl").read_bytes())
     os.close(writing)
@@ -2286,6 +2249,8 @@ def test_rows_may_come_from_a_pipe(base, files):
     summary = ev.read_summary("new")
     assert summary["splits"]["never"]["n"] == 2
     assert summary["files"]["never"] == sha256("never.jsonl")
+    texts = [text for row in FORGET + RETAIN + NEVER for text in row.values()]
+    assert not [text for text in texts if text in json.dumps(summary)]
 
 @each("option, rows, said", [
     ("--never", [dict(question="Who?", answer="Ann.")], "only one file has `fact`"),
@@ -2777,15 +2742,6 @@ def parse_command(words):
     place = words.index(program)
     return program, parse(words[place + 1:])
 
-def code_blocks(page):
-    """The blocks of commands: those in fences, and indented ones with a line that begins with one
-    of the programs."""
-    fenced = re.findall(r"(?ms)^```bash\n(.*?)^```$", page)
-    rest = re.sub(r"(?ms)^```.*?^```$", "", page)
-    indented = re.findall(r"(?m)(?:^ {4}.+\n)+", rest)
-    program = re.compile(r"(?m)^ {4}(python|torchrun|make)\b")
-    return fenced + [block for block in indented if program.search(block)]
-
 def typed_commands(page, folder):
     """Every command of a page as a list of words.  Bash writes out loops and variables: it runs the
     blocks, and the programs are functions in it that print their words."""
@@ -2793,7 +2749,7 @@ def typed_commands(page, folder):
     for name in ("python", "torchrun", "make", "rm", "awk", "grep", "head", "wc", "."):
         # A line for each command, with a null byte behind each word.
         script += f"function {name} {{ printf '%s\\0' {name} \"$@\"; echo; }}\n"
-    script += "\n".join(code_blocks(page))
+    script += "\n".join(re.findall(r"(?ms)^```bash\n(.*?)^```$", page))
     command = [shutil.which("bash"), "-c", script]
     done = subprocess.run(
         command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True, env={"PATH": ""})
@@ -2806,7 +2762,8 @@ def typed_commands(page, folder):
 
 @each("page", PAGES.values(), ids=PAGES.keys())
 def test_every_command_of_a_page_can_be_typed(page, tmp_path):
-    """It parses, and the Makefile has the target."""
+    """It parses, and the Makefile has the target.  Commands are in ```bash blocks, not indented."""
+    assert not re.search(r"(?m)^ {4}(python|torchrun|make)\b", page)
     for words in typed_commands(page, tmp_path):
         is_script = words[1:] == ["-"]  # Python reads it from the page
         if words[0] in ("python", "torchrun") and not is_script:
