@@ -1,4 +1,4 @@
-.PHONY: help install demo table figures tofu rwku lint test clean
+.PHONY: help install demo table figures real tofu rwku lint test clean
 PYTHON := .venv/bin/python
 # .github/experiments.py says what they are for.
 export PRESET PLAN MODEL TOFU GPUS JOBS METHODS SEEDS LORA HIDDEN
@@ -16,6 +16,8 @@ table: install  ## the demo with three seeds, means (SEEDS=): out/table/report.m
 	$(EXPERIMENT) table
 figures: install  ## the paper's analyses of the small model: out/figures
 	$(EXPERIMENT) figures
+real: install  ## customers, a published model (MODEL=, TOFU=: use these folders): out/real
+	$(EXPERIMENT) real
 tofu: install  ## Table 2: PRESET=tofu-small, a CPU; -smollm, -qwen, a GPU; -llada, -dream GPUS=4
 	$(EXPERIMENT) tofu
 rwku: install  ## Table 3: PRESET=rwku-llada or rwku-dream, GPUS=4 (or 1 with LORA=16)

@@ -162,6 +162,17 @@ def learn_other_pairs(plan, out, start, options):
     plan.stages.append([plan.train(original, options)])
     return original
 
+def attack(plan, out, runs, options, scoring):
+    """Relearning attacks: each run is taught a part of the forget set again, and asked for the
+    rest.  In their report *retain* is of the pairs that were taught, to see that they were
+    learnt."""
+    options = dict(options, method="sft", lora=16)
+    attacked = [plan.train(f"{out}/taught-again/{Path(run).name}", dict(options, model=run))
+                for run in runs]
+    plan.stages.append(attacked)
+    plan.score(f"{out}/taught-again", f"{out}/taught-again", [job.folder for job in attacked],
+               scoring)
+
 # ---- The small model ----
 def demo(plan, out, seed):
     names = ["authors", *BASELINES, "mdu-tau0", "mdu-tau0.25", "mdu-tau1", "mdu-removed"]
@@ -183,6 +194,34 @@ def figures(plan, out, seed):
                 analyse("roles", ["mdu-tau1", "npo", "ga"], samples=32),
                 analyse("trajectory", ["base"]), analyse("rollout", ["base"])]
     plan.stages += [[base], unlearned, analyses]
+
+# ---- Customers, and a published model ----
+def real(plan, out, seed):
+    rows, tofu = f"{out}/rows", f"{out}/tofu"
+    forget, retain = f"{rows}/forget.jsonl", f"{rows}/retain.jsonl"
+    taught, asked = f"{rows}/taught.jsonl", f"{rows}/asked.jsonl"
+    # 1. By learning TOFU's pairs, the published model becomes a diffusion model.
+    new, original = f"{tofu}/start/new", f"{tofu}/original"
+    make_new = [PYTHON, ".github/start_models.py", "published", tofu, plan.given.TOFU,
+                plan.given.MODEL or SMOLLM]
+    make_rows = [PYTHON, ".github/company_rows.py", rows]  # company_rows.py says what is in them
+    plan.stages.append([Job(new, make_new, os.path.exists(f"{new}/config.json")),
+                        Job(rows, make_rows, os.path.exists(asked))])
+    plan.stages.append([plan.train(original, dict(
+        seed=seed, method="sft", retain_only=True, model=new, retain=f"{tofu}/rows/short.jsonl",
+        response_length=48, batch_size=8, epochs=1, lr="3e-4", prompt_dropout=0.5))])
+    # 2. It learns the customers, and unlearns some.
+    learn = dict(seed=seed, method="sft", model=original, forget=forget,
+                 retain=f"{rows}/known.jsonl", response_length=36, epochs=105, lr="4e-4",
+                 prompt_dropout=0.2)
+    scoring = dict(samples=8, limit=12, forget=forget, retain=retain,
+                   held_out=f"{rows}/held_out.jsonl", never=f"{rows}/never.jsonl")
+    runs = compare(plan, out, ["mdu-removed", "mdu-paper", "npo-s500"], learn,
+                   dict(seed=seed, forget=forget, retain=retain, lora=16), scoring, original)
+    # 3. One pair of each customer is taught again.
+    attack(plan, out, runs,
+           dict(seed=seed, batch_size=3, epochs=60, limit=3, forget=taught, retain=retain),
+           dict(samples=1, forget=asked, retain=taught))
 
 # ---- The paper's Table 2 ----
 def tofu(plan, out, seed):
@@ -216,15 +255,10 @@ def tofu_smollm(plan, out, options):
     names = [*TABLE_2, "authors", "mdu-original", "mdu-removed"]
     runs = compare(plan, out, names, learn, unlearn, scoring, original)
 
-    # Relearning attacks: each run is taught a quarter of the forget set again, and asked for the
-    # rest.
+    # A quarter of the forget set is taught again.
     taught, asked = f"{out}/rows/taught.jsonl", f"{out}/rows/asked.jsonl"
-    options = dict(method="sft", lora=16, batch_size=16, steps=200, forget=taught)
-    attacked = [plan.train(f"{out}/taught-again/{Path(run).name}", dict(options, model=run))
-                for run in runs]
-    plan.stages.append(attacked)
-    plan.score(f"{out}/taught-again", f"{out}/taught-again", [job.folder for job in attacked],
-               dict(scoring, forget=asked, retain=taught))
+    attack(plan, out, runs, dict(batch_size=16, steps=200, forget=taught),
+           dict(scoring, forget=asked, retain=taught))
 
 def tofu_published(plan, out, options):
     """LLaDA, Dream and Qwen3, which are diffusion models."""
@@ -261,7 +295,8 @@ def rwku(plan, out, person):
 
 # ---- A plan is made, and printed or carried out ----
 EXPERIMENTS = {  # {name: (function, its seeds)}.  Without seeds it is 1, which has no folder
-    "demo": (demo, ""), "table": (demo, "1 2 3"), "figures": (figures, ""), "tofu": (tofu, ""),
+    "demo": (demo, ""), "table": (demo, "1 2 3"), "figures": (figures, ""), "real": (real, ""),
+    "tofu": (tofu, ""),
     "rwku": (rwku, "0 1 2 3 4 5 6 7 8 9 10")}
 
 def make_plan(name, given):
