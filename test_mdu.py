@@ -26,6 +26,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -1389,58 +1390,22 @@ def test_checkpoints_that_a_finished_run_has_left_are_deleted_later(again, unlea
     assert not list(Path("run").glob("checkpoint-*"))
 
 # ---- Two processes ----
-# It imports the libraries once, which takes a process much longer than what the tests do with them,
-# and then runs each program that it is told to run on two processes, forked from this one.
-FORKING = """
-import json, os, runpy, signal, socket, sys, traceback
-import torch.distributed.checkpoint, torch.distributed.fsdp
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-def start(words, rank, port):
-    pid = os.fork()
-    if pid > 0:
-        return pid
-    signal.alarm(200)  # seconds, after which it is killed: both may wait for each other
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
-    os.dup2(2, 1)  # what it prints: stdout is for exit codes
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    sys.argv = words
-    code = 1
-    try:
-        runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as stop:
-        code = stop.code
-    except BaseException:
-        traceback.print_exc()
-    os._exit(code)
-
-for line in sys.stdin:
+def on_two_processes(*words):
+    """Run a Python file on two processes, which get what torchrun sets -> their exit codes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    processes = [start(json.loads(line), rank, port) for rank in (0, 1)]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in processes]
-    print(json.dumps(codes), flush=True)
-"""
-
-@pytest.fixture(scope="session")
-def on_two_processes():
-    """A function that runs a Python file on two processes -> their exit codes.  It sets what
-    torchrun sets."""
-    path = os.pathsep.join([str(Path(mdu.__file__).parent), *sys.path])
     # TORCH_GLOO_LAZY_INIT: processes then connect at their first message and not in
     # init_process_group, as they do on GPUs.
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_GLOO_LAZY_INIT": "1"}
-    forking = subprocess.Popen([sys.executable, "-c", FORKING], env=env, text=True,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def run(*words):
-        forking.stdin.write(json.dumps([str(word) for word in words]) + "\n")
-        forking.stdin.flush()
-        return json.loads(forking.stdout.readline())
-
-    yield run
-    forking.stdin.close()
-    forking.wait()
+    env = {**os.environ, "PYTHONPATH": str(Path(mdu.__file__).parent), "OMP_NUM_THREADS": "1",
+           "TORCH_GLOO_LAZY_INIT": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": port}
+    command = [sys.executable, *map(str, words)]
+    processes = [subprocess.Popen(command, env={**env, "RANK": rank}) for rank in "01"]
+    try:
+        return [process.wait(timeout=200) for process in processes]
+    finally:  # where one waits for the other
+        for process in processes:
+            process.kill()
 
 # Four steps of 8 rows: 2 x 16 / 8.  A checkpoint is written after each but the last.
 STEPS = "--epochs 2 --batch-size 4 --grad-accum 2 --checkpoint-every 1 --lr 1e-4 --limit 16"
@@ -1454,6 +1419,7 @@ KILLED = """
 import json, os, signal, sys
 import mdu
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
 mdu.PRESETS["toy"]["sft"]["epochs"] = 0.1  # of the base model that is missing
 *whole, stopped, killed = json.loads(sys.argv[1])
 for argv in whole:
@@ -1487,7 +1453,7 @@ mdu.main(killed)
 """
 
 @pytest.fixture(scope="session")
-def two_processes(base, tmp_path_factory, on_two_processes):
+def two_processes(base, tmp_path_factory):
     """Runs on two processes: toy/mdu, whose base model was missing; two; two-lora, with toy/base as
     its target; two-bfloat16; stopped, and killed, with the options of two -> their folder."""
     folder = tmp_path_factory.mktemp("two")
@@ -1523,8 +1489,7 @@ def test_what_two_processes_have_begun_one_can_end(name, two_processes):
     mdu.main(["--resume", str(run)])
     assert_equal_runs(two_processes / "two", run, OTHER_ORDER)
 
-def test_a_killed_run_is_resumed_on_two_processes_bit_by_bit(two_processes, tmp_path,
-                                                             on_two_processes):
+def test_a_killed_run_is_resumed_on_two_processes_bit_by_bit(two_processes, tmp_path):
     run = shutil.copytree(two_processes / "killed", tmp_path / "run")
     assert on_two_processes(mdu.__file__, "--resume", run) == [0, 0]
     assert_equal_runs(two_processes / "two", run)
@@ -2156,7 +2121,7 @@ def test_scores_equal_one_row_at_a_time(split, scored):
         written = written[:written.index(model.end_id)]
         assert record["generation"] == tokenizer.decode(written).strip()
 
-def test_scores_of_two_processes_equal_those_of_one(scored_copy, scored, on_two_processes):
+def test_scores_of_two_processes_equal_those_of_one(scored_copy, scored):
     shutil.rmtree(scored_copy / "eval")
     assert on_two_processes(ev.__file__, scored_copy, *FLAGS) == [0, 0]
     for split in NUMBERS:
