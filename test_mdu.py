@@ -739,7 +739,6 @@ def backward(step):
 
 @each("typed", COMMANDS)
 def test_backward_equals_one_sequence_at_a_time(typed):
-    """The losses that it returns, and the gradients."""
     step = step_to_try(typed)
     losses = backward(step)
     forget_loss, retain_loss = slow_step(step.args, step.slow_models, step.forget, step.retain)
@@ -916,7 +915,6 @@ def test_words_of_many_scripts(text, expected):
 
 @each("part, expected", [("Pet", False), ("pet!", False), ("łuk, PETRA", True), ("is it", False)])
 def test_a_text_contains_whole_words_alone(part, expected):
-    """Whole words, in this order."""
     assert mdu.contains_words("It is Łuk-Petra.", part) == expected
 
 # ---- Token ids ----
@@ -1180,12 +1178,11 @@ def test_a_response_length_of_0_becomes_that_of_the_longest_answer(base):
 
 @each("typed, n_forget, n_retain, steps", [
     ("--model x --steps 3", 10, 9, 3), ("--model x --epochs 3", 10, 9, 8),
-    ("--preset toy --grad-accum 2", 24, 9, 300),
     # Rows of one's own.  MDU: 500, five passes over the rows to forget, one over those to retain.
     ("--model x", 10, 9, 500), ("--model x", 401, 9, 502), ("--model x", 10, 2001, 501),
     ("--model x --method npo", 4, 2001, 250), ("--model x --method sft", 10, 198, 260)])
 def test_the_number_of_steps_by_hand(typed, n_forget, n_retain, steps):
-    """Of 4 rows, with the toy's preset of 8.  sft counts all of its rows."""
+    """Of 4 rows.  sft counts all of its rows."""
     examples = {"forget": n_forget * ["row"], "retain": n_retain * ["row"]}
     examples["train"] = examples["forget"] + examples["retain"]
     args = options(typed)
@@ -1409,7 +1406,8 @@ BFLOAT16 = f"{STEPS} --target removed --dtype bfloat16 --lr 0.005"
 # process 1 alone receives a signal in the second step.  In the last one it kills itself when the
 # third checkpoint is written and not yet complete.
 KILLED = """
-import json, os, signal, sys
+import contextlib, json, os, signal, sys
+from unittest import mock
 import mdu
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
@@ -1419,22 +1417,16 @@ for argv in whole:
     mdu.main(argv)
 
 rate = mdu.learning_rate
-
 def rate_and_signal(args, step, steps):
     if step == 1 and mdu.RANK == 1:
         os.kill(os.getpid(), signal.SIGHUP)
     return rate(args, step, steps)
 
-mdu.learning_rate = rate_and_signal
-try:
+with mock.patch.object(mdu, "learning_rate", rate_and_signal), contextlib.suppress(mdu.Stopped):
     mdu.main(stopped)
-except mdu.Stopped:
-    pass
-mdu.learning_rate = rate
 
 save = mdu.dcp.save
 saves = []
-
 def save_and_die(*args, **kwargs):
     save(*args, **kwargs)
     saves.append(args)
