@@ -589,6 +589,14 @@ def test_a_loss_of_16_bit_logits_is_computed_in_float32(name):
     logits = logits.bfloat16()
     assert_close(loss(logits, *others), loss(logits.float(), *others), 1e-6)
 
+@each("name, frozen", [("mdu", [1]), ("npo", [1]), ("dpo", [1, 3])])
+def test_no_gradient_flows_into_what_frozen_models_predict(name, frozen):
+    loss, tensors = LOSSES[name]
+    tensors = [tensor.clone().requires_grad_() for tensor in tensors]
+    loss(*tensors).sum().backward()
+    assert [i for i, tensor in enumerate(tensors) if tensor.grad is None] == frozen
+
+# ---- What a step draws ----
 def make_examples(target="removed"):
     """10 to forget and 7 to retain.  The first token of a prompt names the row.  In every second
     row to forget the tokens of RARE are rare.  All tokens of rows to retain are flagged, as that
