@@ -16,7 +16,6 @@ parts, each after a line "# ======== N.":
 8. Pages, own rows, experiments: every command of a page, and the programs in .github.
 """
 import contextlib
-import fnmatch
 import hashlib
 import itertools
 import json
@@ -32,7 +31,6 @@ import sys
 import time
 import unicodedata
 from functools import partial
-from math import log
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -521,7 +519,7 @@ def with_adapters(plain, adapters):
 # By hand: of two tokens, one or both are masked.
 ONE, TWO = torch.tensor([[False, True]]), torch.tensor([[True, True]])
 FIRST = torch.tensor([0, 0])
-LN2, LN3, LN4_3 = log(2), log(3), log(4 / 3)
+LN2, LN3, LN4_3 = map(math.log, (2, 3, 4 / 3))
 FLAT, TILT, STEEP = f64([0, 0]), f64([0, LN3]), f64([0, 2 * LN3])  # p(first) = 1/2, 1/4, 1/10
 TILT_FLAT = torch.cat([TILT, FLAT])
 
@@ -1015,7 +1013,7 @@ def test_the_revision_that_is_asked_for_is_downloaded_without_pickle():
     patterns = download.call_args.kwargs["allow_patterns"]
     files = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json",
              "chat_template.jinja", "merges.txt", "adapter_config.json", "pytorch_model.bin"]
-    matching = [file for file in files if any(fnmatch.fnmatch(file, p) for p in patterns)]
+    matching = [file for file in files if any(map(Path(file).match, patterns))]
     assert matching == files[:-1]
 
 def test_run_json_names_the_commit_that_was_fetched(base, monkeypatch):
@@ -1236,8 +1234,7 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, monke
         assert_close(saved[name], x.float(), 1e-5)
 
 @each("effect, message", [
-    (torch.OutOfMemoryError, "out of GPU memory: lower --batch-size"),
-    ([(1.0, 0.0, math.nan)], "grad_norm nan")])
+    (torch.OutOfMemoryError, "lower --batch-size"), ([(1.0, 0.0, math.nan)], "grad_norm nan")])
 def test_a_step_that_fails_ends_the_run_in_one_line(effect, message, base, monkeypatch, capsys):
     """effect: what a step raises, or its losses and the norm of its gradient."""
     monkeypatch.setattr(mdu, "train_step", mock.Mock(side_effect=effect))
@@ -1859,15 +1856,12 @@ def test_figures_equal_those_of_tofus_own_code():
     del splits["world_facts"]["prob_options"]
     assert ev.model_utility(splits) is None
 
-@each("to_forget, losses, truth_ratio, prob_options", [
-    (True, [0, 1e4], 0, 1), (True, [1e4, 0], 0, 0),  # R is nearly 0, and nearly infinite
-    (False, [0, 1e4], 1, 1), (False, [1e4, 0], 0, 0)])
-def test_truth_ratios_by_hand(to_forget, losses, truth_ratio, prob_options):
+@each("to_forget, nll_wrong, expected", [  # R is nearly 0, or nearly infinite
+    (True, 1e4, [0, 1]), (True, -1e4, [0, 0]), (False, 1e4, [1, 1]), (False, -1e4, [0, 0])])
+def test_truth_ratios_by_hand(to_forget, nll_wrong, expected):
     row = dict(to_forget=to_forget, answer="true", perturbed_answer=["wrong"])
-    right, wrong = losses
-    figures = ev.compare_wrong_answers(row, {"true": (right, 0), "wrong": (wrong, 0)})
-    found = [figures["truth_ratio"], figures["prob_options"]]
-    assert found == approx([truth_ratio, prob_options])
+    figures = ev.compare_wrong_answers(row, {"true": (0, 0), "wrong": (nll_wrong, 0)})
+    assert [figures["truth_ratio"], figures["prob_options"]] == approx(expected)
 
 def test_forget_quality_by_hand_and_as_published():
     """The p-value is the share of all orders of the values that are as extreme as the one found.
@@ -1969,7 +1963,7 @@ def test_the_figures_of_a_split_by_hand():
     assert ev.summarise(records) == dict(em=0.5, words=3)
 
 # ---- Which rows are scored ----
-def typed_and_run(typed, run="--method sft"):
+def typed_and_run(typed, run):
     """What was typed for eval.py and the run, as mdu.py would make it."""
     args = options(run)
     hashes = {name: mdu.hash_rows(rows) for name, rows in mdu.load_data(args).items()}
