@@ -672,7 +672,6 @@ def test_answers_are_padded_to_random_lengths_but_not_those_to_forget():
         assert lengths == {3: {3, 4, 5}, 4: {4, 5}, 5: {5}, 6: {6}, 7: {7}}
 
 def test_prompt_dropout_masks_prompts_and_changes_nothing_else():
-    """A row whose prompt is shown is drawn as without the option."""
     typed = "--method dpo --batch-size 1"
     plain = sum(draw(typed, range(1000)), [])
     rows = sum(draw(f"{typed} --prompt-dropout 0.3", range(1000)), [])
@@ -840,11 +839,11 @@ def test_rows_come_from_files_or_from_data(tofu):
     typed = f"--model m --forget {file} --retain {file} --limit 2"
     assert mdu.load_data(options(typed)) == {"forget": rows[:2], "retain": rows[:2]}
     of_tofu = mdu.load_data(options(f"--model m --data {tofu}"))
-    for split, config, n in [("forget", "forget10_perturbed", 8), ("retain", "retain90", 24)]:
-        asked = [row["question"] for row in of_tofu[split]]
-        assert asked == [f"Q {config} {i}?" for i in range(n)]
+    forget, retain = of_tofu["forget"], of_tofu["retain"]
+    assert (len(forget), forget[7]["question"]) == (8, "Q forget10_perturbed 7?")
+    assert (len(retain), retain[23]["question"]) == (24, "Q retain90 23?")
     mixed = mdu.load_data(options(f"--model m --data {tofu} --retain {file}"))
-    assert mixed == {"forget": of_tofu["forget"], "retain": rows}
+    assert mixed == {"forget": forget, "retain": rows}
 
 def test_both_names_of_columns_are_read():
     Path("rows").write_bytes("""\ufeff{"question": "q", "answer": "a", "id": 7}\r\n\r\n
@@ -1048,7 +1047,6 @@ def test_a_loaded_model_equals_transformers_own_class(hub):
     model.eval()
 
 def test_a_model_that_ends_its_answers_with_another_token_is_told_of(base, capsys):
-    """Which config.json may say."""
     shutil.copytree(base, "other")
     replace(Path("other"), '"eos_token": "<end>"', '"eos_token": "<user>"')
     mdu.main(toy("other", "run", "--steps 1"))
@@ -1207,7 +1205,6 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, monke
     monkeypatch.setattr(mdu, "load_backbone", load_float64)
     argv = toy(base, "run", f"--method {typed} --epochs 1 --lr 0.01")
     mdu.main(argv)
-
     args = options("", *argv)
     model, tokenizer = load_float64(str(base))
     theta0, _ = load_float64(str(base))
@@ -1223,7 +1220,7 @@ def test_training_equals_a_plain_loop_with_clipping_and_adamw(typed, base, monke
         norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
         norms.append(norm)
         for p in model.parameters():
-            p.grad /= max(1, norm)
+            p.grad /= max(1, norm)  # clipped
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
         found = [line["lr"], line["grad_norm"], line["forget"], line.get("retain", 0)]
@@ -1254,7 +1251,6 @@ def test_the_recommended_run_for_ones_own_rows_forgets_and_keeps():
              "--out original".split())
     mdu.main(f"{learn} --steps 400 --forget forget --retain retain --model original "
              "--out finetune".split())
-
     mdu.main("--model finetune --forget forget --retain retain --lora 16 --out run".split())
     ev.main("--samples 8 --never never finetune run".split())
     before = ev.read_summary("finetune")["splits"]
@@ -1800,7 +1796,6 @@ def test_the_facts_that_texts_tell_by_hand():
     assert ev.share_told({"question": "Is he?", "answer": "He is."}, ["He is."]) is None
 
 def test_other_decodings_have_six_lengths_and_steps(monkeypatch):
-    """Of a length L of 7 tokens: L in 1, 2 and 4 steps, L/2 in 1, 2 and L/2."""
     def write_answers(model, tokenizer, rows, settings):
         return [f"{row}: {settings.response_length} in {settings.steps}" for row in rows]
     monkeypatch.setattr(ev, "write_answers", write_answers)
@@ -1937,8 +1932,7 @@ def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
      dict(generation="NOANSWER", words=0, empty=1, rougeL_recall=0)),  # as in RWKU's code
     ("utility_factuality", dict(answers=["band", "beatles"]), "The\nBeatles! ", dict(em=1, f1=1)),
     ("utility_factuality", dict(answers=["Kinks", "Beatles", "Rolling Stones"]),
-     "a band, the Beatles", dict(em=0, f1=2 / 3)),
-    ("utility_factuality", dict(answers=["b b d"]), "b b b c", dict(em=0, f1=4 / 7))])  # b twice
+     "Beatles, the Beatles", dict(em=0, f1=2 / 3))])  # one of the two words counts
 def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "write_answers", lambda *_: [text])
     monkeypatch.setattr(ev, "fill_gaps", lambda *_: [(0.0, 1.0)])
@@ -2119,7 +2113,6 @@ def test_a_process_may_have_no_rows():
     assert ev.score_answers(FakeModel(), None, [], ARGS) == []
 
 def test_old_scores_stay_if_scoring_is_stopped(scored_copy, capsys):
-    """While it has a lock on the folder."""
     stopped = mock.patch.object(ev, "score_rows", partial(stop_in, scored_copy))
     with unchanged(scored_copy), stopped:
         assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
@@ -2170,7 +2163,6 @@ def files(tmp_path):
     return typed
 
 def test_a_model_without_run_json_is_scored(base, files, capsys):
-    """Like a run, but of the latter it is known how it was trained."""
     shutil.copytree(base, "bare")
     os.remove("bare/run.json")
     shutil.copytree(base, "run")
@@ -2189,8 +2181,9 @@ def test_rows_may_come_from_a_pipe(base, files):
     summary = ev.read_summary("new")
     assert summary["splits"]["never"]["n"] == 2
     assert summary["files"]["never"] == sha256("never.jsonl")
-    texts = [text for row in FORGET + RETAIN + NEVER for text in row.values()]
-    assert not [text for text in texts if text in json.dumps(summary)]
+    for row in NEVER:
+        assert row["question"] not in json.dumps(summary)
+        assert row["answer"] not in json.dumps(summary)
 
 @each("option, rows, said", [
     ("--never", [dict(question="Who?", answer="Ann.")], "only one file has `fact`"),
@@ -2215,8 +2208,7 @@ def test_runs_after_those_that_are_not_finite_are_scored(base, files, capsys):
     err = program([*files, *QUICK, "nan", "large", "good"], capsys, ev.main)
     assert f"{os.path.abspath('nan')}: not scored, because nan or inf is in its weights" in err
     assert "forget: not scored, because p is nan" in err
-    scored = {run for run in ("nan", "large", "good") if Path(run, "eval/summary.json").exists()}
-    assert scored == {"good"}
+    assert [*Path().glob("*/eval/summary.json")] == [Path("good/eval/summary.json")]
 
 # ======== 7. Reports and analyses ========
 def read_table(text, title=""):
@@ -2667,20 +2659,16 @@ def test_the_analyses_of_an_answer_equal_a_slow_loop(base, unlearned, tmp_path):
 
 # ======== 8. Pages, own rows, experiments ========
 PROJECT = Path(mdu.__file__).parent
-README = (PROJECT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (PROJECT / "Makefile").read_text(encoding="utf-8")
-PAGES = {"README.md": README}
-for name in ("CODE.md", "OWN_ROWS.md", "PAPER.md", "RESULTS.md"):
-    PAGES[name] = (PROJECT / ".github" / name).read_text(encoding="utf-8")
+PAGES = {file.name: file.read_text(encoding="utf-8")
+         for file in (PROJECT / "README.md", *PROJECT.glob(".github/*.md"))}
 
 def parse_command(words):
-    """The words of a command line, with mdu.py or eval.py among them -> which of the two it is,
-    and its options as the program reads them."""
-    [program] = [word for word in words if word.endswith(".py")]
+    """The words of a command line with one of the programs -> its options, as the program reads
+    them."""
     parsers = {"mdu.py": mdu.parse, "eval.py": ev.parse, ".github/own_rows.py": own_rows.parse}
-    parse = parsers[program]
-    place = words.index(program)
-    return program, parse(words[place + 1:])
+    [place] = [place for place, word in enumerate(words) if word.endswith(".py")]
+    return parsers[words[place]](words[place + 1:])
 
 def typed_commands(page, folder):
     """Every command of a page as a list of words.  Bash writes out loops and variables: it runs the
@@ -2693,12 +2681,7 @@ def typed_commands(page, folder):
     command = [shutil.which("bash"), "-c", script]
     done = subprocess.run(
         command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True, env={"PATH": ""})
-    commands = []
-    for line in done.stdout.splitlines():
-        *words, after_the_last = line.split("\0")
-        assert after_the_last == ""
-        commands.append(words)
-    return commands
+    return [line.split("\0")[:-1] for line in done.stdout.splitlines()]
 
 @each("page", PAGES.values(), ids=PAGES.keys())
 def test_every_command_of_a_page_can_be_typed(page, tmp_path):
@@ -2861,7 +2844,7 @@ def jobs_of(plan):
 def options_of(plan):
     """{name of a run: its options}"""
     trained = [job for job in jobs_of(plan) if "mdu.py" in job.command]
-    return {Path(job.folder).name: parse_command(job.command)[1] for job in trained}
+    return {Path(job.folder).name: parse_command(job.command) for job in trained}
 
 @each("name, variables", [
     ("demo", "METHODS=npo"), ("figures", ""), ("real", ""),
@@ -2878,7 +2861,7 @@ def test_the_commands_of_a_plan_can_be_typed_in_order(name, variables):
                 if word.startswith("out/") and word != job.folder and not makes_all:
                     assert {word, str(Path(word).parent)} & written, job
             if {"mdu.py", "eval.py"} & {*job.command}:
-                _, options = parse_command(job.command)
+                options = parse_command(job.command)
                 model = os.path.relpath(options.model or "toy")
                 assert not model.startswith("out/") or model in written
         written |= {job.folder for job in stage}
@@ -2930,7 +2913,7 @@ def test_the_runs_of_each_report_of_two_seeds_can_be_compared(preset):
     plan = plan_of("tofu", f"PRESET={preset} SEEDS=2,3 METHODS=npo")
     for job in jobs_of(plan):
         if "mdu.py" in job.command:
-            options = vars(parse_command(job.command)[1])
+            options = vars(parse_command(job.command))
             absolute = {name: os.path.abspath(value) for name, value in options.items()
                         if str(value).startswith("out/") and name != "out"}
             write_summary(job.folder, options={**options, **absolute}, trained_on={},
