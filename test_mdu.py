@@ -1515,6 +1515,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --steps 3 --epochs 2", "--steps or --epochs, and not both"),
     ("mdu.py --resume {run} --seed 1", "--resume RUN takes no other option"),
     ("mdu.py --method npo --tau 1", "--method npo has no option --tau"),
+    ("mdu.py --method sft --diagnose", "--diagnose compares with the model before unlearning"),
     ("mdu.py --method sft --preset rwku-llada", "--method sft has no preset rwku-llada"),
     ("mdu.py --method sft --lora 2", "--lora, need a start model"),
     ("mdu.py --preset own --method sft --forget rows", "sft of your own rows, and"),
@@ -2928,6 +2929,7 @@ def test_the_runs_of_each_report_of_two_seeds_can_be_compared(preset):
     ("rwku PRESET=tofu-dream", "one of rwku-llada, rwku-dream"), ("all", "found 'all'"),
     ("demo METHODS=nosuch", "found nosuch; needs one of ga, gd, .*mdu-removed"),
     ("demo METHODS=npo-x5", "found npo-x5; needs .* end in options of mdu.py"),
+    ("figures HIDDEN=0.3", "HIDDEN= has no effect on figures"),
     ("demo METHODS=ga-w5", "out/demo/ga-w5: --method ga has no option --retain-weight"),
     ("demo SEEDS=a", "out/demo/a/base: argument --seed: invalid")])
 def test_an_experiment_is_refused(words, said, tmp_path, monkeypatch):

@@ -299,6 +299,12 @@ EXPERIMENTS = {  # {name: (function, its seeds)}.  Without seeds it is 1, which 
     "tofu": (tofu, ""),
     "rwku": (rwku, "0 1 2 3 4 5 6 7 8 9 10")}
 
+# The folder is named after these, so an experiment refuses those that have no effect on it.
+IN_FOLDER = ["MODEL", "LORA", "HIDDEN"]
+ACCEPTED = {  # {experiment or preset: those it accepts}; the others accept all
+    "demo": ["HIDDEN"], "table": ["HIDDEN"], "figures": [],
+    "tofu-small": ["LORA", "HIDDEN"], "rwku-llada": ["LORA"], "rwku-dream": ["LORA"]}
+
 def make_plan(name, given):
     out = f"out/{name}"
     if name in ("tofu", "rwku"):
@@ -306,6 +312,10 @@ def make_plan(name, given):
         mdu.require(given.PRESET in presets,
                     f"found PRESET='{given.PRESET}'; give PRESET= one of {', '.join(presets)}")
         out = f"out/{given.PRESET}"
+    for variable in IN_FOLDER:
+        accepted = ACCEPTED.get(given.PRESET or name, IN_FOLDER)
+        mdu.require(variable in accepted or not getattr(given, variable),
+                    f"{variable}= has no effect on {given.PRESET or name}: leave it out")
     if given.MODEL:
         out += f"-{Path(given.MODEL).name}"
     if given.LORA:
