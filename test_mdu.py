@@ -804,22 +804,22 @@ def test_remove_truth_by_hand():
 
 @each("rare, of_ann, of_oslo, of_none", [
     # No word of a fact is below the limit, so all of the fact count.
-    (0, "Ann 2024", "gone Oslo", "gone 7"),
+    (0, "Ann 2024", "gone in Oslo", "gone 7"),
     # Ann is, 2024 is not; no word of "Oslo" is.
-    (0.2, "Ann", "gone Oslo", "gone Ann 7"),
-    (0.5, "Ann 2024", "gone Oslo", "gone Ann 2024 7")])
+    (0.2, "Ann", "gone in Oslo", "gone Ann 7"),
+    (0.5, "Ann 2024", "gone in Oslo", "gone Ann 2024 7")])
 def test_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none, monkeypatch):
     """Of ten answers to retain "Ann" is in two, "2024" in five, "in", "Oslo" and "8" in all; once
     in each, though "Ann" is there twice.  The first row's fact is "Ann, 2024", the second's are
     "gone" and "Oslo", the third has none: there all words of the answer count."""
     monkeypatch.setattr(mdu, "RARE", rare)
     monkeypatch.setattr(mdu, "RARE_IN_FACT", rare)
-    tokens = "gone Ann in Oslo 2024 7 8 .".split()
+    tokens = "gone|Ann|in Oslo|2024|7|8|.".split("|")  # one has two words
     tokenizer = mock.Mock(decode=lambda ids, **_: " ".join(tokens[i] for i in ids))
     answers = 2 * ["Ann Ann in Oslo 2024 8"] + 3 * ["in Oslo 2024 8"] + 5 * ["in Oslo, 8"]
     fields = [{"fact": ["Ann, 2024"]}, {"fact": ["gone", "Oslo"]}, {}]
     rows = {"forget": fields, "retain": [{"answer": text} for text in answers]}
-    examples = 3 * [mdu.Example([], list(range(8)), [], [])]
+    examples = 3 * [mdu.Example([], list(range(7)), [], [])]
     flags = mdu.flag_rare_tokens(rows, examples, tokenizer)
     found = [" ".join(itertools.compress(tokens, of_row)) for of_row in flags]
     assert found == [of_ann, of_oslo, of_none]
