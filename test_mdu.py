@@ -71,8 +71,7 @@ def options(typed="", *more):
     return mdu.parse([*typed.split(), *more])
 
 def program(argv, capsys, main=mdu.main, code=2):
-    """Run mdu.py, or eval.py by its main, which has to end with this exit code -> its one line on
-    stderr, or ""."""
+    """mdu.py, or eval.py by its main, has to end with this exit code -> its line on stderr, or ""."""
     name = "eval.py" if main is ev.main else "mdu.py"
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
@@ -1171,9 +1170,11 @@ def test_a_missing_base_is_trained_with_what_was_typed_for_it():
     assert made["retain"] == str(Path("rows").resolve())
 
 def test_a_response_length_of_0_becomes_that_of_the_longest_answer(base):
-    """Such as "Ceka Foba was born in 1960.", of 7 tokens, with its end."""
-    mdu.main(toy(base, "run", "--response-length 0 --steps 1"))
-    assert mdu.read_run("run")["options"]["response_length"] == 8
+    """It is in the retain set, with its end token."""
+    for name, answer in (("forget", "Ann."), ("retain", "Ann was born in Rome.")):
+        write_lines(name, [dict(question="Who?", answer=answer)])
+    mdu.main(toy(base, "run", "--response-length 0 --steps 1 --forget forget --retain retain"))
+    assert mdu.read_run("run")["options"]["response_length"] == 7
 
 @each("typed, n_forget, n_retain, steps", [
     ("--model x --steps 3", 10, 9, 3), ("--model x --epochs 3", 10, 9, 8),
@@ -1287,7 +1288,7 @@ def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys
     info = mdu.read_run("run")
     assert info["files"] == {"forget": sha256("forget"), "retain": sha256("retain")}
     written = json.dumps(info) + Path("run/metrics.jsonl").read_text()
-    assert not [row for row in world["forget"] + world["retain"] if row["answer"] in written]
+    assert world["forget"][0]["answer"] not in written
     Path("retain").open("a").write("\n")
     ev.main([*QUICK, "run"])
     assert "retain is another file than in the training, or has changed" in capsys.readouterr().out
@@ -1542,7 +1543,6 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --method ga --forget rows", "train it with --method sft, or"),
     ("mdu.py --preset toy --model nobody/nothing", "not fetched from the hub"),
     ("mdu.py --preset toy --model {base} --out {run}", "--resume {run}"),
-    ("mdu.py --resume folder", "No such file or directory: 'folder/run.json'"),
     ("mdu.py --resume changed", "the rows that it started from have changed")])
 def test_mdu_refuses(command, said, base, assert_refused):
     own = vars(options(f"--preset toy --model {base}"))
@@ -1578,8 +1578,7 @@ def delete(folder, pattern):
         file.unlink()
 
 def replace(folder, old, new):
-    """In the texts of the tokenizer's files."""
-    for file in folder.glob("token*"):
+    for file in folder.glob("token*"):  # the tokenizer's
         file.write_text(file.read_text().replace(old, new))
 
 def save_as_pickle(folder):
@@ -1647,7 +1646,6 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --model {base} --data toy {run}", "is a run; give another folder"),
     ("eval.py --model {base} --data toy own", "own has scores of a/model; give another folder"),
     ("eval.py stopped", "stopped: no finished model"),
-    ("eval.py --report {scored} gone", "gone: no such folder"),
     ("eval.py —report {scored}", "—report: no such folder; if it is an option"),
     ("eval.py --analysis convergence {base}", "train it with --diagnose"),
     ("eval.py --analysis roles {run} {scored}", "the runs started from different models"),
