@@ -71,7 +71,7 @@ def options(typed="", *more):
     return mdu.parse([*typed.split(), *more])
 
 def program(argv, capsys, main=mdu.main, code=2):
-    """mdu.py, or eval.py by its main, has to end with this exit code -> its line on stderr, or ""."""
+    """Run mdu.py, or eval.py by its main, to this exit code -> its line on stderr, or ""."""
     name = "eval.py" if main is ev.main else "mdu.py"
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
