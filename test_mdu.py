@@ -2919,7 +2919,7 @@ def test_the_runs_of_each_report_of_two_seeds_can_be_compared(preset):
                           model=os.path.abspath(job.folder))
     for folder, runs in plan.reports.items():
         assert os.path.commonpath([Path(run).parent for run in runs]) == folder
-        ev.require_comparable([ev.read_run(run, folder) for run in runs])
+        ev.require_comparable([ev.read_scored_run(run, folder) for run in runs])
     assert len(plan.reports) == {"tofu-small": 1, "tofu-smollm": 3}[preset]
 
 @each("words, said", [
@@ -2928,6 +2928,7 @@ def test_the_runs_of_each_report_of_two_seeds_can_be_compared(preset):
     ("demo METHODS=nosuch", "found nosuch; needs one of ga, gd, .*mdu-removed"),
     ("demo METHODS=npo-x5", "found npo-x5; needs .* end in options of mdu.py"),
     ("figures HIDDEN=0.3", "HIDDEN= has no effect on figures"),
+    ("demo PRESET=tofu-llada", "PRESET= has no effect on demo"),
     ("demo METHODS=ga-w5", "out/demo/ga-w5: --method ga has no option --retain-weight"),
     ("demo SEEDS=a", "out/demo/a/base: argument --seed: invalid")])
 def test_an_experiment_is_refused(words, said, tmp_path, monkeypatch):

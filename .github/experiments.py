@@ -52,7 +52,7 @@ BASELINES = [method for method in mdu.METHODS if method not in ("mdu", "sft")]
 NAMES = {  # {name: the options that tell this run from others}
     **{method: {"method": method} for method in BASELINES},
     "mdu": {},
-    **{f"mdu-{target}": {"target": target} for target in mdu.TARGETS},
+    "mdu-paper": {"target": "paper"}, "mdu-removed": {"target": "removed"},
     "authors": {"target": "authors", "tau": 0.5}}  # as in the authors' examples
 TABLE_2 = ["mdu-tau0", "mdu-tau0.25", "mdu-tau0.5", "mdu-tau0.75", "mdu-tau1", *BASELINES]
 # The trial of the small model, with the settings that were chosen for each method; where a name has
@@ -312,6 +312,8 @@ def make_plan(name, given):
         mdu.require(given.PRESET in presets,
                     f"found PRESET='{given.PRESET}'; give PRESET= one of {', '.join(presets)}")
         out = f"out/{given.PRESET}"
+    else:
+        mdu.require(not given.PRESET, f"PRESET= has no effect on {name}: leave it out")
     for variable in IN_FOLDER:
         accepted = ACCEPTED.get(given.PRESET or name, IN_FOLDER)
         mdu.require(variable in accepted or not getattr(given, variable),
