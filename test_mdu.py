@@ -2847,9 +2847,8 @@ def options_of(plan):
 
 @each("name, variables", [
     ("demo", "METHODS=npo"), ("figures", ""), ("real", ""),
-    ("tofu", "PRESET=tofu-small SEEDS=2,3 HIDDEN=0.3"),
-    ("tofu", "PRESET=tofu-smollm MODEL=a/b"), ("tofu", "PRESET=tofu-dream GPUS=4 LORA=16"),
-    ("rwku", "PRESET=rwku-llada LORA=8")])
+    ("tofu", "PRESET=tofu-small SEEDS=2,3 HIDDEN=0.3"), ("tofu", "PRESET=tofu-smollm MODEL=a/b"),
+    ("tofu", "PRESET=tofu-dream GPUS=4 LORA=16"), ("rwku", "PRESET=rwku-llada LORA=8")])
 def test_the_commands_of_a_plan_can_be_typed_in_order(name, variables):
     """What a command reads is written by earlier stages."""
     written = set()
