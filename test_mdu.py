@@ -1180,7 +1180,8 @@ def test_a_response_length_of_0_becomes_that_of_the_longest_answer(base):
     ("--model x --steps 3", 10, 9, 3), ("--model x --epochs 3", 10, 9, 8),
     # Rows of one's own.  MDU: 500, five passes over the rows to forget, one over those to retain.
     ("--model x", 10, 9, 500), ("--model x", 401, 9, 502), ("--model x", 10, 2001, 501),
-    ("--model x --method npo", 4, 2001, 250), ("--model x --method sft", 10, 198, 260)])
+    ("--model x --method npo", 4, 2001, 250), ("--model x --method sft", 10, 198, 260),
+    ("--model x --epochs 3 --min-steps 7 --retain-passes 2", 10, 19, 10)])
 def test_the_number_of_steps_by_hand(typed, n_forget, n_retain, steps):
     """Of 4 rows.  sft counts all of its rows."""
     examples = {"forget": n_forget * ["row"], "retain": n_retain * ["row"]}
@@ -1536,7 +1537,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --data {rwku} --forget rows", "--forget says what to forget"),
     ("mdu.py --data {rwku} --model x", "give one of them with --subject"),
     ("mdu.py --subject King", "--subject is for RWKU"),
-    ("mdu.py --preset rwku-llada --subject King --data {rwku}", "not among the 12: ['Ann Lee'"),
+    ("mdu.py --preset rwku-llada --subject 0 --data {rwku}", "from 1 to 12, or a name such as Ann"),
     ("mdu.py --data folder --model x", "/folder, forget10_perturbed (README.md in the"),
     ("mdu.py --data toy --model {base} --response-length 2048", "the model takes 2048"),
     # Folders.
