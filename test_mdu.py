@@ -1638,7 +1638,7 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --model {base}", "score: no RUN; give the folder of one"),
     ("eval.py --report --limit 3 {base}", "--limit is for score"),
     ("eval.py --samples 1 --steps 1 --response-length 2048 {base}", "it takes 2048"),
-    ("eval.py --never '' {base}", "--never has an empty text"),  # a variable that was not set
+    ("eval.py --never '' {base}", "--never: an empty text"),  # a variable that was not set
     ("eval.py --full --forget long {base}", "too many"),  # --full scores wrong answers
     # Rows.  Of a model without run.json they have to be typed.
     ("eval.py bare", "no rows to score"), ("eval.py --analysis roles bare", "no rows to analyse"),
@@ -1646,7 +1646,7 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --report {base}", "not scored yet; first run: python eval.py {base}"),
     ("eval.py --model {base} --data toy {run}", "is a run; give another folder"),
     ("eval.py --model {base} --data toy own", "own has scores of a/model; give another folder"),
-    ("eval.py stopped", "stopped: no finished model"),
+    ("eval.py stopped", "no RUN has a finished model"),
     ("eval.py —report {scored}", "—report: no such folder; if it is an option"),
     ("eval.py --analysis convergence {base}", "train it with --diagnose"),
     ("eval.py --analysis roles {run} {scored}", "the runs started from different models"),
