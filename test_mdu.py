@@ -2230,7 +2230,7 @@ def read_table(text, title=""):
 # ---- Report ----
 def test_a_table_is_as_wide_as_a_page_and_goes_on_below():
     table = [(["run"], ["a", "bb"]),
-             (["Forget", "set:", "↓ infilling,", "no question"], ["1", "2"]),
+             (["Forget:", "↓ infilling,", "no question"], ["1", "2"]),
              (["wide"], [81 * "x", "-"]), (["p"], ["3", "4"])]
     assert list(map(ev.table_text, ev.pages(table))) == [f"""\
      Forget
@@ -2282,7 +2282,7 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
                                   options={**OPTIONS, "subject": person}, trained_on=person))
     ev.main(["--report", *runs])
     assert read_table(capsys.readouterr().out) == {
-        "run": ("npo", "base (2 of 3 runs)"), "Forget set: ↓ p": ("-", "0.90"),
+        "run": ("npo", "base (2 of 3 runs)"), "↓ p": ("-", "0.90"),
         "↑ forget quality": ("0.25", "-")}
     text = Path("report.md").read_text()
     assert read_table(text, "### Forget set") == {
@@ -2380,7 +2380,7 @@ def test_deviations_by_hand(capsys):
         ("fine-tuned (run base)", "1.00 fact"), ("retrained (run retain)", "-"), ("done", "0.00"),
         ("close", "0.25 any decoding"), ("wordy", "0.45 new word pairs"),
         ("lost", "0.60 held-out set"), ("noise (noise)", "0.46 new word pairs")]
-    assert table["Forget set: ↓ fact"] == ("1.00", *6 * ["0.00"])
+    assert table["↓ fact"] == ("1.00", *6 * ["0.00"])
     assert "Warnings" not in screen
     held_out = read_table(Path("1/report.md").read_text(), "### Held-out set")
     assert held_out["↑ fact"] == ("0.900", "0.200", "0.900", "-", "0.900", "0.300", "1.000")
@@ -2435,7 +2435,7 @@ def test_the_seeds_of_a_report_may_have_pairs_of_their_own(capsys):
     table = read_table(screen)
     assert table["run"] == ("fine-tuned (run base)", "retrained (run retain)", "npo (2 of 3 runs)")
     assert table["deviation"] == ("0.90 (0.80–1.00) fact", "-", "0.30 (0.10–0.50) fact")
-    assert table["Forget set: ↓ fact"] == ("1.00", "0.10", "0.40")
+    assert table["↓ fact"] == ("1.00", "0.10", "0.40")
     assert "more than 0.64 of the run's word pairs" in screen
     assert "report.md" in os.listdir()
     # A seed without the fine-tuned model.
