@@ -2233,8 +2233,7 @@ def test_a_table_is_as_wide_as_a_page_and_goes_on_below():
              (["Forget:", "↓ infilling,", "no question"], ["1", "2"]),
              (["wide"], [81 * "x", "-"]), (["p"], ["3", "4"])]
     assert list(map(ev.table_text, ev.pages(table))) == [f"""\
-     Forget
-     set:
+     Forget:
      ↓ infilling,
 run  no question   wide
 ---  ------------  {81 * '-'}
