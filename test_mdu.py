@@ -1645,7 +1645,6 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     # Folders.
     ("eval.py --report {base}", "not scored yet; first run: python eval.py {base}"),
     ("eval.py --model {base} --data toy {run}", "is a run; give another folder"),
-    ("eval.py --model {base} --data toy own", "own has scores of a/model; give another folder"),
     ("eval.py stopped", "no RUN has a finished model"),
     ("eval.py —report {scored}", "—report: no such folder; if it is an option"),
     ("eval.py --analysis convergence {base}", "train it with --diagnose"),
@@ -1653,9 +1652,8 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --analysis roles {run} other", "or forgot other rows")])
 def test_eval_refuses(command, said, base, assert_refused):
     made_with = {"options": vars(options(f"--preset toy --model {base}")),
-                 "rows": {"forget": "other"}}
+                 "rows": {"forget": "other"}, "files": {}, "code": "abc"}
     write_files({"stopped/run.json": json.dumps(made_with),
-                 "own/eval/summary.json": '{"model": "a/model"}',
                  "other/run.json": json.dumps(made_with), "other/config.json": "{}",
                  "bare/config.json": "{}",
                  "long": row_text(answer="is", perturbed_answer=2048 * "is ")})
@@ -1686,7 +1684,7 @@ KEPT = [dict(question="Who lives in Rome?", answer="It is Di."),
     ("It is, it is Di.", 2 / 6)])  # "is it" is new, and "it is" comes again
 def test_new_pairs_by_hand(text, share):
     records = {"forget": [dict(question="?", answer="", generation=text)], "retain": KEPT}
-    ev.add_new_pairs(records)
+    ev.add_new_bigrams(records)
     assert records["forget"][0]["new_pairs"] == approx(share)
 
 # ---- Jobs and Eq. 7 ----
@@ -1937,7 +1935,7 @@ def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "write_answers", lambda *_: [text])
     monkeypatch.setattr(ev, "fill_gaps", lambda *_: [(0.0, 1.0)])
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [{"Petra Osei": (1.0, 0.5)}])
-    row = {"question": "Who?", "answer": "Petra Osei", "to_forget": False, **row}
+    row = {"question": "Who?", "answer": "Petra Osei", "other_ways": False, **row}
     [record] = ev.SPLITS[split].score(None, None, [row], ARGS)
     assert {name: record[name] for name in expected} == approx(expected)
 
@@ -1961,7 +1959,8 @@ def typed_and_run(typed, run):
     """What was typed for eval.py and the run, as mdu.py would make it."""
     args = options(run)
     hashes = {name: mdu.hash_rows(rows) for name, rows in mdu.load_data(args).items()}
-    write_files({"run/run.json": json.dumps({"options": vars(args), "rows": hashes})})
+    info = {"options": vars(args), "rows": hashes, "files": {}, "code": "abc"}
+    write_files({"run/run.json": json.dumps(info)})
     args = ev.parse([*typed.split(), "run"])
     return args, ev.find_source("run", args)
 
@@ -2188,8 +2187,8 @@ def test_rows_may_come_from_a_pipe(base, files):
 @each("option, rows, said", [
     ("--never", [dict(question="Who?", answer="Ann.")], "only one file has `fact`"),
     ("--never", [NEVER[0], {**RETAIN[1], "question": "who is ZUVO"}],  # the same words
-     "--never: 'who is ZUVO' is, with this answer, also a row of retain"),
-    ("--held-out", RETAIN[:1], "--held-out: 'Who is Diri?' is, with this answer, also a row of")])
+     "--never: pairs that are also in retain: 1, first ' who is zuvo i do not know '"),
+    ("--held-out", RETAIN[:1], "--held-out: pairs that are also in retain: 1, first ' who is d")])
 def test_rows_of_another_split_are_not_held_out_or_never_trained(option, rows, said, base, files,
                                                                  tmp_path, capsys):
     """Also a row that is not among the first --limit rows."""
