@@ -605,7 +605,7 @@ def make_examples(target="removed"):
         if target == "authors":
             flagged = [token != SIGN for token in answer]
         # Its prompt may end otherwise (a token at the boundary belongs to the answer).
-        others = [([30 + i, 5], [first, 9, 1]) for first in (8, 9, 10)]
+        others = [mdu.Example([30 + i, 5], [first, 9, 1], [False] * 3, []) for first in (8, 9, 10)]
         forget.append(mdu.Example([30 + i, 4], answer, flagged, others))
         retain.append(mdu.Example([50 + i, 4, 5], answer, [True] * len(answer), []))
     del retain[7:]
@@ -986,9 +986,9 @@ def test_a_perturbed_answer_has_the_prompt_of_its_own_text(whole_words):
     use_format(whole_words, *SPANNING)
     row = {"question": "Who?", "answer": "The cat.", "perturbed_answer": ["7 cats."]}
     example = mdu.encode_row(options("--method dpo"), "forget", row, FakeModel(), whole_words)
-    [(prompt, answer)] = example.perturbed
-    assert prompt == example.prompt + whole_words("]").input_ids
-    assert answer == whole_words("7 cats.").input_ids + [1]
+    [other] = example.perturbed
+    assert other.prompt == example.prompt + whole_words("]").input_ids
+    assert other.answer == whole_words("7 cats.").input_ids + [1]
 
 def test_a_template_with_the_date_gets_a_fixed_one(whole_words):
     """Llama 3's has today's else, and a model would see another prompt every day."""
