@@ -2227,9 +2227,10 @@ def read_table(text, title=""):
 
 # ---- Report ----
 def test_a_table_is_as_wide_as_a_page_and_goes_on_below():
-    table = [(["run"], ["a", "bb"]),
-             (["Forget:", "↓ infilling,", "no question"], ["1", "2"]),
-             (["wide"], [81 * "x", "-"]), (["p"], ["3", "4"])]
+    columns = [(["run"], ["a", "bb"]),
+               (["Forget:", "↓ infilling,", "no question"], ["1", "2"]),
+               (["wide"], [81 * "x", "-"]), (["p"], ["3", "4"])]
+    table = [ev.make_column(*column) for column in columns]
     assert list(map(ev.table_text, ev.pages(table))) == [f"""\
      Forget:
      ↓ infilling,
@@ -2272,8 +2273,6 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
         record = dict(question="Who is Bolti?", answer="Gado.", number=7,
                       generation=f"``A`\n {seed}", told={})
         write_lines(Path(f"{seed}/npo/eval/forget.jsonl"), [record])
-        steps = [dict(step=1, epoch=0.1), dict(step=30 * seed, epoch=2.0)]
-        write_lines(f"{seed}/npo/metrics.jsonl", steps)
     for person in ("1", "2"):  # each of RWKU's people has other pairs
         runs.append(write_summary(f"{person}/base", {"forget": {"n": 1, "prob": 0.9}},
                                   options={**OPTIONS, "subject": person}, trained_on=person))
@@ -2290,8 +2289,6 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
             "- 2/npo: `''A' 2`" in text)
     assert "](report.png)" in text
     assert Path("report.png").exists()
-    trained = read_table(text, "## How the runs were trained")
-    assert [trained["steps"], trained["seeds"]] == [("30, 60, 90", "-"), ("1, 2, 3", "1")]
 
 @each("typed", [
     "--method sft --retain-only", "--tau 0 --out new", "--model m --forget f --retain r",
@@ -2310,7 +2307,7 @@ PROTOCOL = {"response_length": 6, "samples": 1, "rows": "abc"}
 def write_summary(folder, splits=(), run=(), options=OPTIONS, **changed):
     summary = {"format": ev.FORMAT, "options": options,
                "trained_on": {"forget": "f", "retain": "r"}, "theta0": "/x/1/base",
-               "model": str(folder), "code": "abc", "protocol": PROTOCOL, "limit": None,
+               "model": str(folder), "code": "abc", "files_then": {}, "protocol": PROTOCOL,
                "splits": dict(splits), "run": dict(run), **changed}
     file = Path(folder, "eval/summary.json")
     file.parent.mkdir(parents=True)
@@ -2382,8 +2379,6 @@ def test_deviations_by_hand(capsys):
     held_out = read_table(Path("1/report.md").read_text(), "### Held-out set")
     assert held_out["↑ fact"] == ("0.900", "0.200", "0.900", "-", "0.900", "0.300", "1.000")
     assert held_out["pairs with facts"][0] == "20"
-    assert "noise: more than 0.55 of the run's word pairs are new, half of the way from 0.10," in (
-        screen.replace("\n ", ""))
 
 def test_without_a_retrained_model_runs_are_compared_with_pairs_that_no_model_learnt(capsys):
     """But new word pairs with the fine-tuned model's.  Without these pairs there is no deviation,
@@ -2433,10 +2428,9 @@ def test_the_seeds_of_a_report_may_have_pairs_of_their_own(capsys):
     assert table["run"] == ("fine-tuned (run base)", "retrained (run retain)", "npo (2 of 3 runs)")
     assert table["deviation"] == ("0.90 (0.80–1.00) fact", "-", "0.30 (0.10–0.50) fact")
     assert table["↓ fact"] == ("1.00", "0.10", "0.40")
-    assert "more than 0.64 of the run's word pairs" in screen
     assert "report.md" in os.listdir()
     # A seed without the fine-tuned model.
-    said = "4/retain: scored on other pairs than every run of 2/base"
+    said = "4/retain: scored on other pairs than every run of the fine-tuned model"
     del runs[6]
     assert said in program(["--report", *runs], capsys, ev.main)
 
@@ -2462,16 +2456,28 @@ def test_of_runs_on_the_same_pairs_those_of_the_same_seed_are_compared(capsys):
         ("ga (1 of 2 runs)", "0.40 fact"), ("healed (1 of 2 runs)", "0.45 fact"),
         ("refusals (1 of 2 runs)", "0.55 fact")]
 
-def test_any_run_of_a_method_may_be_the_one_from_which_most_started():
-    runs = [SimpleNamespace(name=Path(folder).name, model=folder, theta0="out/base", options={},
-                            trained_on={}) for folder in ("npo", "other/base", "out/base")]
-    assert ev.find_references(runs) == (runs[1:], [])
+def make_run(folder, theta0=None, options=(), verdict="unlearned"):
+    """A run that has not unlearned, or has from theta0."""
+    source = ev.Source(folder, theta0 or folder, dict(options))
+    return ev.Run(folder, folder, Path(folder).name, None, source, {}, {}, verdict)
+
+@each("runs, fine_tuned", [
+    (["ga from 2/base", "1/base", "2/base", "after"], ["1/base", "2/base"]),
+    (["after", "base", "npo from base", "ga from npo"], ["base"]),
+    (["only", "before", "after"], ["before"]),  # no run started from one of these
+    (["ga from base", "npo from base"], []), (["1/base", "2/base"], [])])
+def test_the_fine_tuned_model_is_the_first_that_has_not_unlearned(runs, fine_tuned):
+    """`only` is a run of --retain-only."""
+    made = [make_run(*run.split(" from "), options={"retain_only": run == "only"})
+            if " from " not in run else make_run(*run.split(" from ")) for run in runs]
+    ev.find_references(made)
+    assert [run.folder for run in made if run.verdict == "fine-tuned"] == fine_tuned
 
 @each("verdicts, verdict", [(["unlearned", "noise", "noise"], "noise"),
                             (["noise", "unlearned", "unlearned"], "unlearned"),
                             (["unlearned", "noise"], "noise")])
 def test_a_method_is_noise_if_half_of_its_runs_are(verdicts, verdict):
-    runs = [SimpleNamespace(name="npo", verdict=of_run, figures={}) for of_run in verdicts]
+    runs = [make_run("npo", verdict=of_run) for of_run in verdicts]
     [method] = ev.group_runs(runs)
     assert method.verdict == verdict
 
@@ -2490,8 +2496,7 @@ def test_warnings_have_their_figures(capsys):
     warnings = " ".join(capsys.readouterr().out.split("## Warnings")[1].split())
     assert "base gives 49% of the forget set." in warnings
     assert "- mdu-tau1: the target itself may keep answers." in warnings
-    assert ("fills in 31% of the answers' masked words (a model that does not know the answers: "
-            "10%)." in warnings)
+    assert "fills in 31% of the answers' masked words." in warnings
     assert "- mdu-tau1: 35% of its forget loss is left, more than 20%, so" in warnings
 
 def test_the_screen_of_a_report_is_no_wider_than_a_page(capsys):
