@@ -2243,11 +2243,17 @@ run  p
 a    3
 bb   4"""]
 
-def test_a_report_does_without_answers_and_other_folders(capsys):
+def test_a_report_does_without_answers_pictures_and_other_folders(capsys):
     write_summary("a/mdu", {"forget": {"n": 1, "prob": 0.5}})
     Path("stopped").mkdir()
-    ev.main(["--report", "stopped", "a/mdu"])
-    assert "left out: stopped: no finished model" in capsys.readouterr().out
+    Path("a/report.png").write_text(ev.SIGNATURE)
+    with mock.patch.object(ev, "draw_methods", side_effect=ValueError("too large")):
+        ev.main(["--report", "stopped", "a/mdu"])
+    screen = capsys.readouterr().out
+    assert "left out: stopped: no finished model" in screen
+    assert "report.png not drawn: ValueError('too large')" in screen
+    assert "report.png" not in Path("a/report.md").read_text()
+    assert not Path("a/report.png").exists()  # of an earlier report
     # What somebody else wrote is not replaced.
     Path("a/report.md").write_text("my own")
     with unchanged("a"):
@@ -2281,6 +2287,8 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
     assert read_table(text, "### Whole runs")["↑ forget quality"][0] == "0.25 (1e-09–0.75)"
     assert ("### Forget set, pair 8: `Who is Bolti?`\n\n- True answer: `Gado.`\n- 1/npo: `''A' 1`\n"
             "- 2/npo: `''A' 2`" in text)
+    assert "](report.png)" in text
+    assert Path("report.png").exists()
 
 @each("typed", [
     "--method sft --retain-only", "--tau 0 --out new", "--model m --forget f --retain r",
@@ -2456,12 +2464,12 @@ def make_run(folder, theta0=None, options=(), verdict="unlearned"):
 @each("runs, fine_tuned", [
     (["ga from 2/base", "1/base", "2/base", "after"], ["1/base", "2/base"]),
     (["after", "base", "npo from base", "ga from npo"], ["base"]),
-    (["retain", "before", "after"], ["before"]),  # no run started from one of these
+    (["only", "before", "after"], ["before"]),  # no run started from one of these
     (["ga from base", "npo from base"], []), (["1/base", "2/base"], [])])
 def test_the_fine_tuned_model_is_the_first_that_has_not_unlearned(runs, fine_tuned):
-    made = []
-    for run in runs:
-        made.append(make_run(*run.split(" from "), options={"retain_only": run == "retain"}))
+    """`only` is a run of --retain-only."""
+    made = [make_run(*run.split(" from "), options={"retain_only": run == "only"})
+            if " from " not in run else make_run(*run.split(" from ")) for run in runs]
     ev.find_references(made)
     assert [run.folder for run in made if run.verdict == "fine-tuned"] == fine_tuned
 
@@ -2562,8 +2570,7 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     assert told_in(capsys.readouterr().out) == ["- not known: clean has no eval/forget.jsonl"]
 
 # ---- Analyses ----
-def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp_path, monkeypatch,
-                                                                  capsys):
+def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp_path):
     """They are logged before the training and after each pass over the rows."""
     logged = [line for line in metrics(unlearned) if "kl" in line]
     run = shutil.copytree(unlearned, tmp_path / "run")
@@ -2573,10 +2580,6 @@ def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp
         points = [[epoch, line["kl"][target]] for epoch, line in enumerate(logged)]
         assert panels[target] == {"run": points}
     assert (tmp_path / "convergence.png").exists()
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
-    ev.main(["--analysis", "convergence", str(run)])
-    assert "convergence.png not drawn: pip install matplotlib" in capsys.readouterr().out
-    assert not (tmp_path / "convergence.png").exists()  # of an earlier analysis
 
 @torch.no_grad()
 def slow_anchor_kls(model, theta0, prompt, answer, masked):
