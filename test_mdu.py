@@ -16,6 +16,7 @@ parts, each after a line "# ======== N.":
 8. Pages, own rows, experiments: every command of a page, and the programs in .github.
 """
 import contextlib
+import copy
 import hashlib
 import itertools
 import json
@@ -997,10 +998,14 @@ def test_a_template_with_the_date_gets_a_fixed_one(whole_words):
         prompt = mdu.encode_prompt(whole_words, "Who?")
         assert whole_words.decode(prompt) == "26 Jul 2024: Who?"
 
-def test_an_end_token_is_never_unknown(capsys):
+def test_an_end_token_is_never_unknown(whole_words, capsys):
     """Also of GPT-2's tokenizer, which has one token for both."""
-    examples = {"forget": [mdu.Example([3], [5, 1], [], [])]}
-    mdu.report_unknown(examples, SimpleNamespace(unk_token_id=1))
+    tokenizer = copy.deepcopy(whole_words)
+    use_format(tokenizer, *SPANNING)
+    tokenizer.unk_token = "<|end|>"
+    assert tokenizer.unk_token_id == FakeModel.end_id
+    rows = [{"question": "Who?", "answer": "The cat."}]
+    mdu.encode_rows(options(), "forget", rows, FakeModel(), tokenizer)
     assert capsys.readouterr().out == ""
 
 # ---- Models are loaded, adapted and saved ----
