@@ -1541,7 +1541,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
     ("mdu.py --data {rwku} --model x", "--subject names a person to forget: RWKU needs it"),
     ("mdu.py --subject King", "no other rows have it"),
     ("mdu.py --preset rwku-llada --subject 0 --data {rwku}", "from 1 to 12, or a name such as Ann"),
-    ("mdu.py --data folder --model x", "/folder, forget10_perturbed (README.md in the"),
+    ("mdu.py --data folder --model x", "/folder, forget10_perturbed: "),
     ("mdu.py --data toy --model {base} --response-length 2048", "the model takes 2048"),
     # Folders.
     ("mdu.py --method ga --forget rows", "train it with --method sft, or"),
