@@ -16,7 +16,6 @@ parts, each after a line "# ======== N.":
 8. Pages, own rows, experiments: every command of a page, and the programs in .github.
 """
 import contextlib
-import copy
 import hashlib
 import itertools
 import json
@@ -826,7 +825,7 @@ def test_rare_tokens_by_hand(rare, of_ann, of_oslo, of_none, monkeypatch):
 
 def test_word_tokens_have_a_letter_or_digit_or_part_of_one(bytes_tokenizer):
     """Tokens are bytes here: "é" has two."""
-    ids = mdu.encode_text(bytes_tokenizer, "é7 !_a.")
+    ids = bytes_tokenizer("é7 !_a.").input_ids
     examples = [mdu.Example([3], ids + [256], [], [])]
     [flags] = mdu.flag_word_tokens({}, examples, bytes_tokenizer)
     assert flags == [True, True, True, False, False, False, True, False, False]
@@ -998,14 +997,11 @@ def test_a_template_with_the_date_gets_a_fixed_one(whole_words):
         prompt = mdu.encode_prompt(whole_words, "Who?")
         assert whole_words.decode(prompt) == "26 Jul 2024: Who?"
 
-def test_an_end_token_is_never_unknown(whole_words, capsys):
+def test_an_end_token_is_never_unknown(monkeypatch, capsys):
     """Also of GPT-2's tokenizer, which has one token for both."""
-    tokenizer = copy.deepcopy(whole_words)
-    use_format(tokenizer, *SPANNING)
-    tokenizer.unk_token = "<|end|>"
-    assert tokenizer.unk_token_id == FakeModel.end_id
-    rows = [{"question": "Who?", "answer": "The cat."}]
-    mdu.encode_rows(options(), "forget", rows, FakeModel(), tokenizer)
+    monkeypatch.setattr(mdu, "encode_row", lambda *_: mdu.Example([3], [5, 1], [], []))
+    tokenizer = SimpleNamespace(unk_token_id=1)
+    mdu.encode_rows(None, "forget", [{"question": "Who?"}], None, tokenizer)
     assert capsys.readouterr().out == ""
 
 # ---- Models are loaded, adapted and saved ----
@@ -1746,7 +1742,7 @@ def test_roles_of_hand_labelled_answers(question, parts, bytes_tokenizer):
     for text, role in parts:
         expected += [role] * len(text.encode())
     end = bytes_tokenizer.eos_token_id  # a special token, also before a word
-    ids = [end, *mdu.encode_text(bytes_tokenizer, "".join(text for text, _ in parts)), end]
+    ids = [end, *bytes_tokenizer("".join(text for text, _ in parts)).input_ids, end]
     assert ev.token_roles(bytes_tokenizer, question, ids) == [S, *expected, S]
 
 # ---- Infilling ----
@@ -1759,7 +1755,7 @@ def test_gaps_by_hand(row, parts, bytes_tokenizer):
     expected = []
     for number, part in enumerate(parts):
         expected += [number % 2 == 1] * len(part.encode())
-    ids = mdu.encode_text(bytes_tokenizer, "".join(parts)) + [bytes_tokenizer.eos_token_id]
+    ids = bytes_tokenizer("".join(parts)).input_ids + [bytes_tokenizer.eos_token_id]
     assert ev.gap_of(bytes_tokenizer, row, ids).tolist() == [*expected, False]
 
 def test_filling_gaps_equals_a_slow_loop(monkeypatch):
@@ -1892,7 +1888,9 @@ def test_prompts_equal_those_of_rwkus_own_code(split, changes, question, prefill
 def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     """Of the tokens of " A", here a space (2) and a letter (3 to 6), the letter counts."""
     monkeypatch.setattr(ev, "encode_answer", lambda tokenizer, row, text: (row["question"], []))
-    monkeypatch.setattr(mdu, "encode_text", lambda _, text: [2, "ABCD".index(text[1]) + 3])
+
+    def tokenizer(text, add_special_tokens):
+        return SimpleNamespace(input_ids=[2, "ABCD".index(text[1]) + 3])
     model = FakeModel()
     letters = []
     for prompt in PROMPTS:
@@ -1902,7 +1900,7 @@ def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
         letters.append("ABCD"[logits[3:7].argmax()])
     assert len(set(letters)) > 1
     rows = [dict(question=prompt, answer=letters[0]) for prompt in PROMPTS]
-    records = ev.score_mmlu(model, None, rows, ARGS)
+    records = ev.score_mmlu(model, tokenizer, rows, ARGS)
     assert [record["generation"] for record in records] == letters
     assert [record["accuracy"] for record in records] == [x == letters[0] for x in letters]
 
@@ -2001,11 +1999,11 @@ def test_rows_are_those_that_are_typed_or_the_runs(run, typed, expected, tofu, r
 def test_both_parts_of_a_row_are_from_one_text(monkeypatch):
     """The prompt may depend on the answer: here it has the number of its letters."""
     monkeypatch.setattr(mdu, "encode_pair", lambda _, question, answer: ([len(answer)], [*answer]))
-    monkeypatch.setattr(mdu, "encode_text", lambda _, text: [*text])
+    tokenizer = mock.Mock(return_value=SimpleNamespace(input_ids=["x"]))
     row = {"question": "Who?", "answer": "Ann"}
-    assert ev.encode_answer(None, row, "x") == ([1], ["x"])
+    assert ev.encode_answer(tokenizer, row, "x") == ([1], ["x"])
     # On RWKU the start of the answer, here "A:", belongs to the prompt.
-    assert ev.encode_answer(None, {**row, "prefill": "A:"}, "x") == ([2, "A", ":"], ["x"])
+    assert ev.encode_answer(tokenizer, {**row, "prefill": "A:"}, "x") == ([2, "A", ":"], ["x"])
 
 def test_a_protocol_has_what_must_be_the_same_in_two_runs_and_nothing_else(rwku, tmp_path):
     """The rows; on RWKU, where they differ from person to person, their source and --limit."""
@@ -2077,7 +2075,7 @@ def test_scores_equal_one_row_at_a_time(split, scored):
         prompt = mdu.encode_prompt(tokenizer, row["question"])
 
         def of_masks(text):
-            ids = mdu.encode_text(tokenizer, text)
+            ids = tokenizer(text).input_ids
             masks = ev.draw_masks(len(ids), 4, [5, NUMBERS[split], i])
             return slow_eq7(model, prompt, ids, masks)
 
