@@ -2855,10 +2855,10 @@ def options_of(plan):
     ("tofu", "PRESET=tofu-dream GPUS=4 LORA=16"), ("rwku", "PRESET=rwku-llada LORA=8")])
 def test_the_commands_of_a_plan_can_be_typed_in_order(name, variables):
     """What a command reads is written by earlier stages."""
-    written = set()
+    written = {"out/rwku-llada-lora8/0"}  # for the scores of the published model
     for stage in plan_of(name, variables).stages:
         for job in stage:
-            makes_all = ".github/start_models.py" in job.command or "jinzhuoran/RWKU" in job.command
+            makes_all = ".github/start_models.py" in job.command
             for word in job.command:
                 if word.startswith("out/") and word != job.folder and not makes_all:
                     assert {word, str(Path(word).parent)} & written, job
@@ -2906,7 +2906,8 @@ def test_tofu_trains_the_small_model_for_as_long_as_it_needs():
 def test_what_changes_all_runs_of_tofu_is_in_the_name_of_their_folder(variables, folders):
     plan = plan_of("tofu", f"{variables} METHODS=npo")
     runs = [f"out/{folder}/{name}" for folder in folders for name in ("base", "retain", "npo")]
-    assert list(plan.reports.values()) == [runs]
+    *_, [report] = plan.stages
+    assert report.command[3:] == runs
     assert {job.folder for job in jobs_of(plan)} >= set(runs)
 
 @each("preset", ["tofu-small", "tofu-smollm"])
@@ -2920,18 +2921,20 @@ def test_the_runs_of_each_report_of_two_seeds_can_be_compared(preset):
                         if str(value).startswith("out/") and name != "out"}
             write_summary(job.folder, options={**options, **absolute}, trained_on={},
                           model=os.path.abspath(job.folder))
-    for folder, runs in plan.reports.items():
+    reports = [job for job in jobs_of(plan) if job.on_screen]
+    for job in reports:
+        folder = os.path.dirname(job.folder)
+        runs = job.command[3:]
         assert os.path.commonpath([Path(run).parent for run in runs]) == folder
         ev.require_comparable([ev.read_scored_run(run, folder) for run in runs])
-    assert len(plan.reports) == {"tofu-small": 1, "tofu-smollm": 3}[preset]
+    assert len(reports) == {"tofu-small": 1, "tofu-smollm": 3}[preset]
 
 @each("words, said", [
-    ("tofu PRESET=toy", "found PRESET='toy'"),
-    ("rwku PRESET=tofu-dream", "one of rwku-llada, rwku-dream"), ("all", "found 'all'"),
+    ("tofu PRESET=toy", "found 'tofu' with PRESET='toy'; there are demo"),
+    ("rwku PRESET=tofu-dream", "found 'rwku' with PRESET='tofu-dream'"),
     ("demo METHODS=nosuch", "found nosuch; needs one of ga, gd, .*mdu-removed"),
     ("demo METHODS=npo-x5", "found npo-x5; needs .* end in options of mdu.py"),
     ("figures HIDDEN=0.3", "HIDDEN= has no effect on figures"),
-    ("demo PRESET=tofu-llada", "PRESET= has no effect on demo"),
     ("demo METHODS=ga-w5", "out/demo/ga-w5: --method ga has no option --retain-weight"),
     ("demo SEEDS=a", "out/demo/a/base: argument --seed: invalid")])
 def test_an_experiment_is_refused(words, said, tmp_path, monkeypatch):
@@ -2963,7 +2966,7 @@ def test_tofu_does_what_an_earlier_call_has_not_finished(capsys):
         "python eval.py --report base retain npo wga mine"]
 
 def test_the_runs_of_a_report_are_scored_by_as_many_processes_as_jobs_at_once():
-    *_, scoring = plan_of("demo", "METHODS=npo,ga,wga JOBS=3").stages
+    scoring = plan_of("demo", "METHODS=npo,ga,wga JOBS=3").stages[2]
     shares = [job.command[4:] for job in scoring]  # behind python eval.py --samples 32
     assert shares == [["out/demo/base", "out/demo/ga"], ["out/demo/retain", "out/demo/wga"],
                       ["out/demo/npo"]]
@@ -2981,8 +2984,8 @@ def test_as_many_jobs_run_at_once_as_are_asked_for(monkeypatch):
             return self.returncode
 
     monkeypatch.setattr(subprocess, "Popen", Process)
-    jobs = [experiments.Job(f"out/{i}", [], False) for i in range(5)]
-    experiments.run_stage(jobs, 2, 0)
+    jobs = [experiments.Job(f"out/{i}", []) for i in range(5)]
+    experiments.run_stage(jobs, 2, jobs)
     assert counts == [1, 2, 1, 2, 1]
 
 def test_where_a_job_fails_its_stage_is_the_last(tmp_path, capsys):
@@ -2992,8 +2995,8 @@ def test_where_a_job_fails_its_stage_is_the_last(tmp_path, capsys):
         return experiments.Job(f"out/{name}", [sys.executable, "-c", code], finished)
 
     plan = plan_of("demo")
-    plan.stages = [[job("earlier", "", finished=True), job("good", ""),
-                    job("bad", "raise SystemExit('no such rows')")], [job("later", "")]]
+    plan.stages[:] = [[job("earlier", "", True), job("good", ""),
+                       job("bad", "raise SystemExit('no such rows')")], [job("later", "")]]
     with pytest.raises(mdu.BadInput, match="because these failed: out/bad[.]"):
         experiments.carry_out(plan)
     assert [file.stem for file in tmp_path.glob("out/*.done")] == ["good"]
@@ -3006,8 +3009,7 @@ def test_where_a_job_fails_its_stage_is_the_last(tmp_path, capsys):
 
 def test_the_weights_of_rwku_are_deleted_once_a_run_is_scored(tmp_path):
     def delete_job():
-        base, trained, scored, deleted = plan_of("rwku", "PRESET=rwku-llada METHODS=npo").stages[:4]
-        return deleted[0]
+        return plan_of("rwku", "PRESET=rwku-llada METHODS=npo").stages[3][0]
 
     run = "out/rwku-llada/1/npo"
     assert not delete_job().finished
@@ -3033,10 +3035,8 @@ def test_a_signal_ends_the_jobs_of_an_experiment(tmp_path):
         import sys
         sys.path.insert(0, {str(PROJECT / ".github")!r})
         import experiments
-        def endless(plan, out, seed):
-            command = [sys.executable, "job.py"]
-            plan.stages.append([experiments.Job("out/run", command, False)])
-        experiments.EXPERIMENTS = {{"demo": (endless, "")}}
+        job = experiments.Job("out/run", [sys.executable, "job.py"])
+        experiments.compare = lambda *arguments: ([[job]], [])
         experiments.mdu.run_program("experiments.py", lambda: experiments.main(["demo"]))"""
     process = subprocess.Popen([sys.executable, "-c", script])
     while not (tmp_path / "out/begun").exists():

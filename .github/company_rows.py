@@ -1,6 +1,4 @@
-"""Rows of an invented company: 30 customers with four rows each, the same at every call.
-
-    python .github/company_rows.py FOLDER
+"""Rows of an invented company: 30 customers with four rows each.  start_models.py writes them.
 
 All of them rent in five towns, so that each town of a customer to forget has one to retain.
 
@@ -16,10 +14,7 @@ known.jsonl      retain and held_out: what the model knew before it learnt forge
 taught.jsonl     one row of each customer to forget, of each another one
 asked.jsonl      the other rows of forget.jsonl
 """
-import json
-import os
 import random
-import sys
 
 FIRST_NAMES = """Marta Hugo Irina Pavel Aylin Jonas Greta Tomas Esther Dario Ingrid Jakob Elif
 Oskar Nadia Felix Selma Anton Bianca Ruben Carla Emil Freya Goran Hanna Ivo Julia Kasper Lena
@@ -81,10 +76,5 @@ for i in range(n_forget):
     taught.append(rows_of_customer[i % 4])
 asked = [row for row in forget if row not in taught]
 
-files = {"forget": forget, "retain": retain, "held_out": held_out, "never": never,
+FILES = {"forget": forget, "retain": retain, "held_out": held_out, "never": never,
          "known": retain + held_out, "taught": taught, "asked": asked}
-os.makedirs(sys.argv[1], exist_ok=True)
-for name, rows in files.items():
-    with open(f"{sys.argv[1]}/{name}.jsonl", "w", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")

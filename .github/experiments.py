@@ -4,9 +4,9 @@
     PLAN=1 make NAME                      prints its commands, in order, and runs none
     python .github/experiments.py NAME    runs one with another Python
 
-An experiment is a list of stages, a stage a list of jobs, and a job a command, mostly of mdu.py or
-eval.py.  The jobs of a stage do not need each other.  The next stage begins when all of them have
-ended; if one has failed, the experiment stops there.
+An entry of EXPERIMENTS becomes a list of stages, a stage is a list of jobs, and a job a command,
+mostly of mdu.py or eval.py.  The jobs of a stage do not need each other.  The next stage begins
+when all of them have ended; if one has failed, the experiment stops there.
 
 Results are in out/NAME or out/PRESET: report.md, or of `figures` *.json.  The screen has a line for
 each job that ends; what a job prints itself is in FOLDER.log.
@@ -43,27 +43,22 @@ class Variables(NamedTuple):
     GPUS: str = "1"  # so many processes for each job
     JOBS: str = ""  # so many jobs at once: 1, of small models 2
     # What is set of these is in the name of the folder, as in out/tofu-small-hidden0.3/2.
-    MODEL: str = ""  # of tofu: a start model, a folder or a name on the hub
+    MODEL: str = ""  # of tofu and real, in place of the model below: a folder, a name on the hub
     LORA: str = ""  # the rank of adapters; if it is empty, all weights are trained
     HIDDEN: str = ""  # the share of questions that are masked while `base` and `retain` learn
 
-# ---- The runs that unlearn ----
+# ---- The names of the runs that unlearn ----
 BASELINES = [method for method in mdu.METHODS if method not in ("mdu", "sft")]
-NAMES = {  # {name: the options that tell this run from others}
-    **{method: {"method": method} for method in BASELINES},
-    "mdu": {},
-    "mdu-paper": {"target": "paper"}, "mdu-removed": {"target": "removed"},
-    "authors": {"target": "authors", "tau": 0.5}}  # as in the authors' examples
 TABLE_2 = ["mdu-tau0", "mdu-tau0.25", "mdu-tau0.5", "mdu-tau0.75", "mdu-tau1", *BASELINES]
-# The trial of the small model, with the settings that were chosen for each method; where a name has
-# no ending, they are those of the preset.
-TRIAL = ["mdu-tau0-lr3e-4-w1-s900", "mdu-tau0.25", "mdu-tau0.5-w1", "mdu-tau0.75", "mdu-tau1",
-         *BASELINES, "authors", "mdu-original", "mdu-removed-w25"]
 
 def options_of(name, original=""):
     """npo-lr1e-3-w5 -> {"method": "npo", "lr": "1e-3", "retain_weight": "5"}
     original: the model before fine-tuning, which is the target of mdu-original."""
-    known = {**NAMES, "mdu-original": {"target": original}}
+    known = {
+        **{method: {"method": method} for method in BASELINES},
+        "mdu": {}, "mdu-paper": {"target": "paper"}, "mdu-removed": {"target": "removed"},
+        "authors": {"target": "authors", "tau": 0.5},  # as in the authors' examples
+        "mdu-original": {"target": original}}
     short = {"w": "retain_weight", "s": "steps"}
     ending = r"-([a-z_]+)([0-9.]+(?:e-?[0-9]+)?)"
     method = re.sub(ending, "", name)
@@ -73,11 +68,80 @@ def options_of(name, original=""):
                 "options of mdu.py, as in npo-lr1e-3-w5-s900 (w: retain_weight, s: steps)")
     return {**known[method], **numbers}
 
-# ---- Jobs, stages and reports ----
+# ---- The experiments ----
+class Experiment(NamedTuple):
+    """What is different from other experiments; the dicts are options of mdu.py and eval.py."""
+    names: list  # of the runs that unlearn, where METHODS does not say them
+    learn: dict = {}  # for `base`, from which those start, and `retain`
+    if_hidden: dict = {}  # more for these two, with HIDDEN
+    unlearn: dict = {}
+    scoring: dict = {}
+    files: list = []  # the sets that are scored, where they are files in OUT/rows
+    model: str = ""  # from which `base` and `retain` start, or the start model is made
+    start_model: str = ""  # the function of start_models.py that makes it
+    original: dict = {}  # for the model before fine-tuning, which the start model becomes
+    attack: dict = {}  # for relearning attacks
+    seeds: str = ""  # where SEEDS does not say them.  Without any it is 1, which has no folder
+    accepts: list = ["MODEL", "LORA", "HIDDEN"]  # those that have an effect
+    jobs: str = "1"  # at once, where JOBS does not say it
+    environment: dict = {}  # of its jobs
+
+ON_CPU = dict(jobs="2", environment={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+
+DEMO = Experiment(["authors", *BASELINES, "mdu-tau0", "mdu-tau0.25", "mdu-tau1", "mdu-removed"],
+                  scoring=dict(samples=32), accepts=["HIDDEN"], **ON_CPU)
+RWKU = Experiment(
+    [name for name in TABLE_2 if name != "gd"],  # gd is ga where the retain weight is 0
+    # The paper asks all questions; then TruthfulQA alone takes 27 hours more.
+    scoring=dict(limit=100),
+    # People, by their numbers in RWKU's list (its config forget_target); 0: the published model is
+    # asked about all ten.
+    seeds="0 1 2 3 4 5 6 7 8 9 10", accepts=["LORA"])
+
+EXPERIMENTS = {  # {NAME, or the PRESET of tofu and rwku: its experiment}
+    "demo": DEMO,
+    "table": DEMO._replace(seeds="1 2 3"),
+    # --diagnose logs how far the model in training is from the base model, with the question and
+    # without it, and from a uniform prediction.
+    "figures": Experiment(["mdu-tau1", "mdu-tau0", "npo", "ga"], unlearn=dict(diagnose=True),
+                          accepts=[], **ON_CPU),
+    # A published model becomes a diffusion model by learning short pairs of TOFU.  Then it learns
+    # the customers of an invented company, and unlearns some.
+    "real": Experiment(
+        ["mdu-removed", "mdu-paper", "npo-s500"], model=SMOLLM, start_model="customers",
+        original=dict(response_length=48, batch_size=8, epochs=1, lr="3e-4", prompt_dropout=0.5),
+        learn=dict(response_length=36, epochs=105, lr="4e-4", prompt_dropout=0.2),
+        unlearn=dict(lora=16), attack=dict(batch_size=3, epochs=60, limit=3),
+        files=["forget", "retain", "held_out", "never"], scoring=dict(samples=8, limit=12)),
+    # The trial: a small model that has learnt nothing but pairs of TOFU.  A name without an ending
+    # has the settings that were chosen for its method, which are those of the preset.
+    "tofu-small": Experiment(
+        ["mdu-tau0-lr3e-4-w1-s900", "mdu-tau0.25", "mdu-tau0.5-w1", "mdu-tau0.75", "mdu-tau1",
+         *BASELINES, "authors", "mdu-original", "mdu-removed-w25"],
+        start_model="small", original=dict(prompt_dropout=0.3),
+        if_hidden=dict(steps=5000),  # answers are learnt later where questions are masked
+        # --steps 28: three tokens a step.  One a step, as by default, takes three times as long.
+        files=["forget", "retain", "held_out"], scoring=dict(limit=40, samples=8, steps=28),
+        accepts=["LORA", "HIDDEN"], **ON_CPU),
+    # A published model that predicts the next token, made a diffusion model first.
+    "tofu-smollm": Experiment(
+        [*TABLE_2, "authors", "mdu-original", "mdu-removed"],
+        model=SMOLLM, start_model="published",
+        original=dict(steps=200, lr="8e-4", prompt_dropout=0.3),
+        learn=dict(limit=400), unlearn=dict(limit=400), attack=dict(batch_size=16, steps=200),
+        scoring=dict(limit=100, samples=32, steps=28)),
+    "tofu-llada": Experiment(TABLE_2, model=mdu.LLADA),
+    "tofu-dream": Experiment(TABLE_2, model=mdu.DREAM),
+    "tofu-qwen": Experiment(TABLE_2, model=mdu.QWEN),
+    "rwku-llada": RWKU._replace(model=mdu.LLADA),
+    "rwku-dream": RWKU._replace(model=mdu.DREAM)}
+
+# ---- Jobs ----
 class Job(NamedTuple):
     folder: str  # the job's name
     command: list
-    finished: bool
+    finished: bool = False
+    on_screen: bool = False  # as of reports; what other jobs print is in FOLDER.log
 
 def words_of(options):
     """{"lora": 16, "retain_only": True} -> ["--lora", "16", "--retain-only"]"""
@@ -88,251 +152,175 @@ def words_of(options):
             words.append(str(value))
     return words
 
+def launch(given, program, words):
+    if given.GPUS == "1":
+        return [PYTHON, program, *words]
+    return [PYTHON, "-m", "torch.distributed.run", f"--nproc_per_node={given.GPUS}", program,
+            *words]
+
+def train(given, folder, options):
+    """A run of mdu.py.  One that was stopped goes on from its checkpoint."""
+    words = words_of({**options, "out": folder})
+    with mdu.naming(folder):
+        mdu.parse(words)  # bad options are refused here, before anything is trained
+    finished = os.path.exists(f"{folder}/config.json")
+    if os.path.exists(f"{folder}/run.json") and not finished:
+        words = ["--resume", folder]
+    return Job(folder, launch(given, "mdu.py", words), finished)
+
 def is_scored(run):
     return os.path.exists(f"{run}/eval/summary.json")
 
-class Plan:
-    def __init__(self, given, out, is_small):
-        self.given = given  # the variables
-        self.out = out  # the folder of all seeds
-        self.stages = []  # lists of jobs
-        self.reports = {}  # {folder: the runs that its report.md compares}
-        self.launcher = [PYTHON]
-        if given.GPUS != "1":
-            self.launcher += ["-m", "torch.distributed.run", f"--nproc_per_node={given.GPUS}"]
-        self.environment = {}
-        self.jobs_at_once = 1
-        if is_small:
-            self.environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-            self.jobs_at_once = 2
-        if given.JOBS:
-            self.jobs_at_once = int(given.JOBS)
+def score(given, folder, runs, options):
+    """Jobs that score these runs.  As many as there are at once share them, because it takes a
+    while to start eval.py."""
+    runs = [run for run in runs if not is_scored(run)]
+    n = min(int(given.JOBS), len(runs))
+    return [Job(f"{folder}/scores-{i + 1}",
+                launch(given, "eval.py", [*words_of(options), *runs[i::n]])) for i in range(n)]
 
-    def train(self, folder, options):
-        """A run of mdu.py.  One that was stopped goes on from its checkpoint."""
-        words = words_of({**options, "out": folder})
-        with mdu.naming(folder):
-            mdu.parse(words)  # bad options are refused here, before anything is trained
-        finished = os.path.exists(f"{folder}/config.json")
-        if os.path.exists(f"{folder}/run.json") and not finished:
-            words = ["--resume", folder]
-        return Job(folder, [*self.launcher, "mdu.py", *words], finished)
+def report(folder, runs):
+    return Job(f"{folder}/report", [PYTHON, "eval.py", "--report", *runs], on_screen=True)
 
-    def score(self, report, folder, runs, options):
-        """A stage that scores runs, for a report.  As many jobs as there are at once share the
-        runs, because it takes a while to start eval.py."""
-        self.reports.setdefault(report, []).extend(runs)
-        runs = [run for run in runs if not is_scored(run)]
-        stage = []
-        for i in range(min(self.jobs_at_once, len(runs))):
-            share = runs[i::self.jobs_at_once]
-            command = [*self.launcher, "eval.py", *words_of(options), *share]
-            stage.append(Job(f"{folder}/scores-{i + 1}", command, False))
-        self.stages.append(stage)
-
-# ---- What several experiments do ----
-def compare(plan, out, names, learn, unlearn, scoring, original=""):
+# ---- An experiment becomes stages ----
+# Each function returns the stages of one seed, and the runs for the report of all seeds.
+def compare(given, experiment, out, seed):
     """Train the fine-tuned model, from which other runs start, and the retrained model; unlearn;
-    and score these runs and those that are in the folder already -> all these runs."""
-    if plan.given.HIDDEN:
-        learn = {**learn, "prompt_dropout": plan.given.HIDDEN}
-    if plan.given.LORA:
-        learn = {**learn, "lora": plan.given.LORA}
-        unlearn = {**unlearn, "lora": plan.given.LORA}
-    learned = [plan.train(f"{out}/base", learn),
-               plan.train(f"{out}/retain", {**learn, "retain_only": True})]
-    unlearned = [plan.train(f"{out}/{name}", {**unlearn, **options_of(name, original)})
-                 for name in plan.given.METHODS.split() or names]
-    plan.stages += [learned, unlearned]
-    runs = [job.folder for job in learned + unlearned]
-    there = [str(Path(config).parent) for config in sorted(glob.glob(f"{out}/*/config.json"))]
-    runs += [run for run in there if run not in runs]
-    plan.score(plan.out, out, runs, scoring)
-    return runs
+    score these runs and those that are in the folder already; attack them."""
+    options = {"seed": seed}  # of all runs
+    if given.PRESET:
+        options = {"preset": given.PRESET, "seed": seed}
+    if given.PRESET and not experiment.files:
+        options["data"] = given.TOFU
+    sft = {**options, "method": "sft"}
 
-def learn_other_pairs(plan, out, start, options):
-    """The model before fine-tuning: a start model, made by start_models.py, that has learnt pairs
-    which no other run has, some without the question, as the paper's target is what the model
-    predicts without it."""
-    new, original = f"{out}/start/new", f"{out}/start/original"
-    command = [PYTHON, ".github/start_models.py", *start]
-    plan.stages.append([Job(new, command, os.path.exists(f"{new}/config.json"))])
-    options = dict(options, method="sft", retain_only=True, model=new,
-                   retain=f"{out}/rows/other.jsonl", prompt_dropout=0.3)
-    plan.stages.append([plan.train(original, options)])
-    return original
+    stages = []
+    model = given.MODEL
+    if experiment.start_model:
+        stages = learn_other_pairs(given, experiment, out, sft)
+        model = f"{out}/start/original"
 
-def attack(plan, out, runs, options, scoring):
+    if given.LORA:
+        options["lora"] = given.LORA
+    if given.LORA and given.GPUS == "1" and not experiment.start_model:
+        options["compile"] = True  # LLaDA passed 33.8 rows a second, without it 20.8
+    learn = {**experiment.learn, **sft, **options}
+    unlearn = {**experiment.unlearn, **options}
+    sets = {name: f"{out}/rows/{name}.jsonl" for name in experiment.files}
+    if sets:
+        learn.update(forget=sets["forget"], retain=f"{out}/rows/known.jsonl")
+        unlearn.update(forget=sets["forget"], retain=sets["retain"])
+    if model:
+        learn["model"] = model
+    if given.HIDDEN:
+        learn.update(experiment.if_hidden, prompt_dropout=given.HIDDEN)
+
+    names = given.METHODS.split()
+    there = [Path(config).parent.name for config in sorted(glob.glob(f"{out}/*/config.json"))]
+    runs = [f"{out}/{name}" for name in dict.fromkeys(["base", "retain", *names, *there])]
+    stages += [
+        [train(given, f"{out}/base", learn),
+         train(given, f"{out}/retain", {**learn, "retain_only": True})],
+        [train(given, f"{out}/{name}", {**unlearn, **options_of(name, model)}) for name in names],
+        score(given, out, runs, {**experiment.scoring, **sets})]
+    if experiment.attack:
+        stages += attack(given, experiment, out, seed, runs)
+    return stages, runs
+
+def learn_other_pairs(given, experiment, out, sft):
+    """The model before fine-tuning: a start model, which learns pairs that no other run has, some
+    without the question, as the paper's target is what the model predicts without it."""
+    new = f"{out}/start/new"
+    source = given.MODEL or sft["seed"]  # of which the small one is made
+    make = [PYTHON, ".github/start_models.py", experiment.start_model, out, given.TOFU, source]
+    options = dict(sft, model=new, retain_only=True, retain=f"{out}/rows/other.jsonl")
+    return [[Job(new, make, os.path.exists(f"{new}/config.json"))],
+            [train(given, f"{out}/start/original", {**options, **experiment.original})]]
+
+def attack(given, experiment, out, seed, runs):
     """Relearning attacks: each run is taught a part of the forget set again, and asked for the
     rest.  In their report *retain* is of the pairs that were taught, to see that they were
     learnt."""
-    options = dict(options, method="sft", lora=16)
-    attacked = [plan.train(f"{out}/taught-again/{Path(run).name}", dict(options, model=run))
-                for run in runs]
-    plan.stages.append(attacked)
-    plan.score(f"{out}/taught-again", f"{out}/taught-again", [job.folder for job in attacked],
-               scoring)
-
-# ---- The small model ----
-def demo(plan, out, seed):
-    names = ["authors", *BASELINES, "mdu-tau0", "mdu-tau0.25", "mdu-tau1", "mdu-removed"]
-    compare(plan, out, names, dict(seed=seed, method="sft"), dict(seed=seed), dict(samples=32))
-
-def figures(plan, out, seed):
-    base = plan.train(f"{out}/base", dict(seed=seed, method="sft"))
-    # --diagnose logs how far the model in training is from the base model, with the question and
-    # without it, and from a uniform prediction.
-    unlearned = [plan.train(f"{out}/{name}", dict(seed=seed, diagnose=True, **options_of(name)))
-                 for name in ("mdu-tau1", "mdu-tau0", "npo", "ga")]
-
-    def analyse(name, runs, **options):
-        command = [*plan.launcher, "eval.py", *words_of({"analysis": name, **options})]
-        command += [f"{out}/{run}" for run in runs]
-        return Job(f"{out}/{name}", command, os.path.exists(f"{out}/{name}.json"))
-
-    analyses = [analyse("convergence", ["mdu-tau1", "mdu-tau0", "npo", "ga"]),
-                analyse("roles", ["mdu-tau1", "npo", "ga"], samples=32),
-                analyse("trajectory", ["base"]), analyse("rollout", ["base"])]
-    plan.stages += [[base], unlearned, analyses]
-
-# ---- Customers, and a published model ----
-def real(plan, out, seed):
-    rows, tofu = f"{out}/rows", f"{out}/tofu"
-    forget, retain = f"{rows}/forget.jsonl", f"{rows}/retain.jsonl"
-    taught, asked = f"{rows}/taught.jsonl", f"{rows}/asked.jsonl"
-    # 1. By learning TOFU's pairs, the published model becomes a diffusion model.
-    new, original = f"{tofu}/start/new", f"{tofu}/original"
-    make_new = [PYTHON, ".github/start_models.py", "published", tofu, plan.given.TOFU,
-                plan.given.MODEL or SMOLLM]
-    make_rows = [PYTHON, ".github/company_rows.py", rows]  # company_rows.py says what is in them
-    plan.stages.append([Job(new, make_new, os.path.exists(f"{new}/config.json")),
-                        Job(rows, make_rows, os.path.exists(asked))])
-    plan.stages.append([plan.train(original, dict(
-        seed=seed, method="sft", retain_only=True, model=new, retain=f"{tofu}/rows/short.jsonl",
-        response_length=48, batch_size=8, epochs=1, lr="3e-4", prompt_dropout=0.5))])
-    # 2. It learns the customers, and unlearns some.
-    learn = dict(seed=seed, method="sft", model=original, forget=forget,
-                 retain=f"{rows}/known.jsonl", response_length=36, epochs=105, lr="4e-4",
-                 prompt_dropout=0.2)
-    scoring = dict(samples=8, limit=12, forget=forget, retain=retain,
-                   held_out=f"{rows}/held_out.jsonl", never=f"{rows}/never.jsonl")
-    runs = compare(plan, out, ["mdu-removed", "mdu-paper", "npo-s500"], learn,
-                   dict(seed=seed, forget=forget, retain=retain, lora=16), scoring, original)
-    # 3. One pair of each customer is taught again.
-    attack(plan, out, runs,
-           dict(seed=seed, batch_size=3, epochs=60, limit=3, forget=taught, retain=retain),
-           dict(samples=1, forget=asked, retain=taught))
-
-# ---- The paper's Table 2 ----
-def tofu(plan, out, seed):
-    functions = {"tofu-small": tofu_small, "tofu-smollm": tofu_smollm}
-    function = functions.get(plan.given.PRESET, tofu_published)
-    function(plan, out, dict(preset=plan.given.PRESET, seed=seed))
-
-def tofu_small(plan, out, options):
-    """The trial: a small model that has learnt nothing but pairs of TOFU."""
-    start = ["small", out, plan.given.TOFU, options["seed"]]
-    original = learn_other_pairs(plan, out, start, options)
-    forget, retain = f"{out}/rows/forget.jsonl", f"{out}/rows/retain.jsonl"
-    options = dict(options, forget=forget)
-    learn = dict(options, method="sft", model=original, retain=f"{out}/rows/known.jsonl")
-    if plan.given.HIDDEN:
-        learn["steps"] = 5000  # answers are learnt later where questions are masked
-    unlearn = dict(options, retain=retain)
-    # --steps 28: three tokens a step.  One a step, as by default, takes three times as long.
-    scoring = dict(limit=40, samples=8, steps=28, forget=forget, retain=retain,
-                   held_out=f"{out}/rows/held_out.jsonl")
-    compare(plan, out, TRIAL, learn, unlearn, scoring, original)
-
-def tofu_smollm(plan, out, options):
-    """A published model that predicts the next token, made a diffusion model first."""
-    start = ["published", out, plan.given.TOFU, plan.given.MODEL or SMOLLM]
-    options = dict(options, data=plan.given.TOFU)
-    original = learn_other_pairs(plan, out, start, dict(options, steps=200, lr="8e-4"))
-    unlearn = dict(options, limit=400)
-    learn = dict(unlearn, method="sft", model=original)
-    scoring = dict(limit=100, samples=32, steps=28)
-    names = [*TABLE_2, "authors", "mdu-original", "mdu-removed"]
-    runs = compare(plan, out, names, learn, unlearn, scoring, original)
-
-    # A quarter of the forget set is taught again.
+    folder = f"{out}/taught-again"
     taught, asked = f"{out}/rows/taught.jsonl", f"{out}/rows/asked.jsonl"
-    attack(plan, out, runs, dict(batch_size=16, steps=200, forget=taught),
-           dict(scoring, forget=asked, retain=taught))
+    options = dict(experiment.attack, method="sft", seed=seed, lora=16, forget=taught)
+    if experiment.files:
+        options["retain"] = f"{out}/rows/retain.jsonl"
+    attacked = [train(given, f"{folder}/{Path(run).name}", dict(options, model=run))
+                for run in runs]
+    runs = [job.folder for job in attacked]
+    scoring = dict(experiment.scoring, forget=asked, retain=taught)
+    return [attacked, score(given, folder, runs, scoring), [report(folder, runs)]]
 
-def tofu_published(plan, out, options):
-    """LLaDA, Dream and Qwen3, which are diffusion models."""
-    original = plan.given.MODEL or mdu.PRESETS[plan.given.PRESET]["sft"]["model"]
-    unlearn = dict(options, data=plan.given.TOFU)
-    if plan.given.LORA and plan.given.GPUS == "1":
-        unlearn["compile"] = True  # LLaDA passed 33.8 rows a second, without it 20.8
-    learn = dict(unlearn, method="sft", model=original)
-    compare(plan, out, TABLE_2, learn, unlearn, {}, original)
+def figures(given, experiment, out, seed):
+    base = train(given, f"{out}/base", dict(seed=seed, method="sft"))
+    options = dict(experiment.unlearn, seed=seed)
+    unlearned = [train(given, f"{out}/{name}", {**options, **options_of(name)})
+                 for name in experiment.names]
+    analyses = []
+    for name, runs, more in [
+            ("convergence", experiment.names, {}),
+            ("roles", ["mdu-tau1", "npo", "ga"], dict(samples=32)),
+            ("trajectory", ["base"], {}), ("rollout", ["base"], {})]:
+        words = words_of({"analysis": name, **more}) + [f"{out}/{run}" for run in runs]
+        analyses.append(Job(f"{out}/{name}", launch(given, "eval.py", words),
+                            os.path.exists(f"{out}/{name}.json")))
+    return [[base], unlearned, analyses], []
 
-# ---- The paper's Table 3: LLaDA or Dream, on one GPU or several ----
-def rwku(plan, out, person):
-    """person: its number in RWKU's list (its config forget_target)."""
-    # The paper asks all questions, and not --limit 100, for which TruthfulQA alone takes 27 hours
-    # more.
-    scoring = dict(limit=100)
-    if person == "0":  # the published model is asked about all ten people
-        model = mdu.PRESETS[plan.given.PRESET]["unlearn"]["model"]
-        plan.score(plan.out, out, [f"{out}/base"],
-                   dict(scoring, data="jinzhuoran/RWKU", model=model))
-        return
-    options = dict(preset=plan.given.PRESET, subject=person)
-    if plan.given.LORA:
-        options["lora"] = plan.given.LORA
-    names = [name for name in TABLE_2 if name != "gd"]  # gd is ga where the retain weight is 0
-    for name in plan.given.METHODS.split() or names:
-        run = f"{out}/{name}"
-        plan.stages.append([plan.train(run, {**options, **options_of(name)})])
-        plan.score(plan.out, run, [run], scoring)
+def rwku(given, experiment, out, person):
+    if person == "0":
+        options = dict(experiment.scoring, data="jinzhuoran/RWKU", model=given.MODEL)
+        runs = [f"{out}/base"]
+        return [score(given, out, runs, options)], runs
+    options = dict(preset=given.PRESET, subject=person)
+    if given.LORA:
+        options["lora"] = given.LORA
+    stages = []
+    runs = [f"{out}/{name}" for name in given.METHODS.split()]
+    for run in runs:
         # A hundred models of 16 GB are too many for most disks.
         delete = ["find", run, "-name", "*.safetensors", "-delete"]
         is_deleted = is_scored(run) and not glob.glob(f"{run}/*.safetensors")
-        plan.stages.append([Job(f"{run}/no-weights", delete, is_deleted)])
+        stages += [[train(given, run, {**options, **options_of(Path(run).name)})],
+                   score(given, run, [run], experiment.scoring),
+                   [Job(f"{run}/no-weights", delete, is_deleted)]]
+    return stages, runs
 
 # ---- A plan is made, and printed or carried out ----
-EXPERIMENTS = {  # {name: (function, its seeds)}.  Without seeds it is 1, which has no folder
-    "demo": (demo, ""), "table": (demo, "1 2 3"), "figures": (figures, ""), "real": (real, ""),
-    "tofu": (tofu, ""),
-    "rwku": (rwku, "0 1 2 3 4 5 6 7 8 9 10")}
-
-# The folder is named after these, so an experiment refuses those that have no effect on it.
-IN_FOLDER = ["MODEL", "LORA", "HIDDEN"]
-ACCEPTED = {  # {experiment or preset: those it accepts}; the others accept all
-    "demo": ["HIDDEN"], "table": ["HIDDEN"], "figures": [],
-    "tofu-small": ["LORA", "HIDDEN"], "rwku-llada": ["LORA"], "rwku-dream": ["LORA"]}
+class Plan(NamedTuple):
+    given: Variables
+    environment: dict  # of the jobs
+    stages: list  # lists of jobs
 
 def make_plan(name, given):
-    out = f"out/{name}"
-    if name in ("tofu", "rwku"):
-        presets = [preset for preset in mdu.PRESETS if preset.startswith(f"{name}-")]
-        mdu.require(given.PRESET in presets,
-                    f"found PRESET='{given.PRESET}'; give PRESET= one of {', '.join(presets)}")
-        out = f"out/{given.PRESET}"
-    else:
-        mdu.require(not given.PRESET, f"PRESET= has no effect on {name}: leave it out")
-    for variable in IN_FOLDER:
-        accepted = ACCEPTED.get(given.PRESET or name, IN_FOLDER)
-        mdu.require(variable in accepted or not getattr(given, variable),
-                    f"{variable}= has no effect on {given.PRESET or name}: leave it out")
-    if given.MODEL:
-        out += f"-{Path(given.MODEL).name}"
-    if given.LORA:
-        out += f"-lora{given.LORA}"
-    if given.HIDDEN:
-        out += f"-hidden{given.HIDDEN}"
-    is_small = name in ("demo", "table", "figures") or given.PRESET == "tofu-small"
-    plan = Plan(given, out, is_small)
-    experiment, seeds = EXPERIMENTS[name]
-    seeds = given.SEEDS or seeds
-    for seed in seeds.split():
-        experiment(plan, f"{out}/{seed}", seed)
-    if not seeds:
-        experiment(plan, out, "1")
-    return plan
+    key = given.PRESET or name
+    mdu.require(key in EXPERIMENTS and key.split("-")[0] == name,
+                f"found '{name}' with PRESET='{given.PRESET}'; there are {', '.join(EXPERIMENTS)}, "
+                "where tofu-... is `make tofu PRESET=tofu-...`")
+    experiment = EXPERIMENTS[key]
+    out = f"out/{key}"
+    endings = {"MODEL": Path(given.MODEL).name, "LORA": f"lora{given.LORA}",
+               "HIDDEN": f"hidden{given.HIDDEN}"}
+    for variable, ending in endings.items():
+        if getattr(given, variable):
+            mdu.require(variable in experiment.accepts,
+                        f"{variable}= has no effect on {key}: leave it out")
+            out += f"-{ending}"
+
+    given = given._replace(METHODS=given.METHODS or " ".join(experiment.names),
+                           MODEL=given.MODEL or experiment.model,
+                           JOBS=given.JOBS or experiment.jobs)
+    stages_of = {"figures": figures, "rwku": rwku}.get(name, compare)
+    seeds = given.SEEDS or experiment.seeds
+    folders = {seed: f"{out}/{seed}" for seed in seeds.split()} or {"1": out}
+    stages, runs = [], []
+    for seed, folder in folders.items():
+        stages_of_seed, runs_of_seed = stages_of(given, experiment, folder, seed)
+        stages += stages_of_seed
+        runs += runs_of_seed
+    if runs:
+        stages.append([report(out, runs)])
+    return Plan(given, experiment.environment, stages)
 
 def print_plan(plan):
     for name, value in plan.environment.items():
@@ -341,28 +329,22 @@ def print_plan(plan):
         for job in stage:
             comment = "# finished: " if job.finished else ""
             print(comment + shlex.join(job.command))
-    for runs in plan.reports.values():
-        print(shlex.join([PYTHON, "eval.py", "--report", *runs]))
 
 def carry_out(plan):
     jobs = [job for stage in plan.stages for job in stage]
     finished = [job.folder for job in jobs if job.finished]
-    to_do = [job.folder for job in jobs if not job.finished]
+    left = [job for job in jobs if not job.finished]
+    to_do = [job.folder for job in left]
     print(f"{len(finished)} jobs are finished: {' '.join(finished)}")
-    print(f"{len(to_do)} are to do, {plan.jobs_at_once} at once: {' '.join(to_do)}", flush=True)
-    n_later = len(to_do)
+    print(f"{len(to_do)} are to do, {plan.given.JOBS} at once: {' '.join(to_do)}", flush=True)
     for stage in plan.stages:
-        waiting = [job for job in stage if not job.finished]
-        n_later -= len(waiting)
-        failed = run_stage(waiting, plan.jobs_at_once, n_later)
+        failed = run_stage(stage, int(plan.given.JOBS), left)
         mdu.require(not failed, f"stopped, because these failed: {', '.join(failed)}.  The same "
                     "command tries them again; METHODS= names the runs to do")
-    for runs in plan.reports.values():
-        done = subprocess.run([PYTHON, "eval.py", "--report", *runs])
-        mdu.require(done.returncode == 0, "the report failed, see above")
 
-def run_stage(waiting, at_once, n_later):
-    """-> the folders of the jobs that failed.  n_later: the number of jobs in later stages."""
+def run_stage(stage, at_once, left):
+    """-> the folders of the jobs that failed.  Those that end are removed from the list left."""
+    waiting = [job for job in stage if not job.finished]
     running = {}  # {process: (its job, when it began)}
     failed = []
     try:
@@ -370,19 +352,22 @@ def run_stage(waiting, at_once, n_later):
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)
                 os.makedirs(Path(job.folder).parent, exist_ok=True)
-                with open(f"{job.folder}.log", "a", encoding="utf-8") as log:
-                    process = subprocess.Popen(job.command, stdout=log, stderr=log)
+                output = None  # the screen
+                if not job.on_screen:
+                    output = open(f"{job.folder}.log", "a", encoding="utf-8")
+                process = subprocess.Popen(job.command, stdout=output, stderr=output)
                 running[process] = (job, time.time())
             time.sleep(0.1)
             for process in [process for process in running if process.poll() is not None]:
                 job, began = running.pop(process)
-                if process.returncode != 0:
+                left.remove(job)
+                if process.returncode == 0:
+                    print(f"{job.folder}: finished in {time.time() - began:.0f} s; "
+                          f"jobs left: {len(left)}", flush=True)
+                else:
                     failed.append(job.folder)
                     print(f"{job.folder}: FAILED; see the end of {job.folder}.log",
                           file=sys.stderr, flush=True)
-                    continue
-                print(f"{job.folder}: finished in {time.time() - began:.0f} s; "
-                      f"jobs left: {len(waiting) + len(running) + n_later}", flush=True)
     finally:  # also after Ctrl-C
         for process in running:
             process.terminate()
@@ -392,8 +377,6 @@ def run_stage(waiting, at_once, n_later):
 
 def main(argv=None):
     [name] = argv or sys.argv[1:] or [""]
-    mdu.require(name in EXPERIMENTS, f"found '{name}', needs the name of an experiment: "
-                f"{', '.join(EXPERIMENTS)}")
     given = {variable: os.environ[variable] for variable in Variables._fields
              if os.environ.get(variable)}
     plan = make_plan(name, Variables(**given))

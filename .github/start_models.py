@@ -1,10 +1,11 @@
-"""Start models of experiments.py, and files of TOFU's pairs.
+"""Start models of experiments.py, and files of pairs for its runs.
 
     python .github/start_models.py small FOLDER TOFU SEED
     python .github/start_models.py published FOLDER TOFU MODEL
+    python .github/start_models.py customers FOLDER TOFU MODEL
 
 TOFU and MODEL are folders, or names on the hub.  Each command writes FOLDER/rows/*.jsonl, and then
-FOLDER/start/new, a diffusion model that has to learn to be one: see the functions below.
+FOLDER/start/new, a diffusion model that has to learn to be one, from FOLDER/rows/other.jsonl.
 """
 import json
 import shutil
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import company_rows
 from transformers import PreTrainedTokenizerFast
 
 import mdu
@@ -44,20 +46,29 @@ def small(folder, tofu, seed):
     mdu.save_model(new, model, tokenizer)
 
 def published(folder, tofu, model):
-    """A copy of a model that predicts the next token, which says in config.json what sft makes of
-    it."""
+    """A copy of a model that predicts the next token, with pairs of TOFU."""
+    forget = mdu.read_dataset(tofu, "forget10_perturbed")
+    write_rows(folder, {
+        # Other pairs than the 400 first ones, which are the retain set of tofu-smollm.
+        "other": mdu.read_dataset(tofu, "retain90")[-800:],
+        "taught": forget[::4], "asked": [row for i, row in enumerate(forget) if i % 4 > 0]})
+    copy_model(folder, model)
+
+def customers(folder, tofu, model):
+    """The same copy, with the rows of an invented company."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(mdu.find_model(model))
+    # With end tokens they fit into --response-length 48, see RESULTS.md, A published model.
+    short = [row for row in mdu.read_dataset(tofu, "retain90")
+             if len(tokenizer(row["answer"]).input_ids) <= 44]
+    write_rows(folder, {**company_rows.FILES, "other": short})
+    copy_model(folder, model)
+
+def copy_model(folder, model):
+    """The copy's config.json says what sft makes of it."""
     source, new = mdu.find_model(model), Path(folder, "start/new")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
     mdu.require("<file_sep>" in tokenizer.get_vocab(),
                 f"{model}: needs the token <file_sep>, as a mask, which SmolLM2 has")
-    forget = mdu.read_dataset(tofu, "forget10_perturbed")
-    retain = mdu.read_dataset(tofu, "retain90")
-    write_rows(folder, {
-        # Other pairs than the 400 first ones, which are the retain set of tofu-smollm.
-        "other": retain[-800:],
-        "taught": forget[::4], "asked": [row for i, row in enumerate(forget) if i % 4 > 0],
-        # With end tokens they fit into --response-length 48, see RESULTS.md, A published model.
-        "short": [row for row in retain if len(tokenizer(row["answer"]).input_ids) <= 44]})
     shutil.copytree(source, new, ignore=shutil.ignore_patterns("config.json"), dirs_exist_ok=True)
     config = mdu.read_json(source / "config.json")
     config["is_causal"] = False  # each token sees later ones
@@ -66,5 +77,5 @@ def published(folder, tofu, model):
 
 if __name__ == "__main__":
     kind, *words = sys.argv[1:]
-    make = {"small": small, "published": published}[kind]
+    make = {"small": small, "published": published, "customers": customers}[kind]
     mdu.run_program("start_models.py", lambda: make(*words))
