@@ -1637,7 +1637,7 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     ("eval.py --model {base}", "score: no RUN; give the folder of one"),
     ("eval.py --report --limit 3 {base}", "--limit is for score"),
     ("eval.py --samples 1 --steps 1 --response-length 2048 {base}", "it takes 2048"),
-    ("eval.py --never '' {base}", "--never: an empty text"),  # a variable that was not set
+    ("eval.py --never '' {base}", "--never: invalid path or name"),  # a variable was not set
     ("eval.py --full --forget long {base}", "too many"),  # --full scores wrong answers
     # Rows.  Of a model without run.json they have to be typed.
     ("eval.py bare", "no rows to score"), ("eval.py --analysis roles bare", "no rows to analyse"),
@@ -2320,7 +2320,7 @@ def write_summary(folder, splits=(), run=(), options=OPTIONS, **changed):
 OTHER_SEED = {"seed": 2, "out": "/x/2/mdu", "model": "/x/2/base", "forget": "/x/2/a.jsonl"}
 
 @each("changed, said", [
-    ({"protocol": {**PROTOCOL, "samples": 2}}, "now samples is 2 and 1"),
+    ({"protocol": {**PROTOCOL, "samples": 2}}, "now samples is 1 and 2"),
     ({"format": ev.FORMAT - 1}, "b/mdu: scored by other code; score it again"),
     ({"options": {**OPTIONS, "lr": 1e-4}}, "now lr is 0.001 and 0.0001"),
     ({"options": {**OPTIONS, **OTHER_SEED, "model": "/x/2/new"}}, "now model is base and new"),
@@ -2460,7 +2460,7 @@ def test_of_runs_on_the_same_pairs_those_of_the_same_seed_are_compared(capsys):
 def make_run(folder, theta0=None, options=(), verdict="unlearned"):
     """A run that has not unlearned, or has from theta0."""
     source = ev.Source(folder, theta0 or folder, dict(options))
-    return ev.Run(folder, folder, Path(folder).name, None, source, {}, {}, verdict)
+    return ev.Run(folder, folder, Path(folder).name, None, None, source, {}, {}, verdict)
 
 @each("runs, fine_tuned", [
     (["ga from 2/base", "1/base", "2/base", "after"], ["1/base", "2/base"]),
