@@ -2459,8 +2459,8 @@ def test_of_runs_on_the_same_pairs_those_of_the_same_seed_are_compared(capsys):
 
 def make_run(folder, theta0=None, options=(), verdict="unlearned"):
     """A run that has not unlearned, or has from theta0."""
-    source = ev.Source(folder, theta0 or folder, dict(options))
-    return ev.Run(folder, folder, Path(folder).name, None, None, source, {}, {}, verdict)
+    return ev.Run(folder, folder, Path(folder).name, folder, theta0 or folder, dict(options), {},
+                  None, {}, {}, verdict)
 
 @each("runs, fine_tuned", [
     (["ga from 2/base", "1/base", "2/base", "after"], ["1/base", "2/base"]),
