@@ -2869,9 +2869,9 @@ def test_the_commands_of_a_plan_can_be_typed_in_order(name, variables):
         written |= {job.folder for job in stage}
         written |= {job.folder.replace("/start/new", "/rows") for job in stage}
 
-def test_the_demo_trains_every_method():
-    methods = {args.method for args in options_of(plan_of("demo")).values()}
-    assert methods == mdu.METHODS.keys()
+def test_the_figures_are_of_four_analyses():
+    analyses = plan_of("figures").stages[2]
+    assert [job.command[3] for job in analyses] == "convergence roles trajectory rollout".split()
 
 def test_a_name_of_a_run_may_end_in_numbers_of_options():
     names = ["ga-lr3e-4", "dpo-lr.1-w.2-s900", "mdu-tau0.25-w5", "wga-gamma2", "authors-w1"]
@@ -2885,19 +2885,21 @@ def test_a_name_of_a_run_may_end_in_numbers_of_options():
              for name, options in expected.items()}
     assert found == expected
 
-def test_tofu_trains_the_small_model_for_as_long_as_it_needs():
+def test_tofu_trains_the_small_model_on_its_rows_for_as_long_as_it_needs():
     rows = {split: range(n) for split, n in dict(forget=40, retain=160, train=240).items()}
     for hidden, masked, learning in (("", 0.0, 2500), ("0.2", 0.2, 5000)):
-        runs = options_of(plan_of("tofu", f"PRESET=tofu-small HIDDEN={hidden} "
-                                  "METHODS=npo,mdu-original,mdu-removed"))
+        variables = f"PRESET=tofu-small HIDDEN={hidden} METHODS=npo,mdu-original"
+        runs = options_of(plan_of("tofu", variables))
         assert runs["mdu-original"].target.endswith("/start/original")
         found = {}
         for name, args in runs.items():
             split = "train" if args.method == "sft" else "forget"
-            found[name] = (mdu.number_of_steps(args, rows, split), args.prompt_dropout)
+            found[name] = (mdu.number_of_steps(args, rows, split), args.prompt_dropout,
+                           Path(args.retain).stem)
         assert found == {
-            "original": (2500, 0.3), "base": (learning, masked), "retain": (learning, masked),
-            "npo": (300, 0), "mdu-original": (300, 0), "mdu-removed": (300, 0)}
+            "original": (2500, 0.3, "other"), "npo": (300, 0, "retain"),
+            "mdu-original": (300, 0, "retain"),
+            "base": (learning, masked, "known"), "retain": (learning, masked, "known")}
 
 @each("variables, folders", [
     ("PRESET=tofu-llada LORA=16", ["tofu-llada-lora16"]), ("PRESET=tofu-small", ["tofu-small"]),

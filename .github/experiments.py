@@ -53,12 +53,13 @@ TABLE_2 = ["mdu-tau0", "mdu-tau0.25", "mdu-tau0.5", "mdu-tau0.75", "mdu-tau1", *
 
 def options_of(name, original=""):
     """npo-lr1e-3-w5 -> {"method": "npo", "lr": "1e-3", "retain_weight": "5"}
-    original: the model before fine-tuning, which is the target of mdu-original."""
+    original: the model before fine-tuning, if there is one; it is the target of mdu-original."""
     known = {
         **{method: {"method": method} for method in BASELINES},
         "mdu": {}, "mdu-paper": {"target": "paper"}, "mdu-removed": {"target": "removed"},
-        "authors": {"target": "authors", "tau": 0.5},  # as in the authors' examples
-        "mdu-original": {"target": original}}
+        "authors": {"target": "authors", "tau": 0.5}}  # as in the authors' examples
+    if original:
+        known["mdu-original"] = {"target": original}
     short = {"w": "retain_weight", "s": "steps"}
     ending = r"-([a-z_]+)([0-9.]+(?:e-?[0-9]+)?)"
     method = re.sub(ending, "", name)
