@@ -722,7 +722,7 @@ def step_to_try(typed):
         slow_theta0 = tiny_llama(0, likely)
         mdu.add_adapters(model, args.lora, seed=5)
         model.double().train().lm.activation_checkpointing_enable()
-        theta0 = mdu.without_adapters(model)
+        theta0 = mdu.start_model(args, model)
     for p in trained_weights(model):
         p.data += 0.1 * torch.randn_like(p)
     if args.lora:
