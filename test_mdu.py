@@ -2863,15 +2863,14 @@ def test_the_commands_of_a_plan_can_be_typed_in_order(name, variables):
                 if word.startswith("out/") and word != job.folder and not makes_all:
                     assert {word, str(Path(word).parent)} & written, job
             if {"mdu.py", "eval.py"} & {*job.command}:
-                options = parse_command(job.command)
-                model = os.path.relpath(options.model or "toy")
+                model = os.path.relpath(parse_command(job.command).model or "toy")
                 assert not model.startswith("out/") or model in written
         written |= {job.folder for job in stage}
         written |= {job.folder.replace("/start/new", "/rows") for job in stage}
 
 def test_the_figures_are_of_four_analyses():
-    analyses = plan_of("figures").stages[2]
-    assert [job.command[3] for job in analyses] == "convergence roles trajectory rollout".split()
+    analyses = [job.command[3] for job in plan_of("figures").stages[2]]
+    assert analyses == ["convergence", "roles", "trajectory", "rollout"]
 
 def test_a_name_of_a_run_may_end_in_numbers_of_options():
     names = ["ga-lr3e-4", "dpo-lr.1-w.2-s900", "mdu-tau0.25-w5", "wga-gamma2", "authors-w1"]
