@@ -3060,8 +3060,9 @@ def test_the_files_of_the_small_model_have_the_rows_that_the_seed_chooses(tmp_pa
         "known": [*range(160, 320), *range(960, 1040)]}
     mdu.load_backbone(str(tmp_path / "start/new"))
 
-# ---- The step of CODE.md ----
-PAGE_STEP, PAGE_DREAM = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGES["CODE.md"])
+# ---- The step of README.md, the wrapper of CODE.md ----
+PAGE_STEP = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGES["README.md"])[-1]
+[PAGE_DREAM] = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGES["CODE.md"])
 
 def test_backward_equals_the_step_of_the_readme():
     """With the same t and masks, and rows to retain with end padding.  The page's models return
