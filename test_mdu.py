@@ -2726,13 +2726,15 @@ R1,Which invoice did Zoë Müller get?,She got NW-52445.,52445
 R1,Where is Zoë Müller?,She has unit B7 in Graz.,B7|Graz
 R2,Who is Li?,Li pays 88.,88
 """
-# In place of the question marks, answers.  The comment: what is found in them.
-OWN_RETAIN = """question;answer
+# As Excel writes it: semicolons, capitals, an empty row, below a mark in front.  In place of the
+# question marks, answers.  The comment: what is found in them.
+OWN_RETAIN = """Question;answer
 ?;Zoe Mueller pays for both.
 ?;Unit 3104 is free, and NW52445 is paid.
 ?;Olive oil costs 5.
 ?;"Mrs Li called;
 twice"
+;
 """  # name 1; fact 3 (not 310 in 3104); none (not Li in Olive); name 2
 
 @pytest.fixture
@@ -2748,26 +2750,21 @@ def test_a_count_finds_names_in_other_spellings_and_facts_within_words(own_files
     assert "retain.csv, row 5, name 2 (R2), Li: ? Mrs Li called; twice" in capsys.readouterr().out
     own("names retain.jsonl retain.csv")
     first, second = [json.loads(Path(f"out/own/count-{i}.json").read_text()) for i in (1, 2)]
-    of_table = [["retain.csv", 2, ["name 1"]], ["retain.csv", 3, ["fact 3"]],
-                ["retain.csv", 5, ["name 2"]]]
-    assert first["found"] == of_table
-    of_lines = [["retain.jsonl", row - 1, labels] for _, row, labels in of_table]
-    assert second["found"] == of_lines + of_table
+    found = [(2, ["name 1"]), (3, ["fact 3"]), (5, ["name 2"])]
+    assert first["found"] == [["retain.csv", row, labels] for row, labels in found]
+    of_lines = [["retain.jsonl", row - 1, labels] for row, labels in found]
+    assert second["found"] == of_lines + first["found"]
     assert first["files"]["retain.csv"] == sha256("retain.csv")
 
-def test_a_table_may_have_semicolons_and_a_mark_in_front(own_files):
-    """As Excel writes it."""
-    first_row = {"question": "?", "answer": "Zoe Mueller pays for both."}
-    assert ev.read_lines("retain.jsonl")[0] == first_row
-
-def test_the_attack_asks_for_no_fact_that_a_taught_row_has(own_files):
-    """R1's first row is taught: it has B7.  R2 has one row."""
-    own("attack")
-    asked = ev.read_lines("out/own/attack/asked.jsonl")
-    assert [row["fact"] for row in asked] == [["52445"], ["Graz"], ["88"]]
-    [taught] = ev.read_lines("out/own/attack/taught.jsonl")
-    assert taught["fact"] == ["B7", "310"]
-    assert len(ev.read_lines("out/own/attack/kept.jsonl")) == 1
+def test_the_attack_teaches_what_is_new_and_asks_for_no_fact_that_it_taught(own_files):
+    """The fact of R1's second row is in the retain set, too, so the second choice is the third row:
+    it has B7.  R2 has one row."""
+    own("attack --choice 2")
+    asked = ev.read_lines("out/own/attack-2/asked.jsonl")
+    assert [row["fact"] for row in asked] == [["310"], ["52445"], ["88"]]
+    [taught] = ev.read_lines("out/own/attack-2/taught.jsonl")
+    assert taught["fact"] == ["B7", "Graz"]
+    assert len(ev.read_lines("out/own/attack-2/kept.jsonl")) == 1
 
 def test_refusals_have_the_questions_to_forget(own_files):
     own_rows.main(["refusals", "--answer", "No."])
@@ -2798,24 +2795,26 @@ def test_the_form_has_what_the_runs_know_and_keeps_what_people_wrote(own_files, 
             assert text not in record
 
 def test_the_form_says_what_has_to_be_done_again(own_files, base, capsys):
-    """A score and a run that are older than the model that they are about, and a count of another
-    file than that of the training."""
+    """A score and a run that are older than the model that they are about, a count of another file
+    than that of the training, and a file that has changed since."""
     ev.main(["--model", str(base), "--forget", "forget.jsonl", "--samples", "1", "out/own/before"])
     own("names retain.jsonl")
-    run = dict(options=dict(model=str(base), retain_only=True), rows={}, date="", code="",
-               torch="", transformers="", files={"retain": sha256("retain.jsonl")})
+    run = dict(options=dict(model=str(base), retain_only=True, retain="retain.jsonl"), rows={},
+               date="", code="", torch="", transformers="",
+               files={"retain": sha256("retain.jsonl")})
     write_files({"out/own/retrained/run.json": json.dumps(run)})
     own("form out/own")
-    assert "do again" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "do again" not in printed and "20 blanks" in printed
+    Path("forget.jsonl").open("a").write("\n")
     run["files"]["retain"] = "another"
     write_files({"out/own/retrained/run.json": json.dumps(run)})
     for file in ("before/eval/summary.json", "retrained/run.json"):
         os.utime(f"out/own/{file}", (0, 0))  # older than the model
     own("form out/own")
-    said = [line for line in capsys.readouterr().out.splitlines() if "do again" in line]
-    assert [line.split(",")[0] for line in said] == [
-        "do again: scoring of out/own/before", "do again: training of out/own/retrained",
-        "do again: the count of names"]
+    said = re.findall("do again: (.*),", capsys.readouterr().out)
+    assert said == ["scoring of out/own/before", "training of out/own/retrained",
+                    "the count of names", "the count of names", "training of out/own/retrained"]
     assert "### To do again" in Path("out/own/record-2.md").read_text()
 
 def test_the_form_on_the_page_is_that_of_today():
@@ -2827,6 +2826,7 @@ def test_the_form_on_the_page_is_that_of_today():
     ("forget.jsonl", row_text(request="R1"), "attack", "needs a person with two rows"),
     ("names.csv", "name\nLi", "names retain.jsonl", "names.csv, row 2: needs a request, and"),
     ("names.csv", "request,name\nR1,Li,Bo", "names retain.jsonl", "not as many cells"),
+    ("a.csv", "fact,question,answer\n6,?,61\nA,?,B", "lines a.csv b", "2 rows cannot be used"),
     ("retain.jsonl", GOOD, "lines retain.csv retain.jsonl", "retain.jsonl exists, and stays"),
     ("out/own/record-1.md", "mine", "form out/own", "record-1.md has lost the line")])
 def test_own_rows_refuses(name, content, typed, said, own_files):
