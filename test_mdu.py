@@ -2091,6 +2091,7 @@ def test_scores_equal_one_row_at_a_time(split, scored):
         if "paraphrased_answer" in row and row["perturbed_answer"]:
             assert record["nll_right"] == nll(row["paraphrased_answer"])
         assert record.get("nll_wrong", []) == [nll(text) for text in row["perturbed_answer"]]
+        assert ("told" in record) == (split in ("forget", "forget_rephrased", "never"))
 
         # What is written, up to the end token.
         written = [*slow_sampler(model, prompt, 4 * [3]), model.end_id]
@@ -2398,6 +2399,8 @@ def test_without_a_retrained_model_runs_are_compared_with_pairs_that_no_model_le
         ("fine-tuned (run base)", "0.70 fact"), ("wga", "0.05 fact"),
         ("npo", "0.10 new word pairs"), ("ga (noise)", "0.40 new word pairs")]
     assert "No retrained model (run `retain`) is among these runs" in screen
+    control = read_table(Path("1/report.md").read_text(), "### Control set")
+    assert control["fact"] == 4 * ("0.300",)  # without an arrow
     ev.main(["--report", write_run("gd", UNKNOWN, 2), write_base(2), write_run("ga", KNOWN, 2)])
     screen = capsys.readouterr().out
     assert read_table(screen)["run"] == ("fine-tuned (run base)", "gd", "ga")
@@ -2465,12 +2468,11 @@ def make_run(folder, theta0=None, options=(), verdict="unlearned"):
 @each("runs, fine_tuned", [
     (["ga from 2/base", "1/base", "2/base", "after"], ["1/base", "2/base"]),
     (["after", "base", "npo from base", "ga from npo"], ["base"]),
-    (["only", "before", "after"], ["before"]),  # no run started from one of these
+    (["retain", "before", "after"], ["before"]),  # no run started from one of these
     (["ga from base", "npo from base"], []), (["1/base", "2/base"], [])])
 def test_the_fine_tuned_model_is_the_first_that_has_not_unlearned(runs, fine_tuned):
-    """`only` is a run of --retain-only."""
-    made = [make_run(*run.split(" from "), options={"retain_only": run == "only"})
-            if " from " not in run else make_run(*run.split(" from ")) for run in runs]
+    made = [make_run(*run.split(" from "), options={"retain_only": run == "retain"})
+            for run in runs]
     ev.find_references(made)
     assert [run.folder for run in made if run.verdict == "fine-tuned"] == fine_tuned
 
