@@ -1636,7 +1636,7 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     # Options.
     ("eval.py --model {base}", "score: no RUN; give the folder of one"),
     ("eval.py --report --limit 3 {base}", "--limit is for score"),
-    ("eval.py --samples 1 --steps 1 --response-length 2048 {base}", "it takes 2048"),
+    ("eval.py --samples 1 --limit 1 --steps 1 --response-length 2048 {base}", "it takes 2048"),
     ("eval.py --never '' {base}", "--never: invalid path or name"),  # a variable was not set
     # Rows.  Of a model without run.json they have to be typed.
     ("eval.py bare", "no rows to score"), ("eval.py --analysis roles bare", "no rows to analyse"),
@@ -2165,7 +2165,9 @@ def test_a_model_without_run_json_is_scored(base, files, capsys):
     os.remove("bare/run.json")
     shutil.copytree(base, "run")
     ev.main(["--data", "toy", *files, *QUICK, "bare", "run"])
-    assert "Forget set: pairs 2; rL" in capsys.readouterr().out
+    screen = capsys.readouterr().out
+    assert "Forget set: pairs 2; rL" in screen
+    assert "bare | Real authors: 2 of 2 true answers are longer than the 6 tokens" in screen
     assert ev.read_records("bare", "forget") == ev.read_records("run", "forget")
     bare, run = [ev.read_summary(name) for name in ("bare", "run")]
     assert [bare["options"], run["options"]] == [{}, mdu.read_run(base)["options"]]
@@ -2528,7 +2530,6 @@ TOLD = ["- after, pair 1: `161 496 0123` in `Call +44 161-496-0123 now`",
         "- after, pair 2: `3 May 1984` in `Since 3 MAY 1984 in Gdansk`"]
 
 def told_in(text):
-    """The list of what is still told."""
     return re.search(rf"(?s)## {ev.FACTS}\n(.*?)\n\n", text)[1].split("\n")
 
 def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, capsys):
