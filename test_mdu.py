@@ -2472,7 +2472,7 @@ def make_run(folder, theta0=None, options=(), verdict="unlearned"):
 def test_the_fine_tuned_model_is_the_first_that_has_not_unlearned(runs, fine_tuned):
     made = [make_run(*run.split(" from "), options={"retain_only": run == "retain"})
             for run in runs]
-    ev.find_references(made)
+    ev.mark_references(made)
     assert [run.folder for run in made if run.verdict == "fine-tuned"] == fine_tuned
 
 @each("verdicts, verdict", [(["unlearned", "noise", "noise"], "noise"),
