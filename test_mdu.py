@@ -1643,6 +1643,7 @@ def test_mdu_refuses_a_target_of_another_vocabulary(assert_refused):
     # Folders.
     ("eval.py --report {base}", "not scored yet; first run: python eval.py {base}"),
     ("eval.py --model {base} --data toy {run}", "is a run; give another folder"),
+    ("eval.py --model {base} --data toy own", "own has scores of a/model; give another folder"),
     ("eval.py stopped", "no RUN has a finished model"),
     ("eval.py —report {scored}", "—report: no such folder; if it is an option"),
     ("eval.py --analysis convergence {base}", "train it with --diagnose"),
@@ -1652,7 +1653,8 @@ def test_eval_refuses(command, said, base, assert_refused):
     made_with = json.dumps({"options": vars(options(f"--preset toy --model {base}")),
                             "rows": {"forget": "other"}, "files": {}, "code": "abc"})
     write_files({"stopped/run.json": made_with, "other/run.json": made_with,
-                 "other/config.json": "{}", "bare/config.json": "{}"})
+                 "other/config.json": "{}", "bare/config.json": "{}",
+                 "own/eval/summary.json": '{"model": "a/model"}'})
     assert_refused(command, said)
 
 def test_eval_that_is_out_of_memory_names_its_own_options(scored, capsys):
@@ -2431,6 +2433,7 @@ def test_the_seeds_of_a_report_may_have_pairs_of_their_own(capsys):
     assert table["run"] == ("fine-tuned (run base)", "retrained (run retain)", "npo (2 of 3 runs)")
     assert table["deviation"] == ("0.90 (0.80–1.00) fact", "-", "0.30 (0.10–0.50) fact")
     assert table["↓ fact"] == ("1.00", "0.10", "0.40")
+    assert "more than 0.64 of the run's" in screen
     assert "report.md" in os.listdir()
     # A seed without the fine-tuned model.
     said = "4/retain: scored on other pairs than every run of the fine-tuned model"
