@@ -93,6 +93,13 @@ def write_lines(file, rows):
     Path(file).write_text("\n".join(json.dumps(row) for row in rows))
     return str(file)
 
+def pipe(file):
+    """The name of a pipe with the content of a file.  It can be read once."""
+    reading, writing = os.pipe()
+    os.write(writing, Path(file).read_bytes())
+    os.close(writing)
+    return f"/dev/fd/{reading}"
+
 def read_all(folder):
     return {file: file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()}
 
@@ -997,13 +1004,6 @@ def test_a_template_with_the_date_gets_a_fixed_one(whole_words):
         prompt = mdu.encode_prompt(whole_words, "Who?")
         assert whole_words.decode(prompt) == "26 Jul 2024: Who?"
 
-def test_an_end_token_is_never_unknown(monkeypatch, capsys):
-    """Also of GPT-2's tokenizer, which has one token for both."""
-    monkeypatch.setattr(mdu, "encode_row", lambda *_: mdu.Example([3], [5, 1], [], []))
-    tokenizer = SimpleNamespace(unk_token_id=1)
-    mdu.encode_rows(None, "forget", [{"question": "Who?"}], None, tokenizer)
-    assert capsys.readouterr().out == ""
-
 # ---- Models are loaded, adapted and saved ----
 def test_the_revision_that_is_asked_for_is_downloaded_without_pickle():
     with mock.patch("huggingface_hub.snapshot_download", return_value="there") as download:
@@ -1182,7 +1182,8 @@ def test_a_response_length_of_0_becomes_that_of_the_longest_answer(base):
     # Rows of one's own.  MDU: 500, five passes over the rows to forget, one over those to retain.
     ("--model x", 10, 9, 500), ("--model x", 401, 9, 502), ("--model x", 10, 2001, 501),
     ("--model x --method npo", 4, 2001, 250), ("--model x --method sft", 10, 198, 260),
-    ("--model x --epochs 3 --min-steps 7 --retain-passes 2", 10, 19, 10)])
+    ("--model x --epochs 3 --min-steps 9", 10, 9, 9),
+    ("--model x --epochs 3 --retain-passes 2", 10, 19, 10)])
 def test_the_number_of_steps_by_hand(typed, n_forget, n_retain, steps):
     """Of 4 rows.  sft counts all of its rows."""
     examples = {"forget": n_forget * ["row"], "retain": n_retain * ["row"]}
@@ -1282,17 +1283,17 @@ def test_a_loss_of_weights_that_are_rounded_later_says_so():
     assert "(20% left) before the weights were rounded to torch.bfloat16" in text
 
 def test_run_json_has_the_hashes_of_files_and_no_text_of_their_rows(base, capsys):
-    """By the hashes eval.py notices a change that is none of the rows."""
+    """One file is a pipe.  By the hashes eval.py notices a change that is none of the rows."""
     world = mdu.toy_world()
     for name in ("forget", "retain"):
         write_lines(name, world[name])
-    mdu.main(toy(base, "run", "--forget forget --retain retain --steps 1"))
+    mdu.main(toy(base, "run", f"--forget {pipe('forget')} --retain retain --steps 1"))
     info = mdu.read_run("run")
     assert info["files"] == {"forget": sha256("forget"), "retain": sha256("retain")}
     written = json.dumps(info) + Path("run/metrics.jsonl").read_text()
     assert world["forget"][0]["answer"] not in written
     Path("retain").open("a").write("\n")
-    ev.main([*QUICK, "run"])
+    ev.main([*QUICK, "--forget", "forget", "run"])
     assert "retain is another file than in the training, or has changed" in capsys.readouterr().out
 
 def stop_in(folder, *_):
@@ -2175,11 +2176,8 @@ def test_a_model_without_run_json_is_scored(base, files, capsys):
     assert [bare["options"], run["options"]] == [{}, mdu.read_run(base)["options"]]
 
 def test_rows_may_come_from_a_pipe(base, files):
-    """Which can be read once.  The summary has the hash of what was read, and no text of a row."""
-    reading, writing = os.pipe()
-    os.write(writing, Path("never.jsonl").read_bytes())
-    os.close(writing)
-    ev.main(["--model", str(base), *files[:-1], f"/dev/fd/{reading}", *QUICK, "new"])
+    """The summary has the hash of what was read, and no text of a row."""
+    ev.main(["--model", str(base), *files[:-1], pipe("never.jsonl"), *QUICK, "new"])
     summary = ev.read_summary("new")
     assert summary["splits"]["never"]["n"] == 2
     assert summary["files"]["never"] == sha256("never.jsonl")
@@ -2230,6 +2228,11 @@ def read_table(text, title=""):
     return table
 
 # ---- Report ----
+def report(capsys, *runs):
+    """Report on these runs -> what is on the screen."""
+    ev.main(["--report", *runs])
+    return capsys.readouterr().out
+
 def test_a_table_is_as_wide_as_a_page_and_goes_on_below():
     columns = [(["run"], ["a", "bb"]),
                (["Forget:", "↓ infilling,", "no question"], ["1", "2"]),
@@ -2252,8 +2255,7 @@ def test_a_report_does_without_answers_pictures_and_other_folders(capsys):
     Path("stopped").mkdir()
     Path("a/report.png").write_text(ev.SIGNATURE)
     with mock.patch.object(ev, "draw_methods", side_effect=ValueError("too large")):
-        ev.main(["--report", "stopped", "a/mdu"])
-    screen = capsys.readouterr().out
+        screen = report(capsys, "stopped", "a/mdu")
     assert "left out: stopped: no finished model" in screen
     assert "report.png not drawn: ValueError('too large')" in screen
     assert "report.png" not in Path("a/report.md").read_text()
@@ -2280,8 +2282,7 @@ def test_a_report_averages_the_runs_of_one_folder_name(capsys):
     for person in ("1", "2"):  # each of RWKU's people has other pairs
         runs.append(write_summary(f"{person}/base", {"forget": {"n": 1, "prob": 0.9}},
                                   options={**OPTIONS, "subject": person}, trained_on=person))
-    ev.main(["--report", *runs])
-    assert read_table(capsys.readouterr().out) == {
+    assert read_table(report(capsys, *runs)) == {
         "run": ("npo", "base (2 of 3 runs)"), "↓ p": ("-", "0.90"),
         "↑ forget quality": ("0.25", "-")}
     text = Path("report.md").read_text()
@@ -2371,8 +2372,7 @@ def test_deviations_by_hand(capsys):
             write_run("close", {**UNKNOWN, "any_decoding": 8 / 24, "prob": 0.5}),
             write_run("done", UNKNOWN, splits=held_out(0.9, 0.1)),
             write_retrained(splits=held_out(0.2))]
-    ev.main(["--report", *runs])
-    screen = capsys.readouterr().out
+    screen = report(capsys, *runs)
     table = read_table(screen)
     assert list(zip(table["run"], table["deviation"])) == [
         ("fine-tuned (run base)", "1.00 fact"), ("retrained (run retain)", "-"), ("done", "0.00"),
@@ -2393,8 +2393,7 @@ def test_without_a_retrained_model_runs_are_compared_with_pairs_that_no_model_le
             write_base(splits=never(0.3)),
             write_run("ga", {**UNKNOWN, "new_pairs": 0.7}, splits=never(0.1)),
             write_run("wga", {**UNKNOWN, "fact": 0.35}, splits=never(0.1))]
-    ev.main(["--report", *runs])
-    screen = capsys.readouterr().out
+    screen = report(capsys, *runs)
     table = read_table(screen)
     assert list(zip(table["run"], table["deviation"])) == [
         ("fine-tuned (run base)", "0.70 fact"), ("wga", "0.05 fact"),
@@ -2402,10 +2401,10 @@ def test_without_a_retrained_model_runs_are_compared_with_pairs_that_no_model_le
     assert "No retrained model (run `retain`) is among these runs" in screen
     # Without an arrow.
     assert read_table(Path("1/report.md").read_text(), "### Control set")["fact"][0] == "0.300"
-    ev.main(["--report", write_run("gd", UNKNOWN, 2), write_base(2), write_run("ga", KNOWN, 2)])
-    screen = capsys.readouterr().out
-    assert read_table(screen)["run"] == ("fine-tuned (run base)", "gd", "ga")
-    assert "deviation" not in read_table(screen)
+    runs = [write_run("gd", UNKNOWN, 2), write_base(2), write_run("ga", KNOWN, 2)]
+    table = read_table(report(capsys, *runs))
+    assert table["run"] == ("fine-tuned (run base)", "gd", "ga")
+    assert "deviation" not in table
 
 def test_a_report_of_runs_with_wrong_answers_has_their_forget_quality(capsys):
     """Of 3 and 3 distinct values 2 of 20 orders have D = 1.  A pair may have no wrong answers."""
@@ -2427,8 +2426,7 @@ def test_the_seeds_of_a_report_may_have_pairs_of_their_own(capsys):
         retrained = {**UNKNOWN, "fact": of_retrained, "any_decoding": 0.2, "new_pairs": seed / 10}
         runs += [write_base(seed), write_retrained(seed, retrained),
                  write_run("npo", {**UNKNOWN, "fact": fact, "any_decoding": decoded}, seed)]
-    ev.main(["--report", *runs[:-1]])
-    screen = capsys.readouterr().out
+    screen = report(capsys, *runs[:-1])
     table = read_table(screen)
     assert table["run"] == ("fine-tuned (run base)", "retrained (run retain)", "npo (2 of 3 runs)")
     assert table["deviation"] == ("0.90 (0.80–1.00) fact", "-", "0.30 (0.10–0.50) fact")
@@ -2450,12 +2448,12 @@ def test_of_runs_on_the_same_pairs_those_of_the_same_seed_are_compared(capsys):
         options = {"forget": None, **options}
         return write_run(name, dict(fact=fact), seed, options=options, **changed)
     new, retained = {"model": "/2/x/new"}, {"model": "/2/x/new", "retain_only": True}
-    ev.main(["--report", run("base", 1, 1.0, **new), run("base", 2, 1.0, **new),
-             run("healed", 1, 0.55, model="/2/x/1/npo", retain_only=True),
-             run("refusals", 1, 0.65, "more", **retained),
-             run("retain", 1, 0.1, **retained), run("retain", 2, 0.2, **retained),
-             run("npo", 1, 0.5), run("wga", 2, 0.5), run("ga", 3, 0.5)])
-    table = read_table(capsys.readouterr().out)
+    runs = [run("base", 1, 1.0, **new), run("base", 2, 1.0, **new),
+            run("healed", 1, 0.55, model="/2/x/1/npo", retain_only=True),
+            run("refusals", 1, 0.65, "more", **retained),
+            run("retain", 1, 0.1, **retained), run("retain", 2, 0.2, **retained),
+            run("npo", 1, 0.5), run("wga", 2, 0.5), run("ga", 3, 0.5)]
+    table = read_table(report(capsys, *runs))
     assert list(zip(table["run"], table["deviation"])) == [
         ("fine-tuned (run base)", "0.85 (0.80–0.90) fact"), ("retrained (run retain)", "-"),
         ("wga (1 of 2 runs)", "0.30 fact"), ("npo (1 of 2 runs)", "0.40 fact"),
@@ -2494,10 +2492,9 @@ def test_warnings_have_their_figures(capsys):
                 write_run("mdu-model", UNKNOWN, seed, options={"target": "/x/model"}),
                 write_run("mdu-tau1", UNKNOWN, seed, {"forget_loss_left": left},
                           {"target": "paper", "tau": 1.0})]
-    ev.main(["--report", *write(1, 0.5, 0.29, 0.2)])
-    assert "## Warnings" not in capsys.readouterr().out
-    ev.main(["--report", *write(2, 0.49, 0.31, 0.35)])
-    warnings = " ".join(capsys.readouterr().out.split("## Warnings")[1].split())
+    assert "## Warnings" not in report(capsys, *write(1, 0.5, 0.29, 0.2))
+    screen = report(capsys, *write(2, 0.49, 0.31, 0.35))
+    warnings = " ".join(screen.split("## Warnings")[1].split())
     assert "base gives 49% of the forget set." in warnings
     assert "- mdu-tau1: the target itself may keep answers." in warnings
     assert "fills in 31% of the answers' masked words." in warnings
@@ -2513,8 +2510,7 @@ def test_the_screen_of_a_report_is_no_wider_than_a_page(capsys):
         record = dict(question="Who?", answer="Gado", number=number, generation="", told=told)
         with open("1/npo/eval/forget.jsonl", "a") as file:
             print(json.dumps(record), file=file)
-    ev.main(["--report", *runs])
-    screen = capsys.readouterr().out
+    screen = report(capsys, *runs)
     assert max(map(len, screen.splitlines())) <= 100
     facts = screen.split(ev.FACTS)[1].split("##")[0]
     assert facts.count("\n- ") == 8
@@ -2556,21 +2552,18 @@ def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, c
     assert splits["never"]["any_decoding"] == 0
     assert "any_decoding" not in splits["retain"]
 
-    ev.main(["--report", "before", "clean", "after"])
-    screen = capsys.readouterr().out
+    screen = report(capsys, "before", "clean", "after")
     text = Path("report.md").read_text()
     assert told_in(screen) == told_in(text) == TOLD
     assert read_table(text, "### Forget set")["pairs with facts"] == ("3", "3", "3")
-    ev.main(["--report", "before", "clean"])
-    assert told_in(capsys.readouterr().out) == [
+    assert told_in(report(capsys, "before", "clean")) == [
         "- none; other wordings of the questions were not tried"]
 
     # An attack: a report of one run has no model before unlearning.
-    ev.main(["--report", "after"])
-    assert told_in(capsys.readouterr().out) == TOLD
+    assert told_in(report(capsys, "after")) == TOLD
     os.remove("clean/eval/forget.jsonl")  # the summary alone was kept
-    ev.main(["--report", "before", "clean"])
-    assert told_in(capsys.readouterr().out) == ["- not known: clean has no eval/forget.jsonl"]
+    assert told_in(report(capsys, "before", "clean")) == [
+        "- not known: clean has no eval/forget.jsonl"]
 
 # ---- Analyses ----
 def test_the_analysis_of_convergence_has_the_kls_that_were_logged(unlearned, tmp_path):
@@ -2846,11 +2839,6 @@ def plan_of(name, variables=""):
 def jobs_of(plan):
     return [job for stage in plan.stages for job in stage]
 
-def options_of(plan):
-    """{name of a run: its options}"""
-    trained = [job for job in jobs_of(plan) if "mdu.py" in job.command]
-    return {Path(job.folder).name: parse_command(job.command) for job in trained}
-
 @each("name, variables", [
     ("demo", "METHODS=npo"), ("figures", ""), ("real", ""),
     ("tofu", "PRESET=tofu-small SEEDS=2,3 HIDDEN=0.3"), ("tofu", "PRESET=tofu-smollm MODEL=a/b"),
@@ -2870,48 +2858,14 @@ def test_the_commands_of_a_plan_can_be_typed_in_order(name, variables):
         written |= {job.folder for job in stage}
         written |= {job.folder.replace("/start/new", "/rows") for job in stage}
 
-def test_the_figures_are_of_four_analyses():
-    analyses = [job.command[3] for job in plan_of("figures").stages[2]]
-    assert analyses == ["convergence", "roles", "trajectory", "rollout"]
-
-def test_a_name_of_a_run_may_end_in_numbers_of_options():
-    names = ["ga-lr3e-4", "dpo-lr.1-w.2-s900", "mdu-tau0.25-w5", "wga-gamma2", "authors-w1"]
-    runs = options_of(plan_of("tofu", f"PRESET=tofu-small METHODS={','.join(names)}"))
-    expected = {"ga-lr3e-4": dict(method="ga", lr=3e-4),
-                "dpo-lr.1-w.2-s900": dict(method="dpo", lr=0.1, retain_weight=0.2, steps=900),
-                "mdu-tau0.25-w5": dict(method="mdu", tau=0.25, retain_weight=5, target="paper"),
-                "wga-gamma2": dict(method="wga", gamma=2),
-                "authors-w1": dict(target="authors", tau=0.5, retain_weight=1)}
-    found = {name: {option: getattr(runs[name], option) for option in options}
-             for name, options in expected.items()}
-    assert found == expected
-
-def test_tofu_trains_the_small_model_on_its_rows_for_as_long_as_it_needs():
-    rows = {split: range(n) for split, n in dict(forget=40, retain=160, train=240).items()}
-    for hidden, masked, learning in (("", 0.0, 2500), ("0.2", 0.2, 5000)):
-        variables = f"PRESET=tofu-small HIDDEN={hidden} METHODS=npo,mdu-original"
-        runs = options_of(plan_of("tofu", variables))
-        assert runs["mdu-original"].target.endswith("/start/original")
-        found = {}
-        for name, args in runs.items():
-            split = "train" if args.method == "sft" else "forget"
-            found[name] = (mdu.number_of_steps(args, rows, split), args.prompt_dropout,
-                           Path(args.retain).stem)
-        assert found == {
-            "original": (2500, 0.3, "other"), "npo": (300, 0, "retain"),
-            "mdu-original": (300, 0, "retain"),
-            "base": (learning, masked, "known"), "retain": (learning, masked, "known")}
-
-@each("variables, folders", [
-    ("PRESET=tofu-llada LORA=16", ["tofu-llada-lora16"]), ("PRESET=tofu-small", ["tofu-small"]),
-    ("PRESET=tofu-qwen SEEDS=2 MODEL=a/b", ["tofu-qwen-b/2"]),
-    ("PRESET=tofu-small SEEDS=3,4 HIDDEN=0", ["tofu-small-hidden0/3", "tofu-small-hidden0/4"])])
-def test_what_changes_all_runs_of_tofu_is_in_the_name_of_their_folder(variables, folders):
-    plan = plan_of("tofu", f"{variables} METHODS=npo")
-    runs = [f"out/{folder}/{name}" for folder in folders for name in ("base", "retain", "npo")]
-    *_, [report] = plan.stages
-    assert report.command[3:] == runs
-    assert {job.folder for job in jobs_of(plan)} >= set(runs)
+@each("name, expected", [
+    ("ga-lr3e-4", dict(method="ga", lr="3e-4")),
+    ("dpo-lr.1-w.2-s900", dict(method="dpo", lr=".1", retain_weight=".2", steps="900")),
+    ("mdu-tau0.25-w5", dict(tau="0.25", retain_weight="5")),
+    ("wga-gamma2", dict(method="wga", gamma="2")),
+    ("authors-w1", dict(target="authors", tau=0.5, retain_weight="1"))])
+def test_a_name_of_a_run_may_end_in_numbers_of_options(name, expected):
+    assert experiments.options_of(name) == expected
 
 @each("preset", ["tofu-small", "tofu-smollm"])
 def test_the_runs_of_each_report_of_two_seeds_can_be_compared(preset):
@@ -2949,30 +2903,74 @@ def test_an_experiment_is_refused(words, said, tmp_path, monkeypatch):
         experiments.main([name])
     assert not (tmp_path / "out").exists()
 
+def printed_plan(name, variables, capsys):
+    """The words that PLAN=1 prints, without the experiment's folder."""
+    experiments.print_plan(plan_of(name, variables))
+    printed = capsys.readouterr().out.replace(experiments.PYTHON, "python")
+    return re.sub(r"out/[^/\s]+/", "", printed).split()
+
+def test_the_commands_of_a_small_experiment(monkeypatch, capsys):
+    """It has the parts that an experiment may have.  The adapters of attacks are of their own."""
+    small = experiments.Experiment(
+        ["mdu-original"], start_model="small", original=dict(steps=4), learn=dict(steps=5),
+        if_hidden=dict(lr=0.6), unlearn=dict(steps=7), attack=dict(steps=8),
+        scoring=dict(samples=9), files=["forget", "retain"], **experiments.ON_CPU)
+    monkeypatch.setitem(experiments.EXPERIMENTS, "demo", small)
+    assert printed_plan("demo", "LORA=8 HIDDEN=0.3", capsys) == """
+export CUDA_VISIBLE_DEVICES= export OMP_NUM_THREADS=1
+python .github/start_models.py small out/demo-lora8-hidden0.3 locuslab/TOFU 1
+python mdu.py --seed 1 --method sft --model start/new --retain-only --retain rows/other.jsonl
+    --steps 4 --out start/original
+python mdu.py --steps 5 --seed 1 --method sft --lora 8 --forget rows/forget.jsonl
+    --retain rows/known.jsonl --model start/original --lr 0.6 --prompt-dropout 0.3 --out base
+python mdu.py --steps 5 --seed 1 --method sft --lora 8 --forget rows/forget.jsonl
+    --retain rows/known.jsonl --model start/original --lr 0.6 --prompt-dropout 0.3
+    --retain-only --out retain
+python mdu.py --steps 7 --seed 1 --lora 8 --forget rows/forget.jsonl --retain rows/retain.jsonl
+    --target start/original --out mdu-original
+python eval.py --samples 9 --forget rows/forget.jsonl --retain rows/retain.jsonl
+    base mdu-original
+python eval.py --samples 9 --forget rows/forget.jsonl --retain rows/retain.jsonl retain
+python mdu.py --steps 8 --method sft --seed 1 --lora 16 --forget rows/taught.jsonl
+    --retain rows/retain.jsonl --model base --out taught-again/base
+python mdu.py --steps 8 --method sft --seed 1 --lora 16 --forget rows/taught.jsonl
+    --retain rows/retain.jsonl --model retain --out taught-again/retain
+python mdu.py --steps 8 --method sft --seed 1 --lora 16 --forget rows/taught.jsonl
+    --retain rows/retain.jsonl --model mdu-original --out taught-again/mdu-original
+python eval.py --samples 9 --forget rows/asked.jsonl --retain rows/taught.jsonl
+    taught-again/base taught-again/mdu-original
+python eval.py --samples 9 --forget rows/asked.jsonl --retain rows/taught.jsonl
+    taught-again/retain
+python eval.py --report taught-again/base taught-again/retain taught-again/mdu-original
+python eval.py --report base retain mdu-original""".split()
+
+def test_the_commands_for_one_person_of_rwku(capsys):
+    variables = "PRESET=rwku-llada SEEDS=0,3 METHODS=npo LORA=8 JOBS=2"
+    assert printed_plan("rwku", variables, capsys) == f"""
+python eval.py --limit 100 --data jinzhuoran/RWKU --model {mdu.LLADA} 0/base
+python mdu.py --preset rwku-llada --subject 3 --lora 8 --method npo --out 3/npo
+python eval.py --limit 100 3/npo
+find 3/npo -name '*.safetensors' -delete
+python eval.py --report 0/base 3/npo""".split()
+
 def test_tofu_does_what_an_earlier_call_has_not_finished(capsys):
     write_files(dict.fromkeys(  # mine was trained by hand
-        [f"out/tofu-llada/{name}" for name in (
+        [f"out/tofu-llada-b/{name}" for name in (
             "base/checkpoint-00005000/x", "retain/config.json", "npo/config.json",
             "npo/eval/summary.json", "mine/config.json")], ""))
     run = {"options": {"response_length": 128}, "rows": {}}
-    write_files({"out/tofu-llada/base/run.json": json.dumps(run)})
-    experiments.print_plan(plan_of("tofu", "PRESET=tofu-llada METHODS=npo,wga GPUS=4"))
-    printed = capsys.readouterr().out.replace(experiments.PYTHON, "python")
-    printed = printed.replace("python -m torch.distributed.run --nproc_per_node=4", "four")
+    write_files({"out/tofu-llada-b/base/run.json": json.dumps(run)})
+    variables = "PRESET=tofu-llada MODEL=a/b METHODS=npo,wga GPUS=4 JOBS=2"
+    four = "python -m torch.distributed.run --nproc_per_node=4"
     options = "--preset tofu-llada --seed 1 --data locuslab/TOFU --method"
-    assert printed.replace("out/tofu-llada/", "").splitlines() == [
-        "four mdu.py --resume base",
-        f"# finished: four mdu.py {options} sft --model {mdu.LLADA} --retain-only --out retain",
-        f"# finished: four mdu.py {options} npo --out npo",
-        f"four mdu.py {options} wga --out wga",
-        "four eval.py base retain wga mine",
-        "python eval.py --report base retain npo wga mine"]
-
-def test_the_runs_of_a_report_are_scored_by_as_many_processes_as_jobs_at_once():
-    scoring = plan_of("demo", "METHODS=npo,ga,wga JOBS=3").stages[2]
-    shares = [job.command[4:] for job in scoring]  # behind python eval.py --samples 32
-    assert shares == [["out/demo/base", "out/demo/ga"], ["out/demo/retain", "out/demo/wga"],
-                      ["out/demo/npo"]]
+    assert printed_plan("tofu", variables, capsys) == f"""
+{four} mdu.py --resume base
+# finished: {four} mdu.py {options} sft --model a/b --retain-only --out retain
+# finished: {four} mdu.py {options} npo --out npo
+{four} mdu.py {options} wga --out wga
+{four} eval.py base wga
+{four} eval.py retain mine
+python eval.py --report base retain npo wga mine""".split()
 
 def test_as_many_jobs_run_at_once_as_are_asked_for(monkeypatch):
     running, counts = set(), []
@@ -3024,12 +3022,12 @@ def test_the_weights_of_rwku_are_deleted_once_a_run_is_scored(tmp_path):
     assert {file.name for file in (tmp_path / run).iterdir()} == {"config.json", "eval"}
 
 def test_a_signal_ends_the_jobs_of_an_experiment(tmp_path):
-    """Which the job, a program that waits, does not get itself."""
+    """Which the job, a program that waits, does not get itself.  It has the demo's environment."""
     (tmp_path / "job.py").write_text("""if True:
-        import signal, time
+        import os, signal, time
         from pathlib import Path
         def end(*signal):
-            Path("out/ended").touch()
+            Path("out/ended").write_text(os.environ["OMP_NUM_THREADS"])
             raise SystemExit
         signal.signal(signal.SIGTERM, end)
         Path("out/begun").touch()
@@ -3041,13 +3039,14 @@ def test_a_signal_ends_the_jobs_of_an_experiment(tmp_path):
         job = experiments.Job("out/run", [sys.executable, "job.py"])
         experiments.compare = lambda *arguments: ([[job]], [])
         experiments.mdu.run_program("experiments.py", lambda: experiments.main(["demo"]))"""
-    process = subprocess.Popen([sys.executable, "-c", script])
+    env = {**os.environ, "OMP_NUM_THREADS": "7"}
+    process = subprocess.Popen([sys.executable, "-c", script], env=env)
     while not (tmp_path / "out/begun").exists():
         assert process.poll() is None
         time.sleep(0.05)
     process.terminate()
     assert process.wait() == 128 + signal.SIGTERM
-    assert (tmp_path / "out/ended").exists()
+    assert (tmp_path / "out/ended").read_text() == "1"
 
 def test_the_files_of_the_small_model_have_the_rows_that_the_seed_chooses(tmp_path, monkeypatch):
     monkeypatch.setattr(mdu, "read_dataset", lambda name, config: [
