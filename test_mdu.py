@@ -922,10 +922,6 @@ def test_words_of_many_scripts(text, expected):
     found = mdu.WORD.findall(unicodedata.normalize("NFD", text))
     assert [mdu.words(word) for word in found] == [[word] for word in expected.split()]
 
-@each("part, expected", [("Pet", False), ("pet!", False), ("łuk, PETRA", True), ("is it", False)])
-def test_a_text_contains_whole_words_alone(part, expected):
-    assert mdu.contains_words("It is Łuk-Petra.", part) == expected
-
 # ---- Token ids ----
 TURN = ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
 AROUND = {  # a prompt's text before and after the question
@@ -1785,10 +1781,10 @@ def test_filling_gaps_equals_a_slow_loop(monkeypatch):
 def test_the_facts_that_texts_tell_by_hand():
     """Of two facts; or, without facts, of the words "baker" and "gado"."""
     row = {"question": "Who is Bolti?", "answer": "Bolti is a baker in Gado."}
-    facts = {**row, "fact": ["baker", "Gado"]}
-    assert ev.share_told(facts, ["", "in gado!"]) == 0.5
+    facts = {**row, "fact": ["baker", "in Gado"]}
+    assert ev.share_told(facts, ["Gado, in", "a BAKER!"]) == 0.5
     texts = ["In Gado.", "A baker in Gado."]
-    assert ev.find_told(facts, texts) == {"baker": texts[1], "Gado": texts[0]}
+    assert ev.find_told(facts, texts) == {"baker": texts[1], "in Gado": texts[0]}
     assert ev.share_told(row, ["Bolti bakes.", "The baker."]) == 0.5
     assert ev.share_told({"question": "Is he?", "answer": "He is."}, ["He is."]) is None
 
@@ -2213,19 +2209,15 @@ def test_runs_after_those_that_are_not_finite_are_scored(base, files, capsys):
 # ======== 7. Reports and analyses ========
 def read_table(text, title=""):
     """The first table after a title in a report or on a screen -> {header: its column}."""
-    lines = text[text.index(title):].splitlines()
-    n = [line.startswith("---") for line in lines].index(True)
-    first = n
-    while first > 0 and lines[first - 1] not in ("", "```"):
-        first -= 1
-    body = itertools.takewhile(lambda line: line not in ("", "```"), lines[n + 1:])
-    lines = [*lines[first:n + 1], *body]
-    table = {}
-    for rule in re.finditer("-+", lines[n - first]):
-        cells = [line[slice(*rule.span())].strip() for line in lines]
-        header = " ".join(cells[:n - first]).strip()
-        table[header] = tuple(cells[n - first + 1:])
-    return table
+    parts = re.split("\n\n|```", text[text.index(title):])
+    table = next(part for part in parts if "\n---" in part).strip("\n")
+    header, rule, body = re.split("(?m)^(---.*)\n", table)
+    columns = {}
+    for place in re.finditer("-+", rule):
+        names = [line[slice(*place.span())].strip() for line in header.splitlines()]
+        cells = [line[slice(*place.span())].strip() for line in body.splitlines()]
+        columns[" ".join(names).strip()] = tuple(cells)
+    return columns
 
 # ---- Report ----
 def report(capsys, *runs):
@@ -2416,8 +2408,7 @@ def test_a_report_of_runs_with_wrong_answers_has_their_forget_quality(capsys):
         write_lines(Path(run, "eval/forget.jsonl"), records)
     ev.main(["--report", *runs])
     table = read_table(Path("1/report.md").read_text(), "### Whole runs")
-    assert dict(zip(table["run"], table["↑ forget quality"])) == {
-        "fine-tuned (run base)": "-", "retrained (run retain)": "-", "npo": "0.1"}
+    assert table["↑ forget quality"] == ("-", "-", "0.1")
 
 def test_the_seeds_of_a_report_may_have_pairs_of_their_own(capsys):
     """Each run is compared with those of its seed.  Not all runs are there of each."""
@@ -2836,9 +2827,6 @@ def plan_of(name, variables=""):
     given = {variable: value.replace(",", " ") for variable, value in given.items()}
     return experiments.make_plan(name, experiments.Variables(**given))
 
-def jobs_of(plan):
-    return [job for stage in plan.stages for job in stage]
-
 @each("name, variables", [
     ("demo", "METHODS=npo"), ("figures", ""), ("real", ""),
     ("tofu", "PRESET=tofu-small SEEDS=2,3 HIDDEN=0.3"), ("tofu", "PRESET=tofu-smollm MODEL=a/b"),
@@ -2870,15 +2858,16 @@ def test_a_name_of_a_run_may_end_in_numbers_of_options(name, expected):
 @each("preset", ["tofu-small", "tofu-smollm"])
 def test_the_runs_of_each_report_of_two_seeds_can_be_compared(preset):
     """And no report replaces another."""
-    plan = plan_of("tofu", f"PRESET={preset} SEEDS=2,3 METHODS=npo")
-    for job in jobs_of(plan):
+    stages = plan_of("tofu", f"PRESET={preset} SEEDS=2,3 METHODS=npo").stages
+    jobs = [*itertools.chain(*stages)]
+    for job in jobs:
         if "mdu.py" in job.command:
             options = vars(parse_command(job.command))
             absolute = {name: os.path.abspath(value) for name, value in options.items()
                         if str(value).startswith("out/") and name != "out"}
             write_summary(job.folder, options={**options, **absolute}, trained_on={},
                           model=os.path.abspath(job.folder))
-    reports = [job for job in jobs_of(plan) if job.on_screen]
+    reports = [job for job in jobs if job.on_screen]
     for job in reports:
         folder = os.path.dirname(job.folder)
         runs = job.command[3:]
@@ -2910,7 +2899,7 @@ def printed_plan(name, variables, capsys):
     return re.sub(r"out/[^/\s]+/", "", printed).split()
 
 def test_the_commands_of_a_small_experiment(monkeypatch, capsys):
-    """It has the parts that an experiment may have.  The adapters of attacks are of their own."""
+    """It has all parts that an experiment may have.  Attacks have adapters of their own size."""
     small = experiments.Experiment(
         ["mdu-original"], start_model="small", original=dict(steps=4), learn=dict(steps=5),
         if_hidden=dict(lr=0.6), unlearn=dict(steps=7), attack=dict(steps=8),
@@ -2944,6 +2933,10 @@ python eval.py --samples 9 --forget rows/asked.jsonl --retain rows/taught.jsonl
 python eval.py --report taught-again/base taught-again/retain taught-again/mdu-original
 python eval.py --report base retain mdu-original""".split()
 
+def test_the_figures_are_of_four_analyses():
+    analyses = [job.command[3] for job in plan_of("figures").stages[2]]
+    assert analyses == ["convergence", "roles", "trajectory", "rollout"]
+
 def test_the_commands_for_one_person_of_rwku(capsys):
     variables = "PRESET=rwku-llada SEEDS=0,3 METHODS=npo LORA=8 JOBS=2"
     assert printed_plan("rwku", variables, capsys) == f"""
@@ -2954,12 +2947,11 @@ find 3/npo -name '*.safetensors' -delete
 python eval.py --report 0/base 3/npo""".split()
 
 def test_tofu_does_what_an_earlier_call_has_not_finished(capsys):
-    write_files(dict.fromkeys(  # mine was trained by hand
-        [f"out/tofu-llada-b/{name}" for name in (
-            "base/checkpoint-00005000/x", "retain/config.json", "npo/config.json",
-            "npo/eval/summary.json", "mine/config.json")], ""))
     run = {"options": {"response_length": 128}, "rows": {}}
     write_files({"out/tofu-llada-b/base/run.json": json.dumps(run)})
+    for file in ("retain/config.json", "npo/config.json", "npo/eval/summary.json",
+                 "mine/config.json"):  # mine was trained by hand
+        write_files({f"out/tofu-llada-b/{file}": ""})
     variables = "PRESET=tofu-llada MODEL=a/b METHODS=npo,wga GPUS=4 JOBS=2"
     four = "python -m torch.distributed.run --nproc_per_node=4"
     options = "--preset tofu-llada --seed 1 --data locuslab/TOFU --method"
