@@ -2978,7 +2978,7 @@ def test_as_many_jobs_run_at_once_as_are_asked_for(monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", Process)
     jobs = [experiments.Job(f"out/{i}", []) for i in range(5)]
-    experiments.run_stage(jobs, 2, jobs)
+    experiments.run_stage(jobs, 2, 0)
     assert counts == [1, 2, 1, 2, 1]
 
 def test_where_a_job_fails_its_stage_is_the_last(tmp_path, capsys):

@@ -11,8 +11,11 @@ when all of them have ended; if one has failed, the experiment stops there.
 Results are in out/NAME or out/PRESET: report.md, or of `figures` *.json.  The screen has a line for
 each job that ends; what a job prints itself is in FOLDER.log.
 
-A further call keeps what is finished, resumes what was stopped and does the rest.  To do a run
-again, as after a change to its loss, delete its folder.
+A further call keeps what is finished, resumes what was stopped and does the rest.  A run that has a
+model is finished, also if its loss, its preset, an option or the model from which it started has
+changed since.  To do a run again, delete its folder, and the folders of the runs that started from
+it.  Of `base` these are all that unlearn and taught-again, of start/original all but start/new, of
+others taught-again/NAME, where there are attacks.
 """
 import glob
 import os
@@ -95,8 +98,8 @@ RWKU = Experiment(
     [name for name in TABLE_2 if name != "gd"],  # gd is ga where the retain weight is 0
     # The paper asks all questions; then TruthfulQA alone takes 27 hours more.
     scoring=dict(limit=100),
-    # People, by their numbers in RWKU's list (its config forget_target); 0: the published model is
-    # asked about all ten.
+    # People in place of seeds, by their numbers in RWKU's list (its config forget_target).  0 is
+    # nobody: the published model is asked about all ten.
     seeds="0 1 2 3 4 5 6 7 8 9 10", accepts=["LORA"])
 
 EXPERIMENTS = {  # {NAME, or the PRESET of tofu and rwku: its experiment}
@@ -153,92 +156,98 @@ def words_of(options):
             words.append(str(value))
     return words
 
-def launch(given, program, words):
-    if given.GPUS == "1":
+def launch(settled, program, words):
+    if settled.GPUS == "1":
         return [PYTHON, program, *words]
-    return [PYTHON, "-m", "torch.distributed.run", f"--nproc_per_node={given.GPUS}", program,
+    return [PYTHON, "-m", "torch.distributed.run", f"--nproc_per_node={settled.GPUS}", program,
             *words]
 
-def train(given, folder, options):
+def train(settled, folder, options):
     """A run of mdu.py.  One that was stopped goes on from its checkpoint."""
     words = words_of({**options, "out": folder})
     with mdu.naming(folder):
         mdu.parse(words)  # bad options are refused here, before anything is trained
-    finished = os.path.exists(f"{folder}/config.json")
+    finished = mdu.is_finished(folder)
     if os.path.exists(f"{folder}/run.json") and not finished:
         words = ["--resume", folder]
-    return Job(folder, launch(given, "mdu.py", words), finished)
+    return Job(folder, launch(settled, "mdu.py", words), finished)
 
 def is_scored(run):
     return os.path.exists(f"{run}/eval/summary.json")
 
-def score(given, folder, runs, options):
+def score(settled, folder, runs, options):
     """Jobs that score these runs.  As many as there are at once share them, because it takes a
     while to start eval.py."""
     runs = [run for run in runs if not is_scored(run)]
-    n = min(int(given.JOBS), len(runs))
+    n = min(int(settled.JOBS), len(runs))
     return [Job(f"{folder}/scores-{i + 1}",
-                launch(given, "eval.py", [*words_of(options), *runs[i::n]])) for i in range(n)]
+                launch(settled, "eval.py", [*words_of(options), *runs[i::n]])) for i in range(n)]
 
 def report(folder, runs):
     return Job(f"{folder}/report", [PYTHON, "eval.py", "--report", *runs], on_screen=True)
 
 # ---- An experiment becomes stages ----
 # Each function returns the stages of one seed, and the runs for the report of all seeds.
-def compare(given, experiment, out, seed):
+def compare(settled, experiment, out, seed):
     """Train the fine-tuned model, from which other runs start, and the retrained model; unlearn;
     score these runs and those that are in the folder already; attack them."""
-    options = {"seed": seed}  # of all runs
-    if given.PRESET:
-        options = {"preset": given.PRESET, "seed": seed}
-    if given.PRESET and not experiment.files:
-        options["data"] = given.TOFU
-    sft = {**options, "method": "sft"}
+    common = {"seed": seed}
+    if settled.PRESET:
+        common = {"preset": settled.PRESET, "seed": seed}
+        if not experiment.files:
+            common["data"] = settled.TOFU
+    sft = {**common, "method": "sft"}
+    adapters = {}
+    if settled.LORA:
+        adapters["lora"] = settled.LORA
+        # Compiled, LLaDA passed 33.8 rows a second on one GPU, else 20.8.  Several were not tried.
+        # Start models are small: they train for about as long as compiling takes.
+        if settled.GPUS == "1" and not experiment.start_model:
+            adapters["compile"] = True
+    learn = {**experiment.learn, **sft, **adapters}
+    unlearn = {**experiment.unlearn, **common, **adapters}
 
     stages = []
-    model = given.MODEL
-    if experiment.start_model:
-        stages = learn_other_pairs(given, experiment, out, sft)
+    model = settled.MODEL
+    if experiment.start_model:  # all of its weights are trained
+        stages = learn_other_pairs(settled, experiment, out, sft)
         model = f"{out}/start/original"
-
-    if given.LORA:
-        options["lora"] = given.LORA
-    if given.LORA and given.GPUS == "1" and not experiment.start_model:
-        options["compile"] = True  # LLaDA passed 33.8 rows a second, without it 20.8
-    learn = {**experiment.learn, **sft, **options}
-    unlearn = {**experiment.unlearn, **options}
     sets = {name: f"{out}/rows/{name}.jsonl" for name in experiment.files}
     if sets:
         learn.update(forget=sets["forget"], retain=f"{out}/rows/known.jsonl")
         unlearn.update(forget=sets["forget"], retain=sets["retain"])
     if model:
         learn["model"] = model
-    if given.HIDDEN:
-        learn.update(experiment.if_hidden, prompt_dropout=given.HIDDEN)
+    if settled.HIDDEN:
+        learn.update(experiment.if_hidden, prompt_dropout=settled.HIDDEN)
 
-    names = given.METHODS.split()
+    names = settled.METHODS.split()
     there = [Path(config).parent.name for config in sorted(glob.glob(f"{out}/*/config.json"))]
     runs = [f"{out}/{name}" for name in dict.fromkeys(["base", "retain", *names, *there])]
     stages += [
-        [train(given, f"{out}/base", learn),
-         train(given, f"{out}/retain", {**learn, "retain_only": True})],
-        [train(given, f"{out}/{name}", {**unlearn, **options_of(name, model)}) for name in names],
-        score(given, out, runs, {**experiment.scoring, **sets})]
+        [train(settled, f"{out}/base", learn),
+         train(settled, f"{out}/retain", {**learn, "retain_only": True})],
+        [train(settled, f"{out}/{name}", {**unlearn, **options_of(name, model)}) for name in names],
+        score(settled, out, runs, {**experiment.scoring, **sets})]
     if experiment.attack:
-        stages += attack(given, experiment, out, seed, runs)
+        stages += attack(settled, experiment, out, seed, runs)
     return stages, runs
 
-def learn_other_pairs(given, experiment, out, sft):
+def learn_other_pairs(settled, experiment, out, sft):
     """The model before fine-tuning: a start model, which learns pairs that no other run has, some
     without the question, as the paper's target is what the model predicts without it."""
     new = f"{out}/start/new"
-    source = given.MODEL or sft["seed"]  # of which the small one is made
-    make = [PYTHON, ".github/start_models.py", experiment.start_model, out, given.TOFU, source]
-    options = dict(sft, model=new, retain_only=True, retain=f"{out}/rows/other.jsonl")
-    return [[Job(new, make, os.path.exists(f"{new}/config.json"))],
-            [train(given, f"{out}/start/original", {**options, **experiment.original})]]
+    make = [PYTHON, ".github/start_models.py", experiment.start_model, out, settled.TOFU]
+    if settled.MODEL:  # it is copied
+        make += ["--model", settled.MODEL]
+    else:  # a new one, with random weights
+        make += ["--seed", sft["seed"]]
+    options = dict(sft, model=new, retain_only=True, retain=f"{out}/rows/other.jsonl",
+                   **experiment.original)
+    return [[Job(new, make, mdu.is_finished(new))],
+            [train(settled, f"{out}/start/original", options)]]
 
-def attack(given, experiment, out, seed, runs):
+def attack(settled, experiment, out, seed, runs):
     """Relearning attacks: each run is taught a part of the forget set again, and asked for the
     rest.  In their report *retain* is of the pairs that were taught, to see that they were
     learnt."""
@@ -247,16 +256,16 @@ def attack(given, experiment, out, seed, runs):
     options = dict(experiment.attack, method="sft", seed=seed, lora=16, forget=taught)
     if experiment.files:
         options["retain"] = f"{out}/rows/retain.jsonl"
-    attacked = [train(given, f"{folder}/{Path(run).name}", dict(options, model=run))
+    attacked = [train(settled, f"{folder}/{Path(run).name}", dict(options, model=run))
                 for run in runs]
     runs = [job.folder for job in attacked]
     scoring = dict(experiment.scoring, forget=asked, retain=taught)
-    return [attacked, score(given, folder, runs, scoring), [report(folder, runs)]]
+    return [attacked, score(settled, folder, runs, scoring), [report(folder, runs)]]
 
-def figures(given, experiment, out, seed):
-    base = train(given, f"{out}/base", dict(seed=seed, method="sft"))
+def figures(settled, experiment, out, seed):
+    base = train(settled, f"{out}/base", dict(seed=seed, method="sft"))
     options = dict(experiment.unlearn, seed=seed)
-    unlearned = [train(given, f"{out}/{name}", {**options, **options_of(name)})
+    unlearned = [train(settled, f"{out}/{name}", {**options, **options_of(name)})
                  for name in experiment.names]
     analyses = []
     for name, runs, more in [
@@ -264,64 +273,66 @@ def figures(given, experiment, out, seed):
             ("roles", ["mdu-tau1", "npo", "ga"], dict(samples=32)),
             ("trajectory", ["base"], {}), ("rollout", ["base"], {})]:
         words = words_of({"analysis": name, **more}) + [f"{out}/{run}" for run in runs]
-        analyses.append(Job(f"{out}/{name}", launch(given, "eval.py", words),
+        analyses.append(Job(f"{out}/{name}", launch(settled, "eval.py", words),
                             os.path.exists(f"{out}/{name}.json")))
     return [[base], unlearned, analyses], []
 
-def rwku(given, experiment, out, person):
+def rwku(settled, experiment, out, person):
+    """person: in place of a seed, see RWKU."""
     if person == "0":
-        options = dict(experiment.scoring, data="jinzhuoran/RWKU", model=given.MODEL)
+        options = dict(experiment.scoring, data="jinzhuoran/RWKU", model=settled.MODEL)
         runs = [f"{out}/base"]
-        return [score(given, out, runs, options)], runs
-    options = dict(preset=given.PRESET, subject=person)
-    if given.LORA:
-        options["lora"] = given.LORA
+        return [score(settled, out, runs, options)], runs
+    options = dict(preset=settled.PRESET, subject=person)
+    if settled.LORA:
+        options["lora"] = settled.LORA
     stages = []
-    runs = [f"{out}/{name}" for name in given.METHODS.split()]
+    runs = [f"{out}/{name}" for name in settled.METHODS.split()]
     for run in runs:
         # A hundred models of 16 GB are too many for most disks.
         delete = ["find", run, "-name", "*.safetensors", "-delete"]
         is_deleted = is_scored(run) and not glob.glob(f"{run}/*.safetensors")
-        stages += [[train(given, run, {**options, **options_of(Path(run).name)})],
-                   score(given, run, [run], experiment.scoring),
+        stages += [[train(settled, run, {**options, **options_of(Path(run).name)})],
+                   score(settled, run, [run], experiment.scoring),
                    [Job(f"{run}/no-weights", delete, is_deleted)]]
     return stages, runs
 
 # ---- A plan is made, and printed or carried out ----
 class Plan(NamedTuple):
-    given: Variables
+    settled: Variables
     environment: dict  # of the jobs
     stages: list  # lists of jobs
 
-def make_plan(name, given):
-    key = given.PRESET or name
+def make_plan(name, typed):
+    """typed: Variables."""
+    key = typed.PRESET or name
     mdu.require(key in EXPERIMENTS and key.split("-")[0] == name,
-                f"found '{name}' with PRESET='{given.PRESET}'; there are {', '.join(EXPERIMENTS)}, "
+                f"found '{name}' with PRESET='{typed.PRESET}'; there are {', '.join(EXPERIMENTS)}, "
                 "where tofu-... is `make tofu PRESET=tofu-...`")
     experiment = EXPERIMENTS[key]
     out = f"out/{key}"
-    endings = {"MODEL": Path(given.MODEL).name, "LORA": f"lora{given.LORA}",
-               "HIDDEN": f"hidden{given.HIDDEN}"}
+    endings = {"MODEL": Path(typed.MODEL).name, "LORA": f"lora{typed.LORA}",
+               "HIDDEN": f"hidden{typed.HIDDEN}"}
     for variable, ending in endings.items():
-        if getattr(given, variable):
+        if getattr(typed, variable):
             mdu.require(variable in experiment.accepts,
                         f"{variable}= has no effect on {key}: leave it out")
             out += f"-{ending}"
 
-    given = given._replace(METHODS=given.METHODS or " ".join(experiment.names),
-                           MODEL=given.MODEL or experiment.model,
-                           JOBS=given.JOBS or experiment.jobs)
+    settled = typed._replace(METHODS=typed.METHODS or " ".join(experiment.names),
+                             MODEL=typed.MODEL or experiment.model,
+                             JOBS=typed.JOBS or experiment.jobs)
     stages_of = {"figures": figures, "rwku": rwku}.get(name, compare)
-    seeds = given.SEEDS or experiment.seeds
+    seeds = typed.SEEDS or experiment.seeds
     folders = {seed: f"{out}/{seed}" for seed in seeds.split()} or {"1": out}
     stages, runs = [], []
     for seed, folder in folders.items():
-        stages_of_seed, runs_of_seed = stages_of(given, experiment, folder, seed)
+        stages_of_seed, runs_of_seed = stages_of(settled, experiment, folder, seed)
         stages += stages_of_seed
         runs += runs_of_seed
     if runs:
         stages.append([report(out, runs)])
-    return Plan(given, experiment.environment, stages)
+    return Plan(settled, experiment.environment, stages)
 
 def print_plan(plan):
     for name, value in plan.environment.items():
@@ -332,43 +343,43 @@ def print_plan(plan):
             print(comment + shlex.join(job.command))
 
 def carry_out(plan):
+    at_once = int(plan.settled.JOBS)
     jobs = [job for stage in plan.stages for job in stage]
     finished = [job.folder for job in jobs if job.finished]
-    left = [job for job in jobs if not job.finished]
-    to_do = [job.folder for job in left]
+    to_do = [job.folder for job in jobs if not job.finished]
     print(f"{len(finished)} jobs are finished: {' '.join(finished)}")
-    print(f"{len(to_do)} are to do, {plan.given.JOBS} at once: {' '.join(to_do)}", flush=True)
+    print(f"{len(to_do)} are to do, {at_once} at once: {' '.join(to_do)}", flush=True)
+    n_later = len(to_do)
     for stage in plan.stages:
-        failed = run_stage(stage, int(plan.given.JOBS), left)
+        waiting = [job for job in stage if not job.finished]
+        n_later -= len(waiting)
+        failed = run_stage(waiting, at_once, n_later)
         mdu.require(not failed, f"stopped, because these failed: {', '.join(failed)}.  The same "
                     "command tries them again; METHODS= names the runs to do")
 
-def run_stage(stage, at_once, left):
-    """-> the folders of the jobs that failed.  Those that end are removed from the list left."""
-    waiting = [job for job in stage if not job.finished]
+def run_stage(waiting, at_once, n_later):
+    """Run the jobs of the list waiting -> the folders of those that failed.
+    n_later: so many jobs are left in the stages that follow."""
     running = {}  # {process: (its job, when it began)}
     failed = []
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)
-                os.makedirs(Path(job.folder).parent, exist_ok=True)
-                output = None  # the screen
-                if not job.on_screen:
-                    output = open(f"{job.folder}.log", "a", encoding="utf-8")
-                process = subprocess.Popen(job.command, stdout=output, stderr=output)
-                running[process] = (job, time.time())
+                running[start(job)] = (job, time.time())
             time.sleep(0.1)
-            for process in [process for process in running if process.poll() is not None]:
+            for process in list(running):
+                if process.poll() is None:
+                    continue
                 job, began = running.pop(process)
-                left.remove(job)
                 if process.returncode == 0:
+                    n_left = len(waiting) + len(running) + n_later
                     print(f"{job.folder}: finished in {time.time() - began:.0f} s; "
-                          f"jobs left: {len(left)}", flush=True)
+                          f"jobs left: {n_left}", flush=True)
                 else:
                     failed.append(job.folder)
-                    print(f"{job.folder}: FAILED; see the end of {job.folder}.log",
-                          file=sys.stderr, flush=True)
+                    place = "see above" if job.on_screen else f"see the end of {job.folder}.log"
+                    print(f"{job.folder}: FAILED; {place}", file=sys.stderr, flush=True)
     finally:  # also after Ctrl-C
         for process in running:
             process.terminate()
@@ -376,12 +387,20 @@ def run_stage(stage, at_once, left):
             process.wait()
     return failed
 
+def start(job):
+    """-> its process."""
+    os.makedirs(Path(job.folder).parent, exist_ok=True)
+    if job.on_screen:
+        return subprocess.Popen(job.command)
+    with open(f"{job.folder}.log", "a", encoding="utf-8") as log:
+        return subprocess.Popen(job.command, stdout=log, stderr=log)
+
 def main(argv=None):
-    [name] = argv or sys.argv[1:] or [""]
-    given = {variable: os.environ[variable] for variable in Variables._fields
+    name = " ".join(argv or sys.argv[1:])  # of two names none is known
+    typed = {variable: os.environ[variable] for variable in Variables._fields
              if os.environ.get(variable)}
-    plan = make_plan(name, Variables(**given))
-    if plan.given.PLAN:
+    plan = make_plan(name, Variables(**typed))
+    if plan.settled.PLAN:
         return print_plan(plan)
     os.environ.update(plan.environment)
     # As after Ctrl-C, the jobs are ended.

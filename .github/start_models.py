@@ -1,8 +1,8 @@
 """Start models of experiments.py, and files of pairs for its runs.
 
-    python .github/start_models.py small FOLDER TOFU SEED
-    python .github/start_models.py published FOLDER TOFU MODEL
-    python .github/start_models.py customers FOLDER TOFU MODEL
+    python .github/start_models.py small FOLDER TOFU --seed SEED
+    python .github/start_models.py published FOLDER TOFU --model MODEL
+    python .github/start_models.py customers FOLDER TOFU --model MODEL
 
 TOFU and MODEL are folders, or names on the hub.  Each command writes FOLDER/rows/*.jsonl, and then
 FOLDER/start/new, a diffusion model that has to learn to be one, from FOLDER/rows/other.jsonl.
@@ -75,7 +75,18 @@ def copy_model(folder, model):
     config["mask_token_id"] = tokenizer.convert_tokens_to_ids("<file_sep>")  # which no text has
     (new / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
+def main():
+    parser = mdu.Parser()
+    kinds = parser.add_subparsers(required=True)
+    for make, flag in [(small, "--seed"), (published, "--model"), (customers, "--model")]:
+        kind = kinds.add_parser(make.__name__)
+        kind.set_defaults(make=make)
+        kind.add_argument("folder")
+        kind.add_argument("tofu")
+        kind.add_argument(flag, required=True)
+    options = vars(parser.parse_args())
+    make = options.pop("make")
+    make(**options)
+
 if __name__ == "__main__":
-    kind, *words = sys.argv[1:]
-    make = {"small": small, "published": published, "customers": customers}[kind]
-    mdu.run_program("start_models.py", lambda: make(*words))
+    mdu.run_program("start_models.py", main)
