@@ -2876,6 +2876,7 @@ def test_the_runs_of_each_report_of_two_seeds_can_be_compared(preset):
     assert len(reports) == {"tofu-small": 1, "tofu-smollm": 3}[preset]
 
 @each("words, said", [
+    ("demo,table", "found 'demo table' with"),
     ("tofu PRESET=toy", "found 'tofu' with PRESET='toy'; there are demo"),
     ("rwku PRESET=tofu-dream", "found 'rwku' with PRESET='tofu-dream'"),
     ("demo METHODS=nosuch", "found nosuch; needs one of ga, gd, .*mdu-removed"),
@@ -2889,7 +2890,7 @@ def test_an_experiment_is_refused(words, said, tmp_path, monkeypatch):
     for variable in variables:
         monkeypatch.setenv(*variable.split("="))
     with pytest.raises(mdu.BadInput, match=said):
-        experiments.main([name])
+        experiments.main(name.split(","))
     assert not (tmp_path / "out").exists()
 
 def printed_plan(name, variables, capsys):
@@ -2907,7 +2908,7 @@ def test_the_commands_of_a_small_experiment(monkeypatch, capsys):
     monkeypatch.setitem(experiments.EXPERIMENTS, "demo", small)
     assert printed_plan("demo", "LORA=8 HIDDEN=0.3", capsys) == """
 export CUDA_VISIBLE_DEVICES= export OMP_NUM_THREADS=1
-python .github/start_models.py small out/demo-lora8-hidden0.3 locuslab/TOFU 1
+python .github/start_models.py small out/demo-lora8-hidden0.3 locuslab/TOFU --seed 1
 python mdu.py --seed 1 --method sft --model start/new --retain-only --retain rows/other.jsonl
     --steps 4 --out start/original
 python mdu.py --steps 5 --seed 1 --method sft --lora 8 --forget rows/forget.jsonl
@@ -2948,21 +2949,24 @@ python eval.py --report 0/base 3/npo""".split()
 
 def test_tofu_does_what_an_earlier_call_has_not_finished(capsys):
     run = {"options": {"response_length": 128}, "rows": {}}
-    write_files({"out/tofu-llada-b/base/run.json": json.dumps(run)})
+    write_files({"out/tofu-llada-b-lora8/base/run.json": json.dumps(run)})
     for file in ("retain/config.json", "npo/config.json", "npo/eval/summary.json",
                  "mine/config.json"):  # mine was trained by hand
-        write_files({f"out/tofu-llada-b/{file}": ""})
-    variables = "PRESET=tofu-llada MODEL=a/b METHODS=npo,wga GPUS=4 JOBS=2"
+        write_files({f"out/tofu-llada-b-lora8/{file}": ""})
+    variables = "PRESET=tofu-llada MODEL=a/b LORA=8 METHODS=npo,wga GPUS=4 JOBS=2"
     four = "python -m torch.distributed.run --nproc_per_node=4"
-    options = "--preset tofu-llada --seed 1 --data locuslab/TOFU --method"
+    options = "--preset tofu-llada --seed 1 --data locuslab/TOFU"
     assert printed_plan("tofu", variables, capsys) == f"""
 {four} mdu.py --resume base
-# finished: {four} mdu.py {options} sft --model a/b --retain-only --out retain
-# finished: {four} mdu.py {options} npo --out npo
-{four} mdu.py {options} wga --out wga
+# finished: {four} mdu.py {options} --method sft --lora 8 --model a/b --retain-only --out retain
+# finished: {four} mdu.py {options} --lora 8 --method npo --out npo
+{four} mdu.py {options} --lora 8 --method wga --out wga
 {four} eval.py base wga
 {four} eval.py retain mine
 python eval.py --report base retain npo wga mine""".split()
+
+def test_a_large_model_with_adapters_is_compiled_on_one_gpu(capsys):
+    assert "--compile" in printed_plan("tofu", "PRESET=tofu-qwen LORA=8", capsys)
 
 def test_as_many_jobs_run_at_once_as_are_asked_for(monkeypatch):
     running, counts = set(), []
@@ -2987,18 +2991,23 @@ def test_where_a_job_fails_its_stage_is_the_last(tmp_path, capsys):
         code += f"\nopen('out/{name}.done', 'w')"
         return experiments.Job(f"out/{name}", [sys.executable, "-c", code], finished)
 
-    plan = plan_of("demo")
+    plan = plan_of("demo", "JOBS=1")
     plan.stages[:] = [[job("earlier", "", True), job("good", ""),
                        job("bad", "raise SystemExit('no such rows')")], [job("later", "")]]
     with pytest.raises(mdu.BadInput, match="because these failed: out/bad[.]"):
         experiments.carry_out(plan)
     assert [file.stem for file in tmp_path.glob("out/*.done")] == ["good"]
     out, err = capsys.readouterr()
-    said = ("1 jobs are finished: out/earlier\n3 are to do, 2 at once: out/good out/bad out/later\n"
-            "out/good: finished in [0-9]+ s; jobs left: [12]\n")
+    said = ("1 jobs are finished: out/earlier\n3 are to do, 1 at once: out/good out/bad out/later\n"
+            "out/good: finished in [0-9]+ s; jobs left: 2\n")
     assert re.fullmatch(said, out)
     assert err.splitlines() == ["out/bad: FAILED; see the end of out/bad.log"]
     assert "no such rows" in (tmp_path / "out/bad.log").read_text()
+
+def test_a_report_that_fails_has_said_why_on_the_screen(capsys):
+    report = experiments.Job("out/report", ["false"], on_screen=True)
+    assert experiments.run_stage([report], 1, 0) == ["out/report"]
+    assert capsys.readouterr().err == "out/report: FAILED; see above\n"
 
 def test_the_weights_of_rwku_are_deleted_once_a_run_is_scored(tmp_path):
     def delete_job():
@@ -3043,7 +3052,7 @@ def test_a_signal_ends_the_jobs_of_an_experiment(tmp_path):
 def test_the_files_of_the_small_model_have_the_rows_that_the_seed_chooses(tmp_path, monkeypatch):
     monkeypatch.setattr(mdu, "read_dataset", lambda name, config: [
         {"question": f"Who is {i}?", "answer": f"A{i % 90}"} for i in range(2900)])
-    start_models.small(tmp_path, "TOFU", "2")
+    start_models.main(["small", str(tmp_path), "TOFU", "--seed", "2"])
     found = {}
     for file in (tmp_path / "rows").iterdir():
         found[file.stem] = [int(row["question"][7:-1]) for row in ev.read_lines(file)]

@@ -75,7 +75,7 @@ def copy_model(folder, model):
     config["mask_token_id"] = tokenizer.convert_tokens_to_ids("<file_sep>")  # which no text has
     (new / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
-def main():
+def main(argv=None):
     parser = mdu.Parser()
     kinds = parser.add_subparsers(required=True)
     for make, flag in [(small, "--seed"), (published, "--model"), (customers, "--model")]:
@@ -84,7 +84,7 @@ def main():
         kind.add_argument("folder")
         kind.add_argument("tofu")
         kind.add_argument(flag, required=True)
-    options = vars(parser.parse_args())
+    options = vars(parser.parse_args(argv))
     make = options.pop("make")
     make(**options)
 
