@@ -2760,6 +2760,7 @@ def test_refusals_have_the_questions_to_forget(own_files):
 def test_the_form_has_what_the_runs_know_and_keeps_what_people_wrote(own_files, base):
     """And no text of a row."""
     rows = mdu.toy_world()["forget"][2:4]
+    rows[1]["question"] = rows[0]["question"]  # as of two people
     write_lines(Path("forget.jsonl"), [{**row, "request": "R1"} for row in rows])
     own("form out/own")
     first = Path("out/own/record-1.md")
@@ -2767,7 +2768,7 @@ def test_the_form_has_what_the_runs_know_and_keeps_what_people_wrote(own_files, 
     own("names forget.jsonl")
     ev.main(["--model", str(base), "--forget", "forget.jsonl", "--samples", "1", "out/own/before"])
     records = ev.read_records("out/own/before", "forget")
-    records[0]["told"] = {rows[0]["fact"][0]: "an answer"}
+    records[0]["generation"] = rows[0]["answer"]
     write_lines(Path("out/own/before/eval/forget.jsonl"), records)
     own("form out/own")
     record = Path("out/own/record-2.md").read_text()
@@ -2781,26 +2782,29 @@ def test_the_form_has_what_the_runs_know_and_keeps_what_people_wrote(own_files, 
             assert text not in record
 
 def test_the_form_says_what_has_to_be_done_again(own_files, base, capsys):
-    """A score and a run that are older than the model that they are about, a count of another file
-    than that of the training, and a file that has changed since."""
+    """A score and a run that are older than the model that they are about (a run's folder may have
+    been copied since), a count of another file than that of the training, and a file that has
+    changed since."""
     ev.main(["--model", str(base), "--forget", "forget.jsonl", "--samples", "1", "out/own/before"])
     own("names retain.jsonl")
-    run = dict(options=dict(model=str(base), retain_only=True, retain="retain.jsonl"), rows={},
-               date="", code="", torch="", transformers="",
+    run = dict(options=dict(model="start", retain_only=True, retain="retain.jsonl"), rows={},
+               date="2002", code="", torch="", transformers="",
                files={"retain": sha256("retain.jsonl")})
-    write_files({"out/own/retrained/run.json": json.dumps(run)})
+    write_files({"out/own/retrained/run.json": json.dumps(run),
+                 "start/run.json": '{"date": "2001"}', "start/model.safetensors": ""})
     own("form out/own")
     printed = capsys.readouterr().out
     assert "do again" not in printed and "20 blanks" in printed
     Path("forget.jsonl").open("a").write("\n")
     run["files"]["retain"] = "another"
     write_files({"out/own/retrained/run.json": json.dumps(run)})
-    for file in ("before/eval/summary.json", "retrained/run.json"):
-        os.utime(f"out/own/{file}", (0, 0))  # older than the model
+    Path("start/run.json").unlink()  # its weights are of today
+    summary = ev.read_summary("out/own/before")
+    write_files({"out/own/before/eval/summary.json": json.dumps({**summary, "date": "2001"})})
     own("form out/own")
     said = re.findall("do again: (.*),", capsys.readouterr().out)
     assert said == ["scoring of out/own/before", "training of out/own/retrained",
-                    "the count of names", "the count of names", "training of out/own/retrained"]
+                    "the count of names", "training of out/own/retrained", "the count of names"]
     assert "### To do again" in Path("out/own/record-2.md").read_text()
 
 def test_the_form_on_the_page_is_that_of_today():
@@ -2813,6 +2817,7 @@ def test_the_form_on_the_page_is_that_of_today():
     ("names.csv", "name\nLi", "names retain.jsonl", "names.csv, row 2: needs a request, and"),
     ("names.csv", "request,name\nR1,Li,Bo", "names retain.jsonl", "not as many cells"),
     ("a.csv", "fact,question,answer\n6,?,61\nA,?,B", "lines a.csv b", "2 rows cannot be used"),
+    ("a.json", '{"rows": []}', "lines a.json b", "a.json: needs an array of rows"),
     ("retain.jsonl", GOOD, "lines retain.csv retain.jsonl", "retain.jsonl exists, and stays"),
     ("out/own/record-1.md", "mine", "form out/own", "record-1.md has lost the line")])
 def test_own_rows_refuses(name, content, typed, said, own_files):

@@ -48,7 +48,9 @@ def read_rows(path):
         if kind in (".csv", ".tsv"):
             return read_table(text)
         if kind == ".json":
-            return list(enumerate(json.loads(text), 1))
+            rows = json.loads(text)
+            mdu.require(isinstance(rows, list), "needs an array of rows, [{...}, {...}]")
+            return list(enumerate(rows, 1))
         rows = []
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
@@ -132,15 +134,19 @@ def plain_words(text):
     return mdu.words(text)
 
 def contains(text, part):
-    """Whether the words of a part follow each other in a text; of five letters or more also where
-    they are joined to others: 52445 is in NW52445, but 310 is not in 3104."""
+    """Whether the words of a part follow each other in a text: 310 is not in 3104.
+
+    A part of five letters or more is searched without the spaces: 52445 is in NW52445, but Porto is
+    also in "passport of".  This errs towards finding: a row that is found in vain is read by
+    somebody, and one that is not found is trained on.
+    """
     text, part = plain_words(text), plain_words(part)
     if len("".join(part)) < 5:
         return f" {' '.join(part)} " in f" {' '.join(text)} "
     return "".join(part) in "".join(text)
 
 def names_and_facts():
-    """[(such as "name 1", its request, its text, the question of a fact)]."""
+    """[(such as "name 1", its request, its text, the question and answer of a fact)]."""
     parts = []
     for number, row in read_rows(NAMES):
         mdu.require(row.get("request") and plain_words(row.get("name") or ""),
@@ -150,7 +156,7 @@ def names_and_facts():
     for row in rows_to_forget():
         for fact in row["fact"]:
             label = f"fact {len(parts) - n_names + 1}"
-            parts.append((label, row["request"], fact, row["question"]))
+            parts.append((label, row["request"], fact, (row["question"], row["answer"])))
     return parts
 
 def numbered(folder, pattern):
@@ -281,10 +287,9 @@ def write_form(args):
         by_people, mark, _ = records[-1].read_text(encoding="utf-8").partition(MARK)
         mdu.require(mark, f"{records[-1]} has lost the line that begins with <!-- own_rows.py")
     # {folder of a run: its run.json, or its summary.json}, and {file: its count}.
-    runs = {found.parent: mdu.read_run(found.parent) for found in folder.rglob("run.json")}
-    scores = {found.parent.parent: ev.read_summary(found.parent.parent)
-              for found in folder.rglob("eval/summary.json")}
-    runs, scores = by_date(runs), by_date(scores)
+    runs = by_date({found.parent: mdu.read_run(found.parent) for found in folder.rglob("run.json")})
+    scores = by_date({found.parent.parent: ev.read_summary(found.parent.parent)
+                      for found in folder.rglob("eval/summary.json")})
     counts = {count: mdu.read_json(count) for count in numbered(folder, "count-{}.json")[0]}
     outdated = newer_models(runs, scores) + changed_files(runs, counts)
     parts = [by_people.rstrip(), MARK, "## Written by own_rows.py", written_on(),
@@ -301,41 +306,41 @@ def write_form(args):
 def by_date(infos):
     return dict(sorted(infos.items(), key=lambda item: (item[1]["date"], item[0])))
 
+def made_on(model):
+    """When its training began; of a model without run.json, when its weights were written, which a
+    copy may change: to a later time, so that something is done again in vain."""
+    if Path(model, "run.json").exists():
+        return mdu.read_run(model)["date"]
+    times = [file.stat().st_mtime for file in Path(model).glob("*.safetensors")]
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(max(times, default=0)))
+
 def newer_models(runs, scores):
     """[what has to be done again, why]: where a model is newer than what was done with it."""
-    done = [("scoring", run, summary["model"], run / "eval/summary.json")
-            for run, summary in scores.items()]
-    done += [("training", run, info["options"]["model"], run / "run.json")
+    done = [("scoring", run, info["model"], info["date"]) for run, info in scores.items()]
+    done += [("training", run, info["options"]["model"], info["date"])
              for run, info in runs.items()]
-    found = []
-    for what, run, model, file in done:
-        weights = Path(model).glob("*.safetensors")
-        if any(each.stat().st_mtime > file.stat().st_mtime for each in weights):
-            found.append([f"{what} of {shown_path(run)}", f"{shown_path(model)} is newer"])
-    return found
+    return [[f"{what} of {shown_path(run)}", f"{shown_path(model)} is newer"]
+            for what, run, model, date in done if made_on(model) > date]
 
 def changed_files(runs, counts):
-    """The same, where a file of rows is another one now than in a training or in the last count,
-    and where this count did not read the rows on which the retrained model was trained."""
+    """The same, where a file of rows has changed since the last count or a training read it, and
+    where this count did not read the rows on which the retrained model was trained."""
     counted = {}
     if counts:
         last = list(counts)[-1]
         counted = counts[last]["files"]
-    read = [("the count of names", file, digest) for file, digest in counted.items()]
-    found = []
+    read = [("the count of names", *file) for file in counted.items()]
     for run, info in runs.items():
-        options, digests = info["options"], info["files"]
-        splits = ["forget", "retain"]
-        if options.get("retain_only"):
-            splits = ["retain"]
-            if counted and digests.get("retain") not in counted.values():
-                found.append(["the count of names", f"{last.name} read another file than the "
-                              f"retain set of {shown_path(run)}"])
-        read += [(f"training of {shown_path(run)}", options[split], digests[split])
-                 for split in splits if options.get(split)]
-    for what, file, digest in read:
-        if Path(file).exists() and sha256(file) != digest:
-            found.append([what, f"{shown_path(file)} has changed since"])
+        for split, digest in info["files"].items():
+            if split == "retain" or not info["options"].get("retain_only"):
+                read.append((f"training of {shown_path(run)}", info["options"][split], digest))
+    found = [[what, f"{shown_path(file)} has changed since"]
+             for what, file, digest in read if Path(file).exists() and sha256(file) != digest]
+    for run, info in runs.items():
+        if (counted and info["options"].get("retain_only")
+                and info["files"].get("retain") not in counted.values()):
+            found.append(["the count of names", f"{last.name} read another file than the retain "
+                          f"set of {shown_path(run)}"])
     return found
 
 def sha256(file):
@@ -422,20 +427,22 @@ def figures_section(scores):
 
 def facts_section(counts, scores):
     """A line for each name and fact: the rows that each count found, and whether each run gives it
-    in any decoding."""
-    records = {run: {record["question"]: record for record in ev.read_records(run, "forget")}
-               for run in scores}
+    in any decoding; after an attack also if a taught row has it."""
+    records = {run: ev.read_records(run, "forget") for run in scores}
     rows = []
-    for label, request, text, question in names_and_facts():
+    for label, request, part, pair in names_and_facts():
         cells = []
         for count in counts.values():
             found = [f"{Path(path).name} {number}"
                      for path, number, labels in count["found"] if label in labels]
             cells.append(", ".join(found) or "none")
         for of_run in records.values():
-            if question not in of_run:
+            # A question alone may be that of two people.
+            texts = [text for record in of_run if (record["question"], record["answer"]) == pair
+                     for text in [record["generation"], *record["other_generations"]]]
+            if not texts:
                 cells.append("not asked")
-            elif text in of_run[question].get("told", {}):
+            elif any(mdu.contains_words(text, part) for text in texts):
                 cells.append("given")
             else:
                 cells.append("not given")
