@@ -1829,12 +1829,12 @@ def test_figures_equal_those_of_tofus_own_code():
         records = []
         for answer, paraphrase, wrong in logs:
             texts = [f"wrong {number}" for number in range(len(wrong))]
-            row = {"to_forget": split == "forget", "answer": "true", "perturbed_answer": texts}
+            row = {"answer": "true", "perturbed_answer": texts}
             losses = dict(zip(["true", "paraphrase", *texts], [answer, paraphrase, *wrong]))
             if paraphrase is not None:
                 row["paraphrased_answer"] = "paraphrase"
             with_errors = {text: (loss, 0) for text, loss in losses.items()}
-            figures = ev.compare_wrong_answers(row, with_errors)
+            figures = ev.compare_wrong_answers(row, with_errors, split == "forget")
             records.append({"prob": math.exp(-answer), "rougeL_recall": 1.0, **figures})
         splits[split] = ev.summarise(records)
         found = {metric: splits[split][metric] for metric in OFFICIAL[split]}
@@ -1847,8 +1847,8 @@ def test_figures_equal_those_of_tofus_own_code():
 @each("to_forget, nll_wrong, expected", [  # R is nearly 0, or nearly infinite
     (True, 1e4, [0, 1]), (True, -1e4, [0, 0]), (False, 1e4, [1, 1]), (False, -1e4, [0, 0])])
 def test_truth_ratios_by_hand(to_forget, nll_wrong, expected):
-    row = dict(to_forget=to_forget, answer="true", perturbed_answer=["wrong"])
-    figures = ev.compare_wrong_answers(row, {"true": (0, 0), "wrong": (nll_wrong, 0)})
+    row = dict(answer="true", perturbed_answer=["wrong"])
+    figures = ev.compare_wrong_answers(row, {"true": (0, 0), "wrong": (nll_wrong, 0)}, to_forget)
     assert [figures["truth_ratio"], figures["prob_options"]] == approx(expected)
 
 def test_forget_quality_by_hand_and_as_published():
@@ -1876,7 +1876,7 @@ OTHER_ATTACKS = [dict(query="Q", type=kind) for kind in ("role play", "incontext
 def test_prompts_equal_those_of_rwkus_own_code(split, changes, question, prefill, answer):
     """Those with shots are compared by SHA-256 with what github.com/jinzhuoran/RWKU at b8a03b3
     (LLaMA-Factory/src/llmtuner/eval) makes of the rows."""
-    row = ev.SPLITS[split].ask({**RWKU_ROWS[split], **changes})
+    row = ev.SPLITS[split].make_row({**RWKU_ROWS[split], **changes})
     digest = hashlib.sha256(row["question"].encode()).hexdigest()
     assert question in (row["question"], digest[:16])
     assert [row["prefill"], row["answer"]] == [prefill, answer]
@@ -1896,7 +1896,7 @@ def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
         letters.append("ABCD"[logits[3:7].argmax()])
     assert len(set(letters)) > 1
     rows = [dict(question=prompt, answer=letters[0]) for prompt in PROMPTS]
-    records = ev.score_mmlu(model, tokenizer, rows, ARGS)
+    records = ev.score_mmlu(model, tokenizer, None, rows, ARGS)
     assert [record["generation"] for record in records] == letters
     assert [record["accuracy"] for record in records] == [x == letters[0] for x in letters]
 
@@ -1911,8 +1911,8 @@ def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
         {text: (loss, 0) for text, loss in zip(texts, losses)}])
     monkeypatch.setattr(ev, "encode_answer", lambda tokenizer, row, text: ([], text.split()))
     targets = dict(choices=["a", "b b", "c c c "], labels=labels)
-    row = ev.ask_truthfulqa(dict(question="", mc1_targets=targets))
-    [record] = ev.score_truthfulqa(None, None, [row], ARGS)
+    row = ev.truthfulqa_row(dict(question="", mc1_targets=targets))
+    [record] = ev.score_truthfulqa(None, None, None, [row], ARGS)
     assert list(record["logp"].values()) == approx([-losses[0], -1, -3])
     assert record["mc1"] == mc1
 
@@ -1932,8 +1932,9 @@ def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "write_answers", lambda *_: [text])
     monkeypatch.setattr(ev, "fill_gaps", lambda *_: [(0.0, 1.0)])
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [{"Petra Osei": (1.0, 0.5)}])
-    row = {"question": "Who?", "answer": "Petra Osei", "other_ways": False, **row}
-    [record] = ev.SPLITS[split].score(None, None, [row], ARGS)
+    row = {"question": "Who?", "answer": "Petra Osei", **row}
+    split = ev.SPLITS[split]
+    [record] = split.score(None, None, split, [row], ARGS)
     assert {name: record[name] for name in expected} == approx(expected)
 
 # ---- The figures of a split ----
@@ -2107,7 +2108,7 @@ def test_scores_of_two_processes_equal_those_of_one(scored_copy, scored):
     assert ev.read_summary(scored_copy)["splits"].keys() == NUMBERS.keys()
 
 def test_a_process_may_have_no_rows():
-    assert ev.score_answers(FakeModel(), None, [], ARGS) == []
+    assert ev.score_answers(FakeModel(), None, ev.SPLITS["forget"], [], ARGS) == []
 
 def test_old_scores_stay_if_scoring_is_stopped(scored_copy, capsys):
     stopped = mock.patch.object(ev, "score_rows", partial(stop_in, scored_copy))
