@@ -1933,8 +1933,8 @@ def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "fill_gaps", lambda *_: [(0.0, 1.0)])
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [{"Petra Osei": (1.0, 0.5)}])
     row = {"question": "Who?", "answer": "Petra Osei", **row}
-    split = ev.SPLITS[split]
-    [record] = split.score(None, None, split, [row], ARGS)
+    score = ev.SPLITS[split].score
+    [record] = score(None, None, ev.SPLITS["retain"], [row], ARGS)
     assert {name: record[name] for name in expected} == approx(expected)
 
 # ---- The figures of a split ----
@@ -2118,11 +2118,11 @@ def test_old_scores_stay_if_scoring_is_stopped(scored_copy, capsys):
 def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy):
     folder = scored_copy / "eval"
     old_files = set(folder.iterdir())
-    (folder / "notes.jsonl").write_text("my own")
+    (folder / "run.jsonl").write_text("my own")
     (folder / "utility_general.jsonl").touch()  # of an earlier scoring on other data
     ev.main([str(scored_copy), *FLAGS, "--seed", "6"])
     assert ev.read_records(scored_copy, "forget")[0]["seed"] == [6, 0, 0]
-    assert set(folder.iterdir()) == old_files | {folder / "notes.jsonl"}
+    assert set(folder.iterdir()) == old_files | {folder / "run.jsonl"}
 
 def test_rwku_is_scored_with_a_tokenizer(rwku, tmp_path):
     """Every split, of the first ten people."""
@@ -2423,7 +2423,7 @@ def test_the_seeds_of_a_report_may_have_pairs_of_their_own(capsys):
     assert table["run"] == ("fine-tuned (run base)", "retrained (run retain)", "npo (2 of 3 runs)")
     assert table["deviation"] == ("0.90 (0.80–1.00) fact", "-", "0.30 (0.10–0.50) fact")
     assert table["↓ fact"] == ("1.00", "0.10", "0.40")
-    assert "more than 0.64 of the run's" in screen
+    assert "more than 0.60 to 0.70 of the run's" in screen
     assert "report.md" in os.listdir()
     # A seed without the fine-tuned model.
     said = "4/retain: scored on other pairs than every run of the fine-tuned model"
@@ -2465,8 +2465,8 @@ def make_run(folder, theta0=None, options=(), verdict="unlearned"):
 def test_the_fine_tuned_model_is_the_first_that_has_not_unlearned(runs, fine_tuned):
     made = [make_run(*run.split(" from "), options={"retain_only": run == "retain"})
             for run in runs]
-    ev.mark_references(made)
-    assert [run.folder for run in made if run.verdict == "fine-tuned"] == fine_tuned
+    found, _ = ev.find_references(made)
+    assert [run.folder for run in found] == fine_tuned
 
 @each("verdicts, verdict", [(["unlearned", "noise", "noise"], "noise"),
                             (["noise", "unlearned", "unlearned"], "unlearned"),
@@ -2641,7 +2641,7 @@ def test_the_analyses_of_an_answer_equal_a_slow_loop(base, unlearned, tmp_path):
         rollouts.append([row["question"], row["answer"], f"{k}/4", y_t, completion])
     for name in ("trajectory", "rollout"):
         ev.main(["--analysis", name, "--steps", "4", "--limit", "1", str(run)])
-    [found] = read_json(tmp_path / "trajectory.json")["panels"].values()
+    found = read_json(tmp_path / "trajectory.json")["panels"][f"1. {row['question']}"]
     assert [[bar["label"], bar["role"], bar["kl"]] for bar in found] == bars
     table = read_json(tmp_path / "rollout.json")["table"]
     assert [list(row.values()) for row in table] == rollouts
