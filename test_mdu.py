@@ -2247,7 +2247,7 @@ def test_a_report_does_without_answers_pictures_and_other_folders(capsys):
     write_summary("a/mdu", {"forget": {"n": 1, "prob": 0.5}})
     Path("stopped").mkdir()
     Path("a/report.png").write_text(ev.SIGNATURE)
-    with mock.patch.object(ev, "draw_methods", side_effect=ValueError("too large")):
+    with mock.patch.object(ev, "draw_groups", side_effect=ValueError("too large")):
         screen = report(capsys, "stopped", "a/mdu")
     assert "left out: stopped: no finished model" in screen
     assert "report.png not drawn: ValueError('too large')" in screen
