@@ -807,6 +807,9 @@ def test_remove_truth_by_hand():
     logits = f64([2, 4, 1], [2, 4, 1], [2, 4, 1]).log()
     changed = mdu.remove_truth(logits, torch.tensor([1, 1, 2]), torch.tensor([True, False, True]))
     assert_close(changed.exp(), f64([2, 1, 1], [2, 4, 1], [2, 4, 2]))
+    zeros = torch.zeros(1, 3, dtype=torch.bfloat16)
+    changed = mdu.remove_truth(zeros, torch.tensor([1]), torch.tensor([True]))
+    assert_close(changed.double().exp(), f64([1, 2 / 3, 1]), 1e-6)
 
 @each("rare, of_ann, of_oslo, of_none", [
     # No word of a fact is below the limit, so all of the fact count.
