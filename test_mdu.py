@@ -439,7 +439,7 @@ def slow_masked(row, method, target=None, model=None):
         written = slow_sampler(model, row.prompt, [1] * len(row.answer))
         return [i for i, token in enumerate(row.answer) if token in written and token != SIGN]
     masked = [i for i, u in enumerate(row.uniform) if u < row.t]
-    if mdu.METHODS[method].masks_one and not masked:
+    if mdu.METHODS[method].at_least_one and not masked:
         masked = [int(row.uniform.argmin())]
     return masked
 
@@ -1161,10 +1161,13 @@ def test_help_has_the_defaults_of_what_is_typed(capsys):
     assert "the base model [npo]" in shown and "learning rate [0.0001]" in shown
 
 def test_a_missing_base_is_trained_with_what_was_typed_for_it():
+    """A signal that comes when it is saved stops the run itself, after a step."""
     typed = "--seed 7 --dtype bfloat16 --response-length 9 --retain rows"
     write_lines("rows", mdu.toy_world()["retain"][:20])
-    with mock.patch.dict(mdu.PRESETS["toy"]["sft"], epochs=0.2):
-        mdu.main(f"--epochs 0.3 {typed} --out run".split())
+    late = mock.patch.object(mdu, "print_end", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with mock.patch.dict(mdu.PRESETS["toy"]["sft"], epochs=0.2), late, pytest.raises(mdu.Stopped):
+        mdu.main(f"--epochs 0.5 {typed} --out run".split())
+    assert Path("run/checkpoint-00000001").exists()
     made = mdu.read_run("base")["options"]
     assert (made["seed"], made["dtype"], made["response_length"]) == (7, "bfloat16", 9)
     assert made["retain"] == str(Path("rows").resolve())
