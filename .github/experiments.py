@@ -15,7 +15,7 @@ A further call keeps what is finished, resumes what was stopped and does the res
 model is finished, also if its loss, its preset, an option or the model from which it started has
 changed since.  To do a run again, delete its folder, and the folders of the runs that started from
 it.  Of `base` these are all that unlearn and taught-again, of start/original all but start/new, of
-others taught-again/NAME, where there are attacks.
+others taught-again/NAME, where there are attacks.  Of `figures` delete the *.json, too.
 """
 import glob
 import os
@@ -304,7 +304,8 @@ class Plan(NamedTuple):
     stages: list  # lists of jobs
 
 def make_plan(name, typed):
-    """typed: Variables."""
+    """typed: the Variables as they were set.  Settled, they have the experiment's own values where
+    nothing was set."""
     key = typed.PRESET or name
     mdu.require(key in EXPERIMENTS and key.split("-")[0] == name,
                 f"found '{name}' with PRESET='{typed.PRESET}'; there are {', '.join(EXPERIMENTS)}, "
