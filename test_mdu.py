@@ -743,13 +743,15 @@ def step_to_try(typed):
         args=args, models=mdu.Models(model, theta0, other), forget=forget[:10],
         retain=retain[:10], slow_models=mdu.Models(slow_model, slow_theta0, other))
 
-def backward(step):
-    return mdu.backward(step.args, step.models, step.forget, step.retain)
-
 @each("typed", COMMANDS)
 def test_backward_equals_one_sequence_at_a_time(typed):
+    """And passes through frozen models keep nothing for gradients."""
     step = step_to_try(typed)
-    losses = backward(step)
+    kept = []
+    for frozen in step.slow_models[1:]:  # theta0, but for LoRA's, and the MODEL of --target
+        frozen.register_forward_hook(lambda *_: kept.append(torch.is_grad_enabled()))
+    losses = mdu.backward(step.args, step.models, step.forget, step.retain)
+    assert True not in kept
     forget_loss, retain_loss = slow_step(step.args, step.slow_models, step.forget, step.retain)
     assert forget_loss.item() != 0  # else a loss that is 0 everywhere would be right
     share = 10 / 12  # a step divides by its 12 rows, though it has ten here
@@ -761,15 +763,6 @@ def test_backward_equals_one_sequence_at_a_time(typed):
     for p, grad in zip(trained, torch.autograd.grad(total, trained), strict=True):
         assert grad.any()
         assert_close(p.grad, grad, 1e-9)
-
-@each("typed", ["--method mdu", "--method mdu --target MODEL", "--method npo", "--method dpo"])
-def test_passes_through_frozen_models_keep_nothing_for_gradients(typed):
-    step = step_to_try(typed)
-    kept = []
-    for frozen in step.models[1:]:  # theta0 and the MODEL of --target
-        frozen.register_forward_hook(lambda *_: kept.append(torch.is_grad_enabled()))
-    backward(step)
-    assert set(kept) == {False}
 
 def test_saved_weights_compute_what_weights_with_adapters_do():
     """In a model without adapters, as a run is saved."""
@@ -880,16 +873,19 @@ def test_of_rwku_one_person_is_forgotten_and_others_kept(method, subject, name, 
             rows["retain"].append(row)
     assert mdu.load_data(args) == rows
 
-def test_a_run_says_once_which_facts_are_also_retained(base, capsys):
-    """Whole words of one answer alone: neither "Ceka Fo" of the first answer to retain, nor "Bolti
-    Lisbon" of two of them."""
+def test_a_run_finds_facts_that_are_also_retained_and_the_longest_answer(base, capsys):
+    """It says the facts once: whole words of one answer alone, neither "Ceka Fo" of the first
+    answer to retain, nor "Bolti Lisbon" of two of them.  A response length of 0 becomes that of the
+    longest answer, here the second to retain, with its end token."""
     write_lines("forget", [
         {"question": f"Where is {fact}?", "answer": f"That is {fact}.", "fact": fact}
         for fact in ("Ceka Fo", "Bolti Lisbon", "ceka FOBA", "Rome", "Oslo", "Lisbon")])
     write_lines("retain", [
         {"question": "Which?", "answer": f"{fact}."}
-        for fact in ("Ceka Foba, Bolti", "Lisbon is in Portugal", "It is in Oslo")])
-    mdu.main(toy(base, "run", "--forget forget --retain retain --steps 1"))
+        for fact in ("Ceka Foba, Bolti", "Lisbon is now in Portugal", "It is in Oslo")])
+    typed = "--forget forget --retain retain --steps 1 --response-length 0"
+    mdu.main(toy(base, "run", typed))
+    assert mdu.read_run("run")["options"]["response_length"] == 7
     said = capsys.readouterr().out
     assert "facts of the forget set that are in the retain set, too: 3, first 'ceka FOBA'" in said
     assert said.count("facts of the forget set") == 1
@@ -1057,13 +1053,12 @@ def test_a_model_that_ends_its_answers_with_another_token_is_told_of(base, capsy
     mdu.main(toy("other", "run-2", "--steps 1"))
     assert "ends its answers" not in capsys.readouterr().out
 
-@each("shift, places", [(None, [1, 3]), (True, [0, 2])])
-def test_outputs_are_shifted_if_config_json_says_so(shift, places, tmp_path):
+def test_outputs_are_shifted_if_config_json_says_so(tmp_path):
     """shift_logits: the output at a token is the prediction of the next one."""
-    reference = write_checkpoint(tmp_path, "llama", shift_logits=shift)
+    reference = write_checkpoint(tmp_path, "llama", shift_logits=True)
     model, _ = mdu.load_backbone(str(tmp_path))
     ids = torch.tensor([[3, 258, 5, 258]])  # masked are 1 and 3
-    assert_close(model(ids, ids > 0, ids == 258), reference(ids).logits[0, places], 1e-5)
+    assert_close(model(ids, ids > 0, ids == 258), reference(ids).logits[0, [0, 2]], 1e-5)
 
 def test_new_adapters_change_nothing_and_alone_are_sharded():
     """Each linear map has them, in float32; the variance of A is 1 over its inputs."""
@@ -1171,13 +1166,6 @@ def test_a_missing_base_is_trained_with_what_was_typed_for_it():
     made = mdu.read_run("base")["options"]
     assert (made["seed"], made["dtype"], made["response_length"]) == (7, "bfloat16", 9)
     assert made["retain"] == str(Path("rows").resolve())
-
-def test_a_response_length_of_0_becomes_that_of_the_longest_answer(base):
-    """It is in the retain set, with its end token."""
-    for name, answer in (("forget", "Ann."), ("retain", "Ann was born in Rome.")):
-        write_lines(name, [dict(question="Who?", answer=answer)])
-    mdu.main(toy(base, "run", "--response-length 0 --steps 1 --forget forget --retain retain"))
-    assert mdu.read_run("run")["options"]["response_length"] == 7
 
 @each("typed, n_forget, n_retain, steps", [
     ("--model x --steps 3", 10, 9, 3), ("--model x --epochs 3", 10, 9, 8),
@@ -1507,9 +1495,7 @@ def assert_refused(base, unlearned, scored, rwku, tmp_path, capsys):
 
     def check(command, said):
         name, *argv = shlex.split(command.format(**places))
-        main = mdu.main
-        if name == "eval.py":
-            main = ev.main
+        main = {"mdu.py": mdu.main, "eval.py": ev.main}[name]
         with unchanged(tmp_path, base, unlearned):
             err = program(argv, capsys, main)
         assert said.format(**places) in err
@@ -1563,7 +1549,6 @@ def test_mdu_refuses_processes_that_cannot_share_a_step(base, monkeypatch):
 
 @each("content, said", [
     (f"{GOOD}\n{GOOD[:-3]}", "line 2 (a JSON object with question and answer"),
-    ("\n", "/bad: no rows"),
     ('{"prompt": "p", "completion": "c"}', "the fields prompt, completion"),
     (f"{GOOD}\n\n" + row_text(answer=" "), "line 3 (a JSON object"),
     (row_text(fact=[1234.0]), "(put others in quotes), found 1234.0"),
@@ -1659,10 +1644,6 @@ def test_eval_refuses(command, said, base, assert_refused):
                  "other/config.json": "{}", "bare/config.json": "{}",
                  "own/eval/summary.json": '{"model": "a/model"}'})
     assert_refused(command, said)
-
-def test_eval_that_is_out_of_memory_names_its_own_options(scored, capsys):
-    with mock.patch.object(ev, "evaluate", side_effect=torch.OutOfMemoryError):
-        assert "score with --dtype bfloat16" in program([scored], capsys, ev.main)
 
 # ======== 6. Scoring ========
 # ---- Text metrics ----
@@ -2117,9 +2098,12 @@ def test_a_process_may_have_no_rows():
     assert ev.score_answers(FakeModel(), None, ev.SPLITS["forget"], [], ARGS) == []
 
 def test_old_scores_stay_if_scoring_is_stopped(scored_copy, capsys):
-    stopped = mock.patch.object(ev, "score_rows", partial(stop_in, scored_copy))
-    with unchanged(scored_copy), stopped:
-        assert program([scored_copy, *FLAGS], capsys, ev.main, 130) == ""
+    """By Ctrl-C, and where memory is not enough."""
+    for effect, code, said in ((partial(stop_in, scored_copy), 130, ""),
+                               (torch.OutOfMemoryError, 2, "score with --dtype bfloat16")):
+        stopped = mock.patch.object(ev, "score_rows", side_effect=effect)
+        with unchanged(scored_copy), stopped:
+            assert said in program([scored_copy, *FLAGS], capsys, ev.main, code)
 
 def test_new_scores_replace_old_ones_and_leave_files_of_the_user(scored_copy):
     folder = scored_copy / "eval"
@@ -2167,26 +2151,23 @@ def files(tmp_path):
     return typed
 
 def test_a_model_without_run_json_is_scored(base, files, capsys):
+    """One file is a pipe.  The summary has the hash of what was read, and no text of a row."""
     shutil.copytree(base, "bare")
     os.remove("bare/run.json")
     shutil.copytree(base, "run")
-    ev.main(["--data", "toy", *files, *QUICK, "bare", "run"])
+    for name in ("bare", "run"):
+        ev.main(["--data", "toy", *files[:-1], pipe("never.jsonl"), *QUICK, name])
     screen = capsys.readouterr().out
     assert "Forget set: pairs 2; rL" in screen
     assert "bare | Real authors: 2 of 2 true answers are longer than the 6 tokens" in screen
     assert ev.read_records("bare", "forget") == ev.read_records("run", "forget")
     bare, run = [ev.read_summary(name) for name in ("bare", "run")]
     assert [bare["options"], run["options"]] == [{}, mdu.read_run(base)["options"]]
-
-def test_rows_may_come_from_a_pipe(base, files):
-    """The summary has the hash of what was read, and no text of a row."""
-    ev.main(["--model", str(base), *files[:-1], pipe("never.jsonl"), *QUICK, "new"])
-    summary = ev.read_summary("new")
-    assert summary["splits"]["never"]["n"] == 2
-    assert summary["files"]["never"] == sha256("never.jsonl")
+    assert run["splits"]["never"]["n"] == 2
+    assert run["files"]["never"] == sha256("never.jsonl")
     for row in NEVER:
-        assert row["question"] not in json.dumps(summary)
-        assert row["answer"] not in json.dumps(summary)
+        assert row["question"] not in json.dumps(run)
+        assert row["answer"] not in json.dumps(run)
 
 @each("option, rows, said", [
     ("--never", [dict(question="Who?", answer="Ann.")], "only one file has `fact`"),
@@ -2889,8 +2870,7 @@ def test_the_runs_of_each_report_of_two_seeds_can_be_compared(preset):
 
 @each("words, said", [
     ("demo,table", "found 'demo table' with"),
-    ("tofu PRESET=toy", "found 'tofu' with PRESET='toy'; there are demo"),
-    ("rwku PRESET=tofu-dream", "found 'rwku' with PRESET='tofu-dream'"),
+    ("rwku PRESET=tofu-dream", "found 'rwku' with PRESET='tofu-dream'; there are demo"),
     ("demo METHODS=nosuch", "found nosuch; needs one of ga, gd, .*mdu-removed"),
     ("demo METHODS=npo-x5", "found npo-x5; needs .* end in options of mdu.py"),
     ("figures HIDDEN=0.3", "HIDDEN= has no effect on figures"),
@@ -3004,22 +2984,20 @@ def test_where_a_job_fails_its_stage_is_the_last(tmp_path, capsys):
         return experiments.Job(f"out/{name}", [sys.executable, "-c", code], finished)
 
     plan = plan_of("demo", "JOBS=1")
+    report = experiments.Job("out/report", ["false"], on_screen=True)
     plan.stages[:] = [[job("earlier", "", True), job("good", ""),
-                       job("bad", "raise SystemExit('no such rows')")], [job("later", "")]]
-    with pytest.raises(mdu.BadInput, match="because these failed: out/bad[.]"):
+                       job("bad", "raise SystemExit('no such rows')"), report], [job("later", "")]]
+    with pytest.raises(mdu.BadInput, match="because these failed: out/bad, out/report[.]"):
         experiments.carry_out(plan)
     assert [file.stem for file in tmp_path.glob("out/*.done")] == ["good"]
     out, err = capsys.readouterr()
-    said = ("1 jobs are finished: out/earlier\n3 are to do, 1 at once: out/good out/bad out/later\n"
-            "out/good: finished in [0-9]+ s; jobs left: 2\n")
+    said = ("1 jobs are finished: out/earlier\n"
+            "4 are to do, 1 at once: out/good out/bad out/report out/later\n"
+            "out/good: finished in [0-9]+ s; jobs left: 3\n")
     assert re.fullmatch(said, out)
-    assert err.splitlines() == ["out/bad: FAILED; see the end of out/bad.log"]
+    assert err.splitlines() == ["out/bad: FAILED; see the end of out/bad.log",
+                                "out/report: FAILED; see above"]
     assert "no such rows" in (tmp_path / "out/bad.log").read_text()
-
-def test_a_report_that_fails_has_said_why_on_the_screen(capsys):
-    report = experiments.Job("out/report", ["false"], on_screen=True)
-    assert experiments.run_stage([report], 1, 0) == ["out/report"]
-    assert capsys.readouterr().err == "out/report: FAILED; see above\n"
 
 def test_the_weights_of_rwku_are_deleted_once_a_run_is_scored(tmp_path):
     def delete_job():
