@@ -2464,20 +2464,22 @@ def test_a_method_is_noise_if_half_of_its_runs_are(verdicts, verdict):
 
 def test_warnings_have_their_figures(capsys):
     def write(seed, fact, infill_no_question, left):
-        return [write_base(seed, splits={"forget": {**KNOWN, "n": 24, "fact": fact,
-                                         "infill_no_question": infill_no_question}}),
-                write_retrained(seed),
+        forget = {**KNOWN, "n": 24, "fact": fact, "infill_no_question": infill_no_question}
+        far, anchored = {"forget_loss_left": left}, {"target": "paper", "tau": 1.0, "epochs": 5}
+        return [write_base(seed, splits={"forget": forget}), write_retrained(seed),
                 write_run("mdu-tau0", UNKNOWN, seed, options={"target": "paper", "tau": 0.0}),
-                write_run("mdu-model", UNKNOWN, seed, options={"target": "/x/model"}),
-                write_run("mdu-tau1", UNKNOWN, seed, {"forget_loss_left": left},
-                          {"target": "paper", "tau": 1.0})]
+                write_run("mdu-model", UNKNOWN, seed, far,
+                          {"target": "/x/model", "epochs": 5, "min_steps": 500}),
+                write_run("mdu-tau1", UNKNOWN, seed, far, anchored)]
     assert "## Warnings" not in report(capsys, *write(1, 0.5, 0.29, 0.2))
     screen = report(capsys, *write(2, 0.49, 0.31, 0.35))
     warnings = " ".join(screen.split("## Warnings")[1].split())
-    assert "base gives 49% of the forget set." in warnings
-    assert "- mdu-tau1: the target itself may keep answers." in warnings
-    assert "fills in 31% of the answers' masked words." in warnings
-    assert "- mdu-tau1: 35% of its forget loss is left, more than 20%, so" in warnings
+    left = "35% of its forget loss is left, more than 20%; more"
+    assert "- base gives 49% of the forget set." in warnings
+    assert f"- mdu-model: {left} --steps or" in warnings
+    assert f" mdu-tau1: {left} --epochs or" in warnings
+    assert " The target itself of mdu-tau1 may keep answers, however" in warnings
+    assert "fills in 31% of the answers' masked words;" in warnings
 
 def test_the_screen_of_a_report_is_no_wider_than_a_page(capsys):
     """Nor has it more than seven lines of facts; report.md has all, also two of one pair."""
@@ -2508,7 +2510,7 @@ TOLD = ["- after, pair 1: `161 496 0123` in `Call +44 161-496-0123 now`",
         "- after, pair 2: `3 May 1984` in `Since 3 MAY 1984 in Gdansk`"]
 
 def told_in(text):
-    return re.search(rf"(?s)## {ev.FACTS}\n(.*?)\n\n", text)[1].split("\n")
+    return re.search(rf"(?s)## {re.escape(ev.FACTS)}\n(.*?)\n\n", text)[1].split("\n")
 
 def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, capsys):
     """But those that the model before unlearning tells, which the report of one run has not."""
