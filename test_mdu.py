@@ -147,7 +147,7 @@ class FakeModel:
     mask_id, pad_id, end_id = MASK, PAD, 1
     lm = SimpleNamespace(config=SimpleNamespace(vocab_size=11, max_position_embeddings=512))
     table = torch.randn(11, 11, generator=torch.Generator().manual_seed(6)).double()
-    boost, sure, by_entropy = -50.0, 1, False
+    boost, sure, by_entropy, tokenizer = -50.0, 1, False, None
 
     def __init__(self, **changes):
         vars(self).update(changes)
@@ -1708,8 +1708,8 @@ def test_the_sampler_equals_a_slow_one(
 
 @each("ids, n", [([4, 5, 6], 3), ([4, 1, 5, PAD], 1), ([4, 5, PAD, 1], 2)])
 def test_an_answer_ends_before_the_first_end_or_padding_token(ids, n):
-    tokenizer = mock.Mock(decode=lambda ids, skip_special_tokens: ids)
-    assert ev.read_answer(FakeModel, tokenizer, ids) == (ids[:n], ids[:n])
+    model = FakeModel(tokenizer=mock.Mock(decode=lambda ids, skip_special_tokens: ids))
+    assert ev.read_answer(model, ids) == (ids[:n], ids[:n])
 
 # ---- Roles ----
 I, S, K = "in-context", "structural", "stored-knowledge"
@@ -1743,7 +1743,7 @@ def test_gaps_by_hand(row, parts, bytes_tokenizer):
 
 def test_filling_gaps_equals_a_slow_loop(monkeypatch):
     """Every second token is in the gap, of an answer of one token none."""
-    monkeypatch.setattr(ev, "encode_answer", lambda tokenizer, row, text: row["pair"])
+    monkeypatch.setattr(ev, "encode_answer", lambda model, row, text: row["pair"])
     monkeypatch.setattr(ev, "gap_of", lambda *given: torch.arange(len(given[-1])) % 2 == 1)
     model = FakeModel()
     rng = np.random.default_rng(3)
@@ -1761,7 +1761,7 @@ def test_filling_gaps_equals_a_slow_loop(monkeypatch):
         rows.append({"pair": (prompt, answer), "answer": ""})
     n_passes = len(model.seen)  # of one row each
     model.seen.clear()
-    assert [*itertools.chain(*ev.fill_gaps(model, None, rows, ARGS))] == expected
+    assert [*itertools.chain(*ev.fill_gaps(model, rows, ARGS))] == expected
     assert sum(map(len, model.seen)) == n_passes  # no pass of a row that is finished
 
 # ---- Other decodings ----
@@ -1776,11 +1776,11 @@ def test_the_facts_that_texts_tell_by_hand():
     assert ev.share_told({"question": "Is he?", "answer": "He is."}, ["He is."]) is None
 
 def test_other_decodings_have_six_lengths_and_steps(monkeypatch):
-    def write_answers(model, tokenizer, rows, settings):
+    def write_answers(model, rows, settings):
         return [f"{row}: {settings.response_length} in {settings.steps}" for row in rows]
     monkeypatch.setattr(ev, "write_answers", write_answers)
     settings = SimpleNamespace(response_length=7, steps=7)
-    texts = ev.write_in_other_ways(None, None, ["a", "b"], settings)
+    texts = ev.write_in_other_ways(None, ["a", "b"], settings)
     ways = ["7 in 1", "7 in 2", "7 in 4", "3 in 1", "3 in 2", "3 in 3"]
     assert texts == [tuple(f"{row}: {way}" for way in ways) for row in ("a", "b")]
 
@@ -1870,11 +1870,10 @@ def test_prompts_equal_those_of_rwkus_own_code(split, changes, question, prefill
 
 def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
     """Of the tokens of " A", here a space (2) and a letter (3 to 6), the letter counts."""
-    monkeypatch.setattr(ev, "encode_answer", lambda tokenizer, row, text: (row["question"], []))
+    monkeypatch.setattr(ev, "encode_answer", lambda model, row, text: (row["question"], []))
 
-    def tokenizer(text, add_special_tokens):
-        return SimpleNamespace(input_ids=[2, "ABCD".index(text[1]) + 3])
-    model = FakeModel()
+    model = FakeModel(tokenizer=lambda text, add_special_tokens: SimpleNamespace(
+        input_ids=[2, "ABCD".index(text[1]) + 3]))
     letters = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt + [MASK]])
@@ -1883,7 +1882,7 @@ def test_mmlu_compares_letters_at_one_masked_position(monkeypatch):
         letters.append("ABCD"[logits[3:7].argmax()])
     assert len(set(letters)) > 1
     rows = [dict(question=prompt, answer=letters[0]) for prompt in PROMPTS]
-    records = ev.score_mmlu(model, tokenizer, None, rows, ARGS)
+    records = ev.score_mmlu(model, None, rows, ARGS)
     assert [record["generation"] for record in records] == letters
     assert [record["accuracy"] for record in records] == [x == letters[0] for x in letters]
 
@@ -1896,10 +1895,10 @@ def test_truthfulqa_by_hand(losses, labels, mc1, monkeypatch):
     texts = [" a", " b b", " c c c"]
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [
         {text: (loss, 0) for text, loss in zip(texts, losses)}])
-    monkeypatch.setattr(ev, "encode_answer", lambda tokenizer, row, text: ([], text.split()))
+    monkeypatch.setattr(ev, "encode_answer", lambda model, row, text: ([], text.split()))
     targets = dict(choices=["a", "b b", "c c c "], labels=labels)
     row = ev.truthfulqa_row(dict(question="", mc1_targets=targets))
-    [record] = ev.score_truthfulqa(None, None, None, [row], ARGS)
+    [record] = ev.score_truthfulqa(None, None, [row], ARGS)
     assert list(record["logp"].values()) == approx([-losses[0], -1, -3])
     assert record["mc1"] == mc1
 
@@ -1921,7 +1920,7 @@ def test_scores_of_one_answer_by_hand(split, row, text, expected, monkeypatch):
     monkeypatch.setattr(ev, "texts_nll", lambda *_: [{"Petra Osei": (1.0, 0.5)}])
     row = {"question": "Who?", "answer": "Petra Osei", **row}
     score = ev.SPLITS[split].score
-    [record] = score(None, None, ev.SPLITS["retain"], [row], ARGS)
+    [record] = score(None, ev.SPLITS["retain"], [row], ARGS)
     assert {name: record[name] for name in expected} == approx(expected)
 
 # ---- The figures of a split ----
@@ -1983,11 +1982,11 @@ def test_rows_are_those_that_are_typed_or_the_runs(run, typed, expected, tofu, r
 def test_both_parts_of_a_row_are_from_one_text(monkeypatch):
     """The prompt may depend on the answer: here it has the number of its letters."""
     monkeypatch.setattr(mdu, "encode_pair", lambda _, question, answer: ([len(answer)], [*answer]))
-    tokenizer = mock.Mock(return_value=SimpleNamespace(input_ids=["x"]))
+    model = mock.Mock(**{"tokenizer.return_value": SimpleNamespace(input_ids=["x"])})
     row = {"question": "Who?", "answer": "Ann"}
-    assert ev.encode_answer(tokenizer, row, "x") == ([1], ["x"])
+    assert ev.encode_answer(model, row, "x") == ([1], ["x"])
     # On RWKU the start of the answer, here "A:", belongs to the prompt.
-    assert ev.encode_answer(tokenizer, {**row, "prefill": "A:"}, "x") == ([2, "A", ":"], ["x"])
+    assert ev.encode_answer(model, {**row, "prefill": "A:"}, "x") == ([2, "A", ":"], ["x"])
 
 def test_a_protocol_has_what_must_be_the_same_in_two_runs_and_nothing_else(rwku, tmp_path):
     """The rows; on RWKU, where they differ from person to person, their source and --limit."""
@@ -2095,7 +2094,7 @@ def test_scores_of_two_processes_equal_those_of_one(scored_copy, scored):
     assert ev.read_summary(scored_copy)["splits"].keys() == NUMBERS.keys()
 
 def test_a_process_may_have_no_rows():
-    assert ev.score_answers(FakeModel(), None, ev.SPLITS["forget"], [], ARGS) == []
+    assert ev.score_answers(FakeModel(), ev.SPLITS["forget"], [], ARGS) == []
 
 def test_old_scores_stay_if_scoring_is_stopped(scored_copy, capsys):
     """By Ctrl-C, and where memory is not enough."""
@@ -2127,7 +2126,7 @@ def test_rwku_is_scored_with_a_tokenizer(rwku, tmp_path):
         assert scored["splits"][split]["n"] == 10
 
 def test_ask_prints_what_each_run_answers(base, scored, monkeypatch, capsys):
-    monkeypatch.setattr(ev, "write_answers", lambda model, tokenizer, rows, settings: [
+    monkeypatch.setattr(ev, "write_answers", lambda model, rows, settings: [
         f" Not\n {rows[0]['question']}"])
     ev.main(["--ask", "Who?", str(base), scored])
     screen = capsys.readouterr().out
@@ -2441,8 +2440,8 @@ def test_of_runs_on_the_same_pairs_those_of_the_same_seed_are_compared(capsys):
 
 def make_run(folder, theta0=None, options=(), verdict="unlearned"):
     """A run that has not unlearned, or has from theta0."""
-    return ev.Run(folder, folder, Path(folder).name, folder, theta0 or folder, dict(options), {},
-                  None, {}, {}, verdict)
+    return ev.Run(folder, folder, Path(folder).name, folder, theta0 or folder, dict(options), None,
+                  (), {}, {}, verdict)
 
 @each("runs, fine_tuned", [
     (["ga from 2/base", "1/base", "2/base", "after"], ["1/base", "2/base"]),
@@ -2452,8 +2451,8 @@ def make_run(folder, theta0=None, options=(), verdict="unlearned"):
 def test_the_fine_tuned_model_is_the_first_that_has_not_unlearned(runs, fine_tuned):
     made = [make_run(*run.split(" from "), options={"retain_only": run == "retain"})
             for run in runs]
-    found, _ = ev.find_references(made)
-    assert [run.folder for run in found] == fine_tuned
+    ev.mark_references(made)
+    assert [run.folder for run in made if run.verdict == "fine-tuned"] == fine_tuned
 
 @each("verdicts, verdict", [(["unlearned", "noise", "noise"], "noise"),
                             (["noise", "unlearned", "unlearned"], "unlearned"),
@@ -2515,9 +2514,9 @@ def told_in(text):
 def test_every_fact_that_is_told_is_listed(base, files, tmp_path, monkeypatch, capsys):
     """But those that the model before unlearning tells, which the report of one run has not."""
     usual, more = {}, {}
-    monkeypatch.setattr(ev, "write_answers", lambda model, tokenizer, rows, settings: [
+    monkeypatch.setattr(ev, "write_answers", lambda model, rows, settings: [
         usual.get(row["question"], "Nobody.") for row in rows])
-    monkeypatch.setattr(ev, "write_in_other_ways", lambda model, tokenizer, rows, settings: [
+    monkeypatch.setattr(ev, "write_in_other_ways", lambda model, rows, settings: [
         ["Nobody.", more.get(row["question"], "")] for row in rows])
     files[1] = write_lines(tmp_path / "leaks", LEAKS)
     typed = ["--model", str(base), *files, *QUICK, "--limit", "9"]
@@ -2625,7 +2624,8 @@ def test_the_analyses_of_an_answer_equal_a_slow_loop(base, unlearned, tmp_path):
         while sum(map(bool, states[k][:n])) < share * n:
             k += 1
         end = go_on(theta0, [0] * len(prompt), states[k], (4 - k) * [3])
-        completion, _ = ev.read_answer(theta0, tokenizer, end)
+        theta0.tokenizer = tokenizer
+        completion, _ = ev.read_answer(theta0, end)
         y_t = tokenizer.decode(states[k][:n])
         rollouts.append([row["question"], row["answer"], f"{k}/4", y_t, completion])
     for name in ("trajectory", "rollout"):
