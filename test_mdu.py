@@ -2820,7 +2820,7 @@ def plan_of(name, variables=""):
     """variables: PRESET=tofu-small METHODS=npo,wga"""
     given = dict(word.split("=") for word in variables.split())
     given = {variable: value.replace(",", " ") for variable, value in given.items()}
-    return experiments.make_plan(name, experiments.Variables(**given))
+    return experiments.make_plan(name, given)
 
 @each("name, variables", [
     ("demo", "METHODS=npo"), ("figures", ""), ("real", ""),
@@ -2829,7 +2829,7 @@ def plan_of(name, variables=""):
 def test_the_commands_of_a_plan_can_be_typed_in_order(name, variables):
     """What a command reads is written by earlier stages."""
     written = {"out/rwku-llada-lora8/0"}  # for the scores of the published model
-    for stage in plan_of(name, variables).stages:
+    for stage in plan_of(name, variables)[1]:
         for job in stage:
             makes_all = ".github/start_models.py" in job.command
             for word in job.command:
@@ -2853,7 +2853,7 @@ def test_a_name_of_a_run_may_end_in_numbers_of_options(name, expected):
 @each("preset", ["tofu-small", "tofu-smollm"])
 def test_the_runs_of_each_report_of_two_seeds_can_be_compared(preset):
     """And no report replaces another."""
-    stages = plan_of("tofu", f"PRESET={preset} SEEDS=2,3 METHODS=npo").stages
+    _, stages = plan_of("tofu", f"PRESET={preset} SEEDS=2,3 METHODS=npo")
     jobs = [*itertools.chain(*stages)]
     for job in jobs:
         if "mdu.py" in job.command:
@@ -2889,14 +2889,14 @@ def test_an_experiment_is_refused(words, said, tmp_path, monkeypatch):
 
 def printed_plan(name, variables, capsys):
     """The words that PLAN=1 prints, without the experiment's folder."""
-    experiments.print_plan(plan_of(name, variables))
+    experiments.print_plan(*plan_of(name, variables))
     printed = capsys.readouterr().out.replace(experiments.PYTHON, "python")
     return re.sub(r"out/[^/\s]+/", "", printed).split()
 
 def test_the_commands_of_a_small_experiment(monkeypatch, capsys):
     """It has all parts that an experiment may have.  Attacks have adapters of their own size."""
     small = experiments.Experiment(
-        ["mdu-original"], start_model="small", original=dict(steps=4), learn=dict(steps=5),
+        "mdu-original", start_model="small", original=dict(steps=1), learn=dict(steps=5),
         if_hidden=dict(lr=0.6), unlearn=dict(steps=7), attack=dict(steps=8),
         scoring=dict(samples=9), files=["forget", "retain"], **experiments.ON_CPU)
     monkeypatch.setitem(experiments.EXPERIMENTS, "demo", small)
@@ -2904,11 +2904,11 @@ def test_the_commands_of_a_small_experiment(monkeypatch, capsys):
 export CUDA_VISIBLE_DEVICES= export OMP_NUM_THREADS=1
 python .github/start_models.py small out/demo-lora8-hidden0.3 locuslab/TOFU --seed 1
 python mdu.py --seed 1 --method sft --model start/new --retain-only --retain rows/other.jsonl
-    --steps 4 --out start/original
-python mdu.py --steps 5 --seed 1 --method sft --lora 8 --forget rows/forget.jsonl
-    --retain rows/known.jsonl --model start/original --lr 0.6 --prompt-dropout 0.3 --out base
-python mdu.py --steps 5 --seed 1 --method sft --lora 8 --forget rows/forget.jsonl
-    --retain rows/known.jsonl --model start/original --lr 0.6 --prompt-dropout 0.3
+    --steps 1 --out start/original
+python mdu.py --steps 5 --seed 1 --method sft --lora 8 --model start/original
+    --forget rows/forget.jsonl --retain rows/known.jsonl --lr 0.6 --prompt-dropout 0.3 --out base
+python mdu.py --steps 5 --seed 1 --method sft --lora 8 --model start/original
+    --forget rows/forget.jsonl --retain rows/known.jsonl --lr 0.6 --prompt-dropout 0.3
     --retain-only --out retain
 python mdu.py --steps 7 --seed 1 --lora 8 --forget rows/forget.jsonl --retain rows/retain.jsonl
     --target start/original --out mdu-original
@@ -2929,8 +2929,8 @@ python eval.py --report taught-again/base taught-again/retain taught-again/mdu-o
 python eval.py --report base retain mdu-original""".split()
 
 def test_the_figures_are_of_four_analyses():
-    analyses = [job.command[3] for job in plan_of("figures").stages[2]]
-    assert analyses == ["convergence", "roles", "trajectory", "rollout"]
+    _, (_, _, analyses) = plan_of("figures")
+    assert [job.command[3] for job in analyses] == ["convergence", "roles", "trajectory", "rollout"]
 
 def test_the_commands_for_one_person_of_rwku(capsys):
     variables = "PRESET=rwku-llada SEEDS=0,3 METHODS=npo LORA=8 JOBS=2"
@@ -2976,7 +2976,7 @@ def test_as_many_jobs_run_at_once_as_are_asked_for(monkeypatch):
 
     monkeypatch.setattr(subprocess, "Popen", Process)
     jobs = [experiments.Job(f"out/{i}", []) for i in range(5)]
-    experiments.run_stage(jobs, 2, 0)
+    experiments.run_stage(jobs, 2, [job.folder for job in jobs])
     assert counts == [1, 2, 1, 2, 1]
 
 def test_where_a_job_fails_its_stage_is_the_last(tmp_path, capsys):
@@ -2985,12 +2985,12 @@ def test_where_a_job_fails_its_stage_is_the_last(tmp_path, capsys):
         code += f"\nopen('out/{name}.done', 'w')"
         return experiments.Job(f"out/{name}", [sys.executable, "-c", code], finished)
 
-    plan = plan_of("demo", "JOBS=1")
+    experiment, _ = plan_of("demo", "JOBS=1")
     report = experiments.Job("out/report", ["false"], on_screen=True)
-    plan.stages[:] = [[job("earlier", "", True), job("good", ""),
-                       job("bad", "raise SystemExit('no such rows')"), report], [job("later", "")]]
+    stages = [[job("earlier", "", True), job("good", ""),
+               job("bad", "raise SystemExit('no such rows')"), report], [job("later", "")]]
     with pytest.raises(mdu.BadInput, match="because these failed: out/bad, out/report[.]"):
-        experiments.carry_out(plan)
+        experiments.carry_out(experiment, stages)
     assert [file.stem for file in tmp_path.glob("out/*.done")] == ["good"]
     out, err = capsys.readouterr()
     said = ("1 jobs are finished: out/earlier\n"
@@ -3003,7 +3003,7 @@ def test_where_a_job_fails_its_stage_is_the_last(tmp_path, capsys):
 
 def test_the_weights_of_rwku_are_deleted_once_a_run_is_scored(tmp_path):
     def delete_job():
-        return plan_of("rwku", "PRESET=rwku-llada METHODS=npo").stages[3][0]
+        return plan_of("rwku", "PRESET=rwku-llada METHODS=npo")[1][3][0]
 
     run = "out/rwku-llada/1/npo"
     assert not delete_job().finished
