@@ -2213,21 +2213,20 @@ def report(capsys, *runs):
     return capsys.readouterr().out
 
 def test_a_table_is_as_wide_as_a_page_and_goes_on_below():
-    columns = [(["run"], ["a", "bb"]),
-               (["Forget:", "↓ infilling,", "no question"], ["1", "2"]),
-               (["wide"], [81 * "x", "-"]), (["p"], ["3", "4"])]
-    table = [ev.make_column(*column) for column in columns]
-    assert list(map(ev.table_text, ev.pages(table))) == [f"""\
-     Forget:
-     ↓ infilling,
-run  no question   wide
----  ------------  {81 * '-'}
-a    1             {81 * 'x'}
-bb   2             -""", """\
-run  p
----  -
-a    3
-bb   4"""]
+    columns = [("forget", name) for name in ("infill_no_question", "f1", "mc1", "em")]
+    figures = dict(zip(columns, ([0.1], [2], [3], [4])))
+
+    def tables(width):
+        groups = [ev.Group([], "", title, figures) for title in ("a", width * "x")]
+        return list(map(ev.table_text, ev.make_tables(groups, columns)))
+    assert tables(65) == [f"""\
+{65 * ' '}  ↓ infilling,
+run{62 * ' '}  no question   F1     MC1    EM
+{65 * '-'}  ------------  -----  -----  -----
+a{64 * ' '}  0.100         2.000  3.000  4.000
+{65 * 'x'}  0.100         2.000  3.000  4.000"""]
+    headers = [text.split("\n---")[0].split() for text in tables(66)]
+    assert headers == [["↓", "infilling,", "run", "no", "question", "F1", "MC1"], ["run", "EM"]]
 
 def test_a_report_does_without_answers_pictures_and_other_folders(capsys):
     write_summary("a/mdu", {"forget": {"n": 1, "prob": 0.5}})
