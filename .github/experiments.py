@@ -73,7 +73,7 @@ class Experiment(NamedTuple):
     MODEL: str = ""  # from which `base` and `retain` start, or the start model is made
     LORA: str = ""  # the rank of adapters; if it is empty, all weights are trained
     HIDDEN: str = ""  # the share of questions that are masked while `base` and `retain` learn
-    accepts: list = ["MODEL", "LORA", "HIDDEN"]  # those that have an effect
+    accepts: list = ["MODEL", "LORA", "HIDDEN"]  # those of the three that have an effect
     environment: dict = {}  # of its jobs
     files: list = []  # the sets that are scored, where they are files in OUT/rows
     start_model: str = ""  # the function of start_models.py that makes it
@@ -98,6 +98,7 @@ RWKU = Experiment(
     # nobody: the published model is asked about all ten.
     SEEDS="0 1 2 3 4 5 6 7 8 9 10", accepts=["LORA"])
 
+# A NAME is a target of the Makefile, too, and a PRESET an entry of mdu.PRESETS.
 EXPERIMENTS = {  # {NAME, or the PRESET of tofu and rwku: its experiment}
     "demo": DEMO,
     "table": DEMO._replace(SEEDS="1 2 3"),
