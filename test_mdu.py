@@ -2008,6 +2008,7 @@ def test_a_protocol_has_what_must_be_the_same_in_two_runs_and_nothing_else(rwku,
         assert one != other
     assert protocol_of("") == protocol_of("--forget {X}")
     assert protocols[0] == protocol_of(person.replace("--subject 1", "--subject 2"))
+    assert protocol_of("--model run --forget {X}")["response_length"] == 7  # it is a run, too
     # Answers of RWKU have their own length, not the 7 of the run.
     assert protocols[0]["response_length"] == protocols[0]["steps"] == 30
 
