@@ -973,7 +973,7 @@ def use_format(tokenizer, before, after):
 
 @each("name", FORMATS)
 def test_a_prompt_and_its_answer_are_the_tokens_of_the_whole_text(name, whole_words):
-    """As scripts make them that fine-tune models.  Spaces before the answer are part of it."""
+    """As most scripts make them.  Spaces before the answer are part of it.  Or of each alone."""
     before, after = FORMATS[name]
     use_format(whole_words, before, after)
     prompt, answer = mdu.encode_pair(whole_words, " Who wrote it?\n", " Ann Lee wrote it. ")
@@ -982,6 +982,9 @@ def test_a_prompt_and_its_answer_are_the_tokens_of_the_whole_text(name, whole_wo
     assert whole_words.decode(prompt) == text.rstrip(" ")
     assert len(answer) == 5
     assert mdu.encode_prompt(whole_words, "Who wrote it?") == prompt
+    whole_words.chat_template += "{{ apart }}\n"
+    apart = mdu.encode_pair(whole_words, "Who wrote it?", "Ann Lee wrote it.")
+    assert apart == whole_words([text, "Ann Lee wrote it."]).input_ids
 
 def test_a_perturbed_answer_has_the_prompt_of_its_own_text(whole_words):
     """Here the prompt ends in "/INST" before "]The", and in "]" before a digit."""
@@ -2732,6 +2735,13 @@ def test_a_count_finds_names_in_other_spellings_and_facts_within_words(own_files
     assert second["found"] == of_lines + first["found"]
     assert first["files"]["retain.csv"] == sha256("retain.csv")
 
+def test_the_tokens_that_are_shown_are_those_of_a_model(own_files, base, capsys):
+    own(f"tokens {base}")
+    shown = capsys.readouterr().out
+    _, tokenizer = mdu.load_backbone(str(base))
+    prompt, answer = mdu.encode_pair(tokenizer, "?", "Zoe Mueller pays for both.")
+    assert f"prompt {prompt} [" in shown and f"answer {answer} [" in shown
+
 def test_the_attack_teaches_what_is_new_and_asks_for_no_fact_that_it_taught(own_files):
     """The fact of R1's second row is in the retain set, too, so the second choice is the third row:
     it has B7.  R2 has one row."""
@@ -2740,7 +2750,8 @@ def test_the_attack_teaches_what_is_new_and_asks_for_no_fact_that_it_taught(own_
     assert [row["fact"] for row in asked] == [["310"], ["52445"], ["88"]]
     [taught] = ev.read_lines("out/own/attack-2/taught.jsonl")
     assert taught["fact"] == ["B7", "Graz"]
-    assert len(ev.read_lines("out/own/attack-2/kept.jsonl")) == 1
+    [kept] = ev.read_lines("out/own/attack-2/kept.jsonl")
+    assert kept["answer"] == "Olive oil costs 5."
 
 def test_refusals_have_the_questions_to_forget(own_files):
     own_rows.main(["refusals", "--answer", "No."])
@@ -2760,10 +2771,11 @@ def test_the_form_has_what_the_runs_know_and_keeps_what_people_wrote(own_files, 
     records = ev.read_records("out/own/before", "forget")
     records[0]["generation"] = rows[0]["answer"]
     write_lines(Path("out/own/before/eval/forget.jsonl"), records)
+    write_files({"original/a.safetensors": ""})
     own("form out/own")
     record = Path("out/own/record-2.md").read_text()
     figure = ev.read_summary("out/own/before")["splits"]["forget"]["prob"]
-    for known in ("Deadline: 1 May", sha256(base / "model.safetensors"),
+    for known in ("Deadline: 1 May", sha256(base / "model.safetensors"), "original | a.safe",
                   f"Forget set, p | {figure:.3f}", "fact 1 | R1 | forget.jsonl 1 | given",
                   "fact 2 | R1 | forget.jsonl 2 | not given"):
         assert known in record
@@ -2784,7 +2796,7 @@ def test_the_form_says_what_has_to_be_done_again(own_files, base, capsys):
                  "start/run.json": '{"date": "2001"}', "start/model.safetensors": ""})
     own("form out/own")
     printed = capsys.readouterr().out
-    assert "do again" not in printed and "20 blanks" in printed
+    assert "do again" not in printed and "21 blanks" in printed
     Path("forget.jsonl").open("a").write("\n")
     run["files"]["retain"] = "another"
     write_files({"out/own/retrained/run.json": json.dumps(run)})

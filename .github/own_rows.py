@@ -2,6 +2,7 @@
 
     python .github/own_rows.py lines rows.csv retain.jsonl  # CSV, or a JSON array, as JSON lines
     python .github/own_rows.py names retain.jsonl    # which rows have a name or a fact to delete
+    python .github/own_rows.py tokens finetune       # what the programs give a model of a row
     python .github/own_rows.py attack                # files of the relearning attack
     python .github/own_rows.py refusals              # the questions to forget, with a refusal
     python .github/own_rows.py form out/own          # the record of the case, to fill in
@@ -34,6 +35,7 @@ import mdu
 
 FORGET, RETAIN, NAMES = "forget.jsonl", "retain.jsonl", "names.csv"
 FOLDER = Path("out/own")
+OF_SCRIPTS = ("original", "adapters", "out/own/adapters")  # models that no run has to have read
 
 
 # ---- Rows of a file ----
@@ -192,11 +194,26 @@ def count_names(args):
     print(f"the numbers are in {file}")
 
 
+# ---- The tokens of a row ----
+def print_tokens(args):
+    """Of the first row to retain, prompt and answer as a model gets them, in training and scoring;
+    an end token follows."""
+    folder = mdu.find_model(args.model)
+    with mdu.naming(args.model):
+        config = mdu.read_config(folder, folder.name)
+        tokenizer = mdu.load_tokenizer(folder, mdu.BACKBONES[config["model_type"]])
+    fields = mdu.check_row(read_rows(RETAIN)[0][1])
+    parts = mdu.encode_pair(tokenizer, fields["question"], fields["answer"])
+    for name, ids in zip(("prompt", "answer"), parts):
+        print(name, ids, tokenizer.convert_ids_to_tokens(ids))
+
+
 # ---- The relearning attack, and refusals ----
 def write_attack(args):
     """taught.jsonl: one row of each person who has several, with a fact that no row to retain has,
     as the others teach nothing new.  asked.jsonl: the other rows, without facts that a taught row
-    has.  kept.jsonl: as many rows to retain as are taught."""
+    has.  kept.jsonl: as many rows to retain as are taught, spread evenly over those that have no
+    name or fact to forget."""
     retain = [row for _, row in read_rows(RETAIN)]
     retained_texts = [texts_in(row) for row in retain]
     of_request = {}
@@ -223,7 +240,10 @@ def write_attack(args):
             if left or not row["fact"]:
                 asked.append({**row, "fact": left})
     mdu.require(taught and asked, f"{FORGET}: the attack needs a person with two rows or more")
-    kept = retain[:len(taught)]
+    parts = [part for _, _, part, _ in names_and_facts()]
+    strangers = [row for row, text in zip(retain, retained_texts)
+                 if not any(contains(text, part) for part in parts)]
+    kept = ev.limit_rows(strangers or retain, len(taught))
     for name, rows in (("taught", taught), ("asked", asked), ("kept", kept)):
         write_lines(FOLDER / f"attack-{args.choice}/{name}.jsonl", rows)
 
@@ -252,7 +272,8 @@ relearning attack, Forget has the rows that were asked, and Retain those that we
 - Reviewer, who is somebody else: ____
 - Criteria (change them now, not after the runs), fixed on: ____
     1. Each row that the last count found has a reason below.
-    2. The fine-tuned model's *fact* of the retain set is at least .90.
+    2. The fine-tuned model's *fact* and *infilling* of the retain set are at least .90, and its
+       *p* there is at least .50.
     3. The new model's *fact* of the retain set is at most .05 below it.
     4. The new model gives no fact of the forget set, in any decoding, that is not explained below.
     5. Both relearning attacks teach their rows (*fact* 1.00), and of the other rows no fact comes
@@ -266,6 +287,7 @@ relearning attack, Forget has the rows that were asked, and Retain those that we
 ## After the runs
 
 - Which of the models below is the new one: ____
+- If a script of your own trained it: its commit, options and seed, and the file of rows: ____
 - Reasons for the rows that the last count found: ____
 - Rows without a name were read by: ____
 - Facts that the new model still gives, and what was found about each: ____
@@ -380,8 +402,10 @@ def runs_section(runs):
                             "SHA-256 of mdu.py"], rows)
 
 def models_section(runs, scores):
-    """Each model that was scored or from which a run started, with the SHA-256 of its weights."""
-    models = {shown_path(info["options"]["model"]) for info in runs.values()}
+    """Each model that was scored or from which a run started, and what a script of one's own starts
+    from and makes, with the SHA-256 of the weights."""
+    models = {folder for folder in OF_SCRIPTS if Path(folder).exists()}
+    models |= {shown_path(info["options"]["model"]) for info in runs.values()}
     models |= {shown_path(summary["model"]) for summary in scores.values()}
     rows = []
     for model in sorted(models):
@@ -456,7 +480,8 @@ def facts_section(counts, scores):
 def parse(argv=None):
     parser = mdu.Parser(description=__doc__, allow_abbrev=False,
                         formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="lines, names, attack, refusals, form")
+    commands = parser.add_subparsers(required=True,
+                                     metavar="lines, names, tokens, attack, refusals, form")
     lines = commands.add_parser("lines", help="write a file as JSON lines")
     lines.add_argument("file", help=".csv, .tsv or .json")
     lines.add_argument("new", help="the new file")
@@ -465,6 +490,9 @@ def parse(argv=None):
     count.add_argument("files", nargs="+", metavar="FILE",
                        help=".csv, .tsv, .json; anything else is read as JSON lines")
     count.set_defaults(work=count_names)
+    tokens = commands.add_parser("tokens", help="print what a model gets of one row")
+    tokens.add_argument("model", help="folder with its tokenizer")
+    tokens.set_defaults(work=print_tokens)
     attack = commands.add_parser("attack", help="write the files of the relearning attack")
     attack.add_argument("--choice", type=int, default=1,
                         help="2: teach other rows; the files are then in out/own/attack-2 [1]")
