@@ -980,7 +980,6 @@ def test_a_prompt_and_its_answer_are_the_tokens_of_the_whole_text(name, whole_wo
     text = f"{before}Who wrote it?{after}"
     assert prompt + answer == whole_words(f"{text}Ann Lee wrote it.").input_ids
     assert whole_words.decode(prompt) == text.rstrip(" ")
-    assert len(answer) == 5
     assert mdu.encode_prompt(whole_words, "Who wrote it?") == prompt
     whole_words.chat_template += "{{ apart }}\n"
     apart = mdu.encode_pair(whole_words, "Who wrote it?", "Ann Lee wrote it.")
@@ -2656,7 +2655,7 @@ def typed_commands(page, folder):
     """Every command of a page as a list of words.  Bash writes out loops and variables: it runs the
     blocks, and the programs are functions in it that print their words."""
     script = "set -eu\n"
-    for name in ("python", "torchrun", "make", "rm", "awk", "grep", "head", "wc", "."):
+    for name in ("python", "torchrun", "make", "rm", "."):
         # A line for each command, with a null byte behind each word.
         script += f"function {name} {{ printf '%s\\0' {name} \"$@\"; echo; }}\n"
     script += "\n".join(re.findall(r"(?ms)^```bash\n(.*?)^```$", page))
@@ -2670,8 +2669,7 @@ def test_every_command_of_a_page_can_be_typed(page, tmp_path):
     """It parses, and the Makefile has the target.  Commands are in ```bash blocks, not indented."""
     assert not re.search(r"(?m)^ {4}(python|torchrun|make)\b", page)
     for words in typed_commands(page, tmp_path):
-        is_script = words[1:] == ["-"]  # Python reads it from the page
-        if words[0] in ("python", "torchrun") and not is_script:
+        if words[0] in ("python", "torchrun"):
             parse_command(words)
         if words[0] == "make":
             for target in words[1:]:
@@ -2685,8 +2683,7 @@ def test_the_lines_that_merge_adapters_change_weights_alone():
             p.data *= 2
         return SimpleNamespace(merge_and_unload=lambda: model)
 
-    blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGES["OWN_ROWS.md"])
-    [lines] = [block for block in blocks if "merge_and_unload" in block]
+    [lines] = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGES["OWN_ROWS.md"])
     write_checkpoint(Path("original"), "llama", quantization_config=None, auto_map=None,
                      attn_implementation=None)
     lines = lines.replace("from peft import PeftModel\n", "")
@@ -2719,7 +2716,7 @@ twice"
 @pytest.fixture
 def own_files():
     write_files({"forget.csv": OWN_FORGET, "retain.csv": "\ufeff" + OWN_RETAIN,
-                 "names.csv": "request,name\nR1,Müller\nR2,Li\n"})
+                 "names.csv": "request,name\nR1,Müller\nR2,Li\n", "original/a.safetensors": ""})
     for name in ("forget", "retain"):
         own(f"lines {name}.csv {name}.jsonl")
 
@@ -2735,12 +2732,9 @@ def test_a_count_finds_names_in_other_spellings_and_facts_within_words(own_files
     assert second["found"] == of_lines + first["found"]
     assert first["files"]["retain.csv"] == sha256("retain.csv")
 
-def test_the_tokens_that_are_shown_are_those_of_a_model(own_files, base, capsys):
+def test_the_tokens_of_the_first_row_to_retain_are_shown(own_files, base, capsys):
     own(f"tokens {base}")
-    shown = capsys.readouterr().out
-    _, tokenizer = mdu.load_backbone(str(base))
-    prompt, answer = mdu.encode_pair(tokenizer, "?", "Zoe Mueller pays for both.")
-    assert f"prompt {prompt} [" in shown and f"answer {answer} [" in shown
+    assert "answer [2, 2, 2, 2, 2, 5] ['<unk>'," in capsys.readouterr().out
 
 def test_the_attack_teaches_what_is_new_and_asks_for_no_fact_that_it_taught(own_files):
     """The fact of R1's second row is in the retain set, too, so the second choice is the third row:
@@ -2750,13 +2744,12 @@ def test_the_attack_teaches_what_is_new_and_asks_for_no_fact_that_it_taught(own_
     assert [row["fact"] for row in asked] == [["310"], ["52445"], ["88"]]
     [taught] = ev.read_lines("out/own/attack-2/taught.jsonl")
     assert taught["fact"] == ["B7", "Graz"]
-    [kept] = ev.read_lines("out/own/attack-2/kept.jsonl")
-    assert kept["answer"] == "Olive oil costs 5."
+    stranger = {"question": "?", "answer": "Olive oil costs 5."}
+    assert ev.read_lines("out/own/attack-2/kept.jsonl") == [stranger]
 
 def test_refusals_have_the_questions_to_forget(own_files):
-    own_rows.main(["refusals", "--answer", "No."])
-    assert ev.read_lines("out/own/refusals.jsonl")[1] == {
-        "question": "Which invoice did Zoë Müller get?", "answer": "No."}
+    own("refusals --answer No.")
+    assert ev.read_lines("out/own/refusals.jsonl")[3] == {"question": "Who is Li?", "answer": "No."}
 
 def test_the_form_has_what_the_runs_know_and_keeps_what_people_wrote(own_files, base):
     """And no text of a row."""
@@ -2771,7 +2764,6 @@ def test_the_form_has_what_the_runs_know_and_keeps_what_people_wrote(own_files, 
     records = ev.read_records("out/own/before", "forget")
     records[0]["generation"] = rows[0]["answer"]
     write_lines(Path("out/own/before/eval/forget.jsonl"), records)
-    write_files({"original/a.safetensors": ""})
     own("form out/own")
     record = Path("out/own/record-2.md").read_text()
     figure = ev.read_summary("out/own/before")["splits"]["forget"]["prob"]
@@ -2939,10 +2931,6 @@ python eval.py --samples 9 --forget rows/asked.jsonl --retain rows/taught.jsonl
     taught-again/retain
 python eval.py --report taught-again/base taught-again/retain taught-again/mdu-original
 python eval.py --report base retain mdu-original""".split()
-
-def test_the_figures_are_of_four_analyses():
-    _, (_, _, analyses) = plan_of("figures")
-    assert [job.command[3] for job in analyses] == ["convergence", "roles", "trajectory", "rollout"]
 
 def test_the_commands_for_one_person_of_rwku(capsys):
     variables = "PRESET=rwku-llada SEEDS=0,3 METHODS=npo LORA=8 JOBS=2"

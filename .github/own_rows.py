@@ -242,8 +242,9 @@ def write_attack(args):
     mdu.require(taught and asked, f"{FORGET}: the attack needs a person with two rows or more")
     parts = [part for _, _, part, _ in names_and_facts()]
     strangers = [row for row, text in zip(retain, retained_texts)
-                 if not any(contains(text, part) for part in parts)]
-    kept = ev.limit_rows(strangers or retain, len(taught))
+                 if not any(contains(text, part) for part in parts)] or retain
+    step = max(len(strangers) // len(taught), 1)
+    kept = strangers[::step][:len(taught)]
     for name, rows in (("taught", taught), ("asked", asked), ("kept", kept)):
         write_lines(FOLDER / f"attack-{args.choice}/{name}.jsonl", rows)
 
