@@ -197,15 +197,19 @@ def count_names(args):
 # ---- The tokens of a row ----
 def print_tokens(args):
     """Of the first row to retain, prompt and answer as a model gets them, in training and scoring;
-    an end token follows."""
+    and the length of the longest answer, with the end token that follows each."""
     folder = mdu.find_model(args.model)
     with mdu.naming(args.model):
         config = mdu.read_config(folder, folder.name)
         tokenizer = mdu.load_tokenizer(folder, mdu.BACKBONES[config["model_type"]])
-    fields = mdu.check_row(read_rows(RETAIN)[0][1])
-    parts = mdu.encode_pair(tokenizer, fields["question"], fields["answer"])
-    for name, ids in zip(("prompt", "answer"), parts):
+    pairs = []
+    for _, row in read_rows(RETAIN) + read_rows(FORGET):
+        fields = mdu.check_row(row)
+        pairs.append(mdu.encode_pair(tokenizer, fields["question"], fields["answer"]))
+    for name, ids in zip(("prompt", "answer"), pairs[0]):
         print(name, ids, tokenizer.convert_ids_to_tokens(ids))
+    longest = max(len(answer) for _, answer in pairs)
+    print(f"the longest answer of {RETAIN} and {FORGET}, with its end token: {longest + 1} tokens")
 
 
 # ---- The relearning attack, and refusals ----
