@@ -2480,7 +2480,7 @@ def test_warnings_have_their_figures(capsys):
     assert f"- mdu-model: {left} --steps or" in warnings
     assert f" mdu-tau1: {left} --epochs or" in warnings
     assert " The target itself of mdu-tau1 may keep answers, however" in warnings
-    assert "fills in 31% of the answers' masked words;" in warnings
+    assert "fills in 31% of the answers' masked words." in warnings
 
 def test_the_screen_of_a_report_is_no_wider_than_a_page(capsys):
     """Nor has it more than seven lines of facts; report.md has all, also two of one pair."""
