@@ -2845,6 +2845,10 @@ def test_the_commands_of_a_plan_can_be_typed_in_order(name, variables):
         written |= {job.folder for job in stage}
         written |= {job.folder.replace("/start/new", "/rows") for job in stage}
 
+def test_the_figures_are_of_all_analyses():
+    _, stages = plan_of("figures")
+    assert [job.command[3] for job in stages[-1]] == [*ev.ANALYSES]
+
 @each("name, expected", [
     ("ga-lr3e-4", dict(method="ga", lr="3e-4")),
     ("dpo-lr.1-w.2-s900", dict(method="dpo", lr=".1", retain_weight=".2", steps="900")),
