@@ -3058,11 +3058,11 @@ def test_the_files_of_the_small_model_have_the_rows_that_the_seed_chooses(tmp_pa
         "known": [*range(160, 320), *range(960, 1040)]}
     mdu.load_backbone(str(tmp_path / "start/new"))
 
-# ---- The step of README.md, the wrapper of CODE.md ----
-PAGE_STEP = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGES["README.md"])[-1]
-[PAGE_DREAM] = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGES["CODE.md"])
+# ---- The loss of README.md, the step and the wrapper of CODE.md ----
+[PAGE_LOSS] = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGES["README.md"])
+PAGE_STEP, PAGE_DREAM = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGES["CODE.md"])
 
-def test_backward_equals_the_step_of_the_readme():
+def test_backward_equals_the_step_of_the_page():
     """With the same t and masks, and rows to retain with end padding.  The page's models return
     logits of all positions."""
     args = options("--batch-size 4 --response-length 12 --retain-weight 0.7 --seed 2")
@@ -3084,13 +3084,14 @@ def test_backward_equals_the_step_of_the_readme():
         n=retain.length)
     with mock.patch.object(torch, "rand", side_effect=drawn):
         exec(PAGE_STEP, step)
-    readme_grads = [p.grad.clone() for p in model.parameters()]
+    page_grads = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     losses = mdu.backward(args, mdu.Models(model, anchor), *draws)
     assert losses == approx([step["loss"].item(), step["retain_loss"].item()], rel=1e-5)
-    assert_close(readme_grads, [p.grad for p in model.parameters()], 1e-5)
+    assert_close(page_grads, [p.grad for p in model.parameters()], 1e-5)
+    assert PAGE_LOSS in PAGE_STEP  # as the page sends its readers there
 
-def test_the_readme_makes_a_model_of_dream(tmp_path, monkeypatch):
+def test_the_page_makes_a_model_of_dream(tmp_path, monkeypatch):
     """It has the logits of all positions, MaskPredictor those of the masked ones."""
     write_checkpoint(tmp_path, "Dream")
     loaded, tokenizer = mdu.load_backbone(str(tmp_path))
