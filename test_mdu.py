@@ -2358,7 +2358,7 @@ def test_deviations_by_hand(capsys):
     assert list(zip(table["run"], table["deviation"])) == [
         ("fine-tuned (run base)", "1.00 fact"), ("retrained (run retain)", "-"), ("done", "0.00"),
         ("close", "0.25 any decoding"), ("wordy", "0.45 new word pairs"),
-        ("lost", "0.60 held-out set"), ("noise (noise)", "0.46 new word pairs")]
+        ("lost", "0.60 held-out fact"), ("noise (noise)", "0.46 new word pairs")]
     assert table["↓ fact"] == ("1.00", *6 * ["0.00"])
     assert "Warnings" not in screen
     held_out = read_table(Path("1/report.md").read_text(), "### Held-out set")
