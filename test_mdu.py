@@ -2736,10 +2736,13 @@ def test_the_tokens_of_the_first_row_to_retain_are_shown(own_files, base, capsys
     own(f"tokens {base}")
     assert re.search(r"(?s)answer \[2, 2, 2, 2, 2, 5\].* 11 tokens", capsys.readouterr().out)
 
-def test_the_attack_teaches_what_is_new_and_asks_for_no_fact_that_it_taught(own_files):
+def test_the_attack_teaches_what_is_new_and_asks_for_no_fact_that_it_taught(own_files, capsys):
     """The fact of R1's second row is in the retain set, too, so the second choice is the third row:
-    it has B7.  R2 has one row."""
+    it has B7, as has a further row.  R2 has one row."""
+    with open("forget.jsonl", "a") as file:
+        file.write('{"request": "R1", "question": "Unit?", "answer": "B7.", "fact": "B7"}\n')
     own("attack --choice 2")
+    assert "not asked, as taught rows have all its facts: Unit?" in capsys.readouterr().out
     asked = ev.read_lines("out/own/attack-2/asked.jsonl")
     assert [row["fact"] for row in asked] == [["310"], ["52445"], ["88"]]
     [taught] = ev.read_lines("out/own/attack-2/taught.jsonl")

@@ -243,6 +243,8 @@ def write_attack(args):
                     if not any(mdu.contains_words(text, fact) for text in taught_texts)]
             if left or not row["fact"]:
                 asked.append({**row, "fact": left})
+            else:
+                print(f"not asked, as taught rows have all its facts: {row['question']}")
     mdu.require(taught and asked, f"{FORGET}: the attack needs a person with two rows or more")
     parts = [part for _, _, part, _ in names_and_facts()]
     strangers = [row for row, text in zip(retain, retained_texts)
