@@ -3061,9 +3061,9 @@ def test_the_files_of_the_small_model_have_the_rows_that_the_seed_chooses(tmp_pa
         "known": [*range(160, 320), *range(960, 1040)]}
     mdu.load_backbone(str(tmp_path / "start/new"))
 
-# ---- The loss of README.md, the step and the wrapper of CODE.md ----
-[PAGE_LOSS] = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGES["README.md"])
-PAGE_STEP, PAGE_DREAM = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGES["CODE.md"])
+# ---- The loss and the step of README.md, the wrapper of CODE.md ----
+PAGE_LOSS, PAGE_STEP = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGES["README.md"])
+[PAGE_DREAM] = re.findall(r"(?ms)^```python\n(.*?)^```$", PAGES["CODE.md"])
 
 def test_backward_equals_the_step_of_the_page():
     """With the same t and masks, and rows to retain with end padding.  The page's models return
@@ -3092,7 +3092,7 @@ def test_backward_equals_the_step_of_the_page():
     losses = mdu.backward(args, mdu.Models(model, anchor), *draws)
     assert losses == approx([step["loss"].item(), step["retain_loss"].item()], rel=1e-5)
     assert_close(page_grads, [p.grad for p in model.parameters()], 1e-5)
-    assert PAGE_LOSS in PAGE_STEP  # as the page sends its readers there
+    assert PAGE_LOSS in PAGE_STEP
 
 def test_the_page_makes_a_model_of_dream(tmp_path, monkeypatch):
     """It has the logits of all positions, MaskPredictor those of the masked ones."""
