@@ -2780,9 +2780,13 @@ def test_the_form_has_what_the_runs_know_and_keeps_what_people_wrote(own_files, 
 
 def test_the_form_says_what_has_to_be_done_again(own_files, base, capsys):
     """A score and a run that are older than the model that they are about (a run's folder may have
-    been copied since), a count of another file than that of the training, and a file that has
-    changed since."""
-    ev.main(["--model", str(base), "--forget", "forget.jsonl", "--samples", "1", "out/own/before"])
+    been copied since), a count of another file than that of the training, a file that has changed
+    since, and one that is newer than the weights of somebody's own script."""
+    shutil.copytree(base, "out/own/mine", copy_function=shutil.copy)  # weights of now
+    Path("out/own/mine/run.json").unlink()
+    for model, run in ((base, "before"), ("out/own/mine", "after")):
+        ev.main(["--model", str(model), "--forget", "forget.jsonl", "--samples", "1",
+                 f"out/own/{run}"])
     own("names retain.jsonl")
     run = dict(options=dict(model="start", retain_only=True, retain="retain.jsonl"), rows={},
                date="2002", code="", torch="", transformers="",
@@ -2796,12 +2800,15 @@ def test_the_form_says_what_has_to_be_done_again(own_files, base, capsys):
     run["files"]["retain"] = "another"
     write_files({"out/own/retrained/run.json": json.dumps(run)})
     Path("start/run.json").unlink()  # its weights are of today
+    os.utime("out/own/mine/model.safetensors", (0, 0))
     summary = ev.read_summary("out/own/before")
     write_files({"out/own/before/eval/summary.json": json.dumps({**summary, "date": "2001"})})
     own("form out/own")
     said = re.findall("do again: (.*),", capsys.readouterr().out)
     assert said == ["scoring of out/own/before", "training of out/own/retrained",
-                    "the count of names", "training of out/own/retrained", "the count of names"]
+                    "the count of names", "training of out/own/retrained",
+                    "scoring of out/own/before", "scoring of out/own/after",
+                    "training of out/own/mine", "the count of names"]
     assert "### To do again" in Path("out/own/record-2.md").read_text()
 
 def test_the_form_on_the_page_is_that_of_today():

@@ -320,7 +320,7 @@ def write_form(args):
     scores = by_date({found.parent.parent: ev.read_summary(found.parent.parent)
                       for found in folder.rglob("eval/summary.json")})
     counts = {count: mdu.read_json(count) for count in numbered(folder, "count-{}.json")[0]}
-    outdated = newer_models(runs, scores) + changed_files(runs, counts)
+    outdated = newer_models(runs, scores) + changed_files(folder, runs, scores, counts)
     parts = [by_people.rstrip(), MARK, "## Written by own_rows.py", written_on(),
              *section("To do again", ["what", "why"], outdated), *runs_section(runs),
              *models_section(runs, scores), *files_section(runs, scores, counts),
@@ -340,7 +340,10 @@ def made_on(model):
     copy may change: to a later time, so that something is done again in vain."""
     if Path(model, "run.json").exists():
         return mdu.read_run(model)["date"]
-    times = [file.stat().st_mtime for file in Path(model).glob("*.safetensors")]
+    return written_last(Path(model).glob("*.safetensors"))
+
+def written_last(files):
+    times = [file.stat().st_mtime for file in files]
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(max(times, default=0)))
 
 def newer_models(runs, scores):
@@ -351,9 +354,11 @@ def newer_models(runs, scores):
     return [[f"{what} of {shown_path(run)}", f"{shown_path(model)} is newer"]
             for what, run, model, date in done if made_on(model) > date]
 
-def changed_files(runs, counts):
-    """The same, where a file of rows has changed since the last count or a training read it, and
-    where this count did not read the rows on which the retrained model was trained."""
+def changed_files(folder, runs, scores, counts):
+    """The same, where a file of rows has changed since the last count, a training or a scoring read
+    it, and where this count did not read the rows on which the retrained model was trained.  Of
+    training by a script of one's own only the time is known: the files in which names were counted
+    may not be newer than the weights."""
     counted = {}
     if counts:
         last = list(counts)[-1]
@@ -363,8 +368,18 @@ def changed_files(runs, counts):
         for split, digest in info["files"].items():
             if split == "retain" or not info["options"].get("retain_only"):
                 read.append((f"training of {shown_path(run)}", info["options"][split], digest))
+    for run, info in scores.items():
+        if run.parent == folder:  # those of an attack read other files
+            read += [(f"scoring of {shown_path(run)}", file, info["files"][split])
+                     for split, file in (("forget", FORGET), ("never", "never.jsonl"))
+                     if split in info["files"]]
     found = [[what, f"{shown_path(file)} has changed since"]
              for what, file, digest in read if Path(file).exists() and sha256(file) != digest]
+    trained_on = [Path(file) for file in counted if file not in (NAMES, FORGET)]
+    for model in dict.fromkeys(shown_path(info["model"]) for info in scores.values()):
+        if folder in Path(model).parents and not Path(model, "run.json").exists():
+            found += [[f"training of {model}", f"{file} is newer"] for file in trained_on
+                      if file.exists() and written_last([file]) > made_on(model)]
     for run, info in runs.items():
         if (counted and info["options"].get("retain_only")
                 and info["files"].get("retain") not in counted.values()):
